@@ -1,5 +1,11 @@
 """The commands echo2, echo-learner, echo-worker and echo-coordinator: the only place that wires the real parts together."""
 
 import os
+import signal
+import sys
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a user should know of a connection is said in our own words
+_IS_COMMAND = sys.argv[0].rpartition("/")[2] in ("echo2", "echo-learner", "echo-worker", "echo-coordinator")
+if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during the imports that follow ends the command without a traceback; then `process.ended_by_interrupt` decides.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

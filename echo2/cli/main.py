@@ -14,7 +14,7 @@ from typing import TypeAlias
 import echo2
 from echo2.base.errors import EchoError, ResourceError, StateError
 from echo2.cli.options import Parser, add_config_arguments, check_options, config_of, require_extra, with_values
-from echo2.cli.process import FORCED_EXIT_CODE, report_error
+from echo2.cli.process import FORCED_EXIT_CODE, ended_by_interrupt, report_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # Help that several commands share.
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_options(rest, parser)
         if own.needs_learner:
             require_extra("learner", own.needs_learner)
-        code = int(resolve_name(own.command)(own, rest))
+        with ended_by_interrupt():
+            command = resolve_name(own.command)
+        code = int(command(own, rest))
         sys.stdout.flush()
         return code
     except EchoError as error:

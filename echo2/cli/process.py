@@ -111,7 +111,8 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
 def ended_by_interrupt() -> Iterator[None]:
     """Lets Ctrl-C end the process at once and silently: torch and numpy print long tracebacks if interrupted while importing.
 
-    Once a daemon exists, `run_daemon` asks it to stop instead. Does nothing outside the main thread.
+    Once a daemon exists, `run_daemon` asks it to stop instead; after the block, Ctrl-C raises KeyboardInterrupt. Does nothing
+    outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -120,7 +121,7 @@ def ended_by_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is signal.SIG_DFL else before)
 
 
 def die_with_parent() -> None:

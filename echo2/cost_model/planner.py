@@ -119,7 +119,7 @@ def _rank(one: Plan, target: float) -> tuple[bool, float, float, float, int]:
 def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
     fleet = FleetModel.of(snapshot, config)
     if is_spent(snapshot.spent_usd, config.usd_budget):
-        kappa = previous.kappa if previous and previous.kappa in config.kappas else config.kappas[0]
+        kappa = previous.kappa if previous and config.allows(previous.kappa) else config.kappas[0]
         nobody = fleet.evaluate(kappa, np.zeros(len(fleet), dtype=np.bool_))
         return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent")
     solver = Solver(fleet, fleet.is_must)
@@ -220,7 +220,7 @@ def _is_held(worker: WorkerEstimate, now_s: float, config: PlanConfig) -> bool:
 def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool) -> _PoolChoice:
     """The previous pool if it still meets its terms, else that pool with additions, else the fresh one."""
     config, now_s, fresh = fleet.config, fleet.snapshot.now_s, choice.evaluation
-    if previous.kappa not in config.kappas or not previous.pool:
+    if not config.allows(previous.kappa) or not previous.pool:
         return replace(choice, reason="a new pool: there was none")
     pool = set(previous.pool)
     members = np.array([one.worker_id in pool for one in fleet.snapshot.workers]) & fleet.is_available

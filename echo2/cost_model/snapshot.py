@@ -270,8 +270,16 @@ class PlanConfig:
         checked("plan", "dwell_s", self.dwell_s, 0.0)
 
     @property
-    def kappas(self) -> range:
-        """The publication periods to try."""
+    def kappas(self) -> tuple[int, ...]:
+        """The publication periods to try, ascending: each up to 12, then in steps of an eighth, which is less than sizes of deltas
+        are known to, and the longest."""
         if self.fixed_kappa:
-            return range(self.fixed_kappa, self.fixed_kappa + 1)
-        return range(1, max(1, self.staleness_bound) + 1)
+            return (self.fixed_kappa,)
+        kappas, longest = [1], max(1, self.staleness_bound)
+        while kappas[-1] < longest:
+            kappas.append(min(longest, max(kappas[-1] + 1, round(kappas[-1] * 1.125))))
+        return tuple(kappas)
+
+    def allows(self, kappa: int) -> bool:
+        """Whether a plan may keep this period."""
+        return self.kappas[0] <= kappa <= self.kappas[-1]

@@ -46,6 +46,8 @@ EVALUATIONS_MAX = 2048
 RAISE = (
     0.6  # share of a shortage by which more rate is asked for: with all of it the next pool was up to a tenth too dear
 )
+VAIN_MAX = 3
+"""Rejections in a row of one period that more rate did not help by `STEP`: what it lacks is then something else."""
 CHANCE = 0.02
 """A single rehearsal may be off by so much: a pool that misses the target by less is rehearsed again before it is rejected."""
 BEST_PACES, WORTH_A_LOOK = 24, 0.6
@@ -223,6 +225,7 @@ class Solver:
             return None, rejected  # no pool gets more rewards than that
         needs = dict.fromkeys(self.fleet.config.kappas, self.fleet.rate_needed)
         waiting: list[Evaluation] = []
+        best, vain = dict.fromkeys(needs, 0.0), dict.fromkeys(needs, 0)
         ceiling = math.inf
         for kappa in needs:
             if (found := self.best_at(kappa, needs[kappa], ceiling)) is not None:
@@ -246,6 +249,10 @@ class Solver:
                     more = max(needs[found.kappa], found.point.throughput) * (1 + max(1e-4, RAISE * short))
                     alike = (kappa for kappa in needs if found.kappa / 2 <= kappa <= 2 * found.kappa)
                     needs |= {kappa: max(needs[kappa], more) for kappa in alike}
+                    vain[found.kappa] = 0 if trial.utilisation > best[found.kappa] + STEP else vain[found.kappa] + 1
+                    best[found.kappa] = max(best[found.kappa], trial.utilisation)
+            if vain[found.kappa] >= VAIN_MAX:
+                continue
             if (again := self.best_at(found.kappa, needs[found.kappa])) is not None:
                 waiting.append(again)
         return None, rejected
@@ -425,9 +432,9 @@ class Solver:
         outside, inside = fleet.is_available & ~chosen, chosen & ~self.is_must
         comes = [-1, *np.flatnonzero(outside)[np.unique(fleet.kind[outside], return_index=True)[1]].tolist()]
         goes = [-1, *np.flatnonzero(inside)[np.unique(fleet.kind[inside], return_index=True)[1]].tolist()]
-        for kappa in (found.kappa - 1, found.kappa + 1):
-            if kappa in fleet.config.kappas:
-                yield fleet.evaluate(kappa, chosen)
+        at = (kappas := fleet.config.kappas).index(found.kappa)
+        for kappa in (*kappas[max(0, at - 1) : at], *kappas[at + 1 : at + 2]):
+            yield fleet.evaluate(kappa, chosen)
         for one, other in sorted(itertools.product(comes, goes), key=lambda pair: min(pair) >= 0):
             pool = chosen.copy()
             pool[[row for row in (one, other) if row >= 0]] ^= True

@@ -354,6 +354,11 @@ class Membership:
             member.activation_since = now
         return None if before == Change(member.last_liveness, member.last_activation) else before
 
+    def name_of(self, peer_id: str) -> str:
+        """A worker's name; of a peer that is none, the end of its id."""
+        member = self.members.get(PeerId(peer_id))
+        return member.name if member is not None else peer_id[-8:]
+
     def living(self) -> Iterator[Member]:
         return (member for member in self.members.values() if member.last_liveness is not Liveness.GONE)
 

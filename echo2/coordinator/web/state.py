@@ -73,7 +73,7 @@ class StateView:
     def worker_keys(self) -> Iterator[tuple[Member, tuple[Any, ...]]]:
         """For each worker, a key of what its row depends on: as long as the key is the same, the row need not be rebuilt."""
         book = self._commands.hub.book
-        for member in self._commands.hub.membership.members.values():
+        for member in list(self._commands.hub.membership.members.values()):
             yield member, (
                 member.heartbeat_at, member.hello, book.lease_count(member.peer_id), member.last_liveness, member.activation,
                 member.setting, member.activation_reason, member.record.barred_until,
@@ -176,14 +176,12 @@ class StateView:
 
     def _broadcast(self) -> dict[str, Any]:
         hub = self._commands.hub
-        plan, board, living = hub.broadcast_plan, hub.board, hub.membership.members
+        plan, board = hub.broadcast_plan, hub.board
         value: dict[str, Any] = {
             "artifact_bytes": board.totals.artifact_bytes, "full_bytes": board.totals.full_bytes,
             "versions_published": board.totals.versions,
             "versions": [_version(row) for row in list(board.versions.values())[-VERSIONS_SHOWN:]],
-            "waiting": [
-                living[peer].name if peer in living else peer for peer in sorted(board.newest.waiting)[:20]
-            ] if board.newest else [],
+            "waiting": [hub.membership.name_of(peer) for peer in sorted(board.newest.waiting)[:20]] if board.newest else [],
         }  # fmt: skip
         if plan is not None:
             is_small = len(plan.nodes) <= TREES_SHOWN_NODES_MAX
@@ -204,7 +202,7 @@ class StateView:
         return value
 
     def _leases(self) -> dict[str, Any]:
-        book, members = self._commands.hub.book, self._commands.hub.membership.members
+        book, name_of = self._commands.hub.book, self._commands.hub.membership.name_of
         oldest = nsmallest(8, book.leases.values(), key=lambda lease: lease.progress_at)
         counts = book.counts
         return {
@@ -216,7 +214,7 @@ class StateView:
             "slowest": [
                 {
                     "lease": lease.lease_id, "group": lease.group_id, "attempt": lease.attempt,
-                    "worker": members[lease.worker_id].name if lease.worker_id in members else lease.worker_id,
+                    "worker": name_of(lease.worker_id),
                     "tokens": lease.tokens, "finished": lease.finished_rollouts,
                     "progress_at": round(lease.progress_at, 1), "deadline": round(lease.deadline, 1),
                 }
@@ -272,18 +270,14 @@ class StateView:
 
     def _links(self, member: Member) -> list[dict[str, str]]:
         """The worker's links to peers, each with its kind and the reason for it."""
-        hub = self._commands.hub
-        members = hub.membership.members
-        names = {
-            peer: members[peer].name
-            for peer in (PeerId(link.peer_id) for link in member.heartbeat.links.links)
-            if peer in members
-        }
-        if hub.board.peer_id is not None:
-            names[hub.board.peer_id] = "learner"
+        name_of, learner = self._commands.hub.membership.name_of, self._commands.hub.board.peer_id
         return [
-            {"peer": names.get(PeerId(link.peer_id), link.peer_id[-8:]), "kind": link.kind, "reason": link.reason}
-            for link in member.heartbeat.links.links
+            {
+                "peer": "learner" if one.peer_id == learner else name_of(one.peer_id),
+                "kind": one.kind,
+                "reason": one.reason,
+            }
+            for one in member.heartbeat.links.links
         ]
 
     def samples(self) -> dict[str, list[Any]]:

@@ -207,6 +207,20 @@ def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word(daemon: str, arg
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
+@pytest.mark.parametrize("program", ["echo2", "echo-learner", "echo-worker", "echo-coordinator"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(program: str) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'echo2.base.errors': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.argv, sys.meta_path = [{program!r}], [Interrupt, *sys.meta_path]\n"
+        f"from echo2.cli.{program.removeprefix('echo-').replace('echo2', 'main')} import main"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
 def test_the_first_signal_asks_for_a_clean_stop() -> None:
     made: list[Waiting] = []
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.cli.main import make_parser
-from echo2.cli.plan import evaluation_rollouts
+from echo2.cli.plan import evaluation_rollouts, load_catalogue, question_of
 from echo2.cli.plan_text import PlannedRun, alternatives, as_json, planned
 from echo2.cli.sizing import audit_s_per_step
 from echo2.config.run import RunConfig
 from echo2.cost_model.planner import CHEAPEST
 from echo2.cost_model.question import PoolOffer
-from echo2.cost_model.snapshot import LinkEstimate
+from echo2.cost_model.relations import FleetModel
+from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
+from echo2.cost_model.solver import Solver
 from tests.patience import WAIT_S
 from tests.unit.cost_model.fleets import learner
 from tests.unit.cost_model.test_question import question
@@ -102,6 +105,24 @@ def test_the_budget_is_judged_by_the_whole_runs_cost(tmp_path: Path, capsys: pyt
     assert run("plan", *asked, short) == 0
     printed = capsys.readouterr().out
     assert "not feasible with this budget" in printed and "the run  " in printed, "what it costs is said, too"
+
+
+def test_a_period_that_more_rate_does_not_help_is_given_up_for_one_that_it_does() -> None:
+    """Every two steps the learner waits whatever pool it has; the search paid ever more for one, up to ten times too much."""
+    asked = question_of(RunConfig(), {}, load_catalogue(None), 4.0)[0].what_if("train", "13.11s")
+    solver = Solver(fleet := FleetModel.of(asked.snapshot(), asked.wishes), fleet.is_must)
+    found, rejected = solver.cheapest(0.975)
+    assert found is not None and found.kappa == 1 and len(rejected) < 8
+    assert max(one.usd_per_hour for one in rejected) < 2 * found.usd_per_hour
+
+
+def test_of_long_periods_only_some_are_tried_and_any_may_be_kept() -> None:
+    long, short = PlanConfig(64), PlanConfig(12)
+    assert short.kappas == tuple(range(1, 13)) and len(long.kappas) < 30
+    assert (long.kappas[0], long.kappas[-1]) == (1, 64)
+    assert all(later <= 1.13 * kappa + 1 for kappa, later in pairwise(long.kappas))
+    assert [long.allows(kappa) for kappa in (0, 1, 13, 64, 65)] == [False, True, True, True, False]
+    assert PlanConfig(8, fixed_kappa=3).kappas == (3,)
 
 
 FLEETS = {

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 from starlette.routing import Route
 
 from echo2.base.errors import LimitExceeded
+from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.fleet.members import Member, OperatorSetting
 from echo2.coordinator.learner import RolloutQuestions
 from echo2.coordinator.web.access import WebGuard
 from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
-from echo2.coordinator.web.page import STREAMS_MAX, STREAMS_PER_CLIENT, OpenStreams, Web
+from echo2.coordinator.web.page import ROWS_AT_ONCE, STREAMS_MAX, STREAMS_PER_CLIENT, OpenStreams, Web
+from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import Node, options, running
@@ -142,6 +145,36 @@ async def test_the_stream_sends_all_at_first_and_then_what_has_changed_though_an
             assert "tokens" not in message
         for _, writer in held:
             writer.close()
+
+
+async def test_a_large_fleet_is_shown_whole_and_no_look_at_it_holds_up_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, turns, rows_of_turn = StateView.worker, 0, Counter[int]()
+
+    def counted(self: StateView, member: Member) -> dict[str, Any]:
+        rows_of_turn[turns] += 1
+        return row(self, member)
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with page(tmp_path) as (daemon, web):
+        for number in range(2 * ROWS_AT_ONCE + 1):
+            daemon.hub.membership.on_hello(
+                PeerId(f"w{number}"), pb.WorkerHello(name=f"w{number}"), daemon.hub.clock.now()
+            )
+        monkeypatch.setattr(StateView, "worker", counted)
+        turning = asyncio.create_task(turn())
+        whole = (await web.get("/api/state")).json()["workers"]
+        async with web.stream("GET", "/api/stream") as stream:
+            first = await anext(line async for line in stream.aiter_lines() if line.startswith("data: "))
+        turning.cancel()
+        assert whole.keys() == json.loads(first[6:])["workers"].keys() == daemon.hub.membership.members.keys()
+    assert max(rows_of_turn.values()) <= ROWS_AT_ONCE
 
 
 def test_a_client_with_many_streams_loses_its_oldest_and_nobody_else_one() -> None:
