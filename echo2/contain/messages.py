@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
 
-SCRATCH = "/scratch"
-"""A run's temporary folder."""
+SCRATCH = "/scratch"  # a run's temporary folder
 
 
 @dataclass(frozen=True, slots=True)

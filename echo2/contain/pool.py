@@ -94,8 +94,7 @@ class FairQueue(Generic[Item]):
 
 
 Result = TypeVar("Result")
-LOSSES_MAX = 2
-"""How often a request may lose its machine before it is given up: it may be what takes them down."""
+LOSSES_MAX = 2  # how often a request may lose its machine before it is given up: it may be what takes them down
 # Endings for which the completion was to blame.
 HELD = frozenset({Ending.CPU_USED_UP, Ending.OUTPUT_USED_UP, Ending.TIMED_OUT, Ending.CONTAINMENT_ENDED})
 

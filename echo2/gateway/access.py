@@ -29,8 +29,7 @@ BODIES_OF_ONE_BYTES_MAX = 4 * BODY_BYTES_MAX  # an agent with a few parallel cal
 _KINDS = ("application/json", "application/x-protobuf")  # neither can a page of another site send unasked
 LINGER_S, LINGER_BYTES_MAX = 1.0, 1 << 20
 """Limits for draining a refused request, in seconds and bytes: a client that is still sending would not read its answer."""
-MASTER = ""
-"""Caller of a request that bears the gateway's own key, in place of a session ID."""
+MASTER = ""  # caller of a request that bears the gateway's own key, in place of a session ID
 
 
 class AccessCheck:

@@ -33,19 +33,16 @@ from echo2.gateway.tree import ChatCodec, Node, TokenTree, TreePlace
 from echo2.outside.ending import cancel_all
 from echo2.outside.guard import MISHAPS, Refusals
 
-PIECES_S = 0.5
-"""Least time between two pieces of one stream, in seconds: every piece decodes the whole text again."""
+PIECES_S = 0.5  # least time between two pieces of one stream, in seconds: every piece decodes the whole text again
 TICK_S = 1.0  # episodes are timed in minutes, so a second late is early enough
-_INCOMPLETE = "\ufffd"
-"""The decoder ends the text with this while a character's bytes are not all sampled."""
+_INCOMPLETE = "\ufffd"  # the decoder ends the text with this while a character's bytes are not all sampled
 THREADS = 2  # one long job of a caller leaves the other thread to everybody else
 _log = logging.getLogger("echo2.gateway")
 _T = TypeVar("_T")
 
 
 LABEL_CHARS_MAX = 200  # shown in one line of a log
-CHAINS_MAX = 256
-"""Chains per episode: chats that do not continue one another."""
+CHAINS_MAX = 256  # chains per episode: chats that do not continue one another
 REWARD_MAX = 1e6
 """Largest absolute reward. No task needs more, and sums and squares of rewards stay finite."""
 

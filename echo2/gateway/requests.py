@@ -23,8 +23,7 @@ TOOLS_MAX = 128  # what OpenAI's API allows
 BODY_VALUES_MAX = 1 << 19
 """Commas and opening brackets in one body: parsing holds the interpreter, so nothing else runs meanwhile."""
 CHOICES_MAX = 16  # each choice is a rollout of the group, and a slot of a worker
-ID_BYTES = 8
-"""Memory per token ID of a prompt."""
+ID_BYTES = 8  # memory per token ID of a prompt
 JSON_DEPTH_MAX = 200  # far below the interpreter's limit on recursion (1,000), which serialising would reach
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a UTF-16 pair as JSON escapes it: no UTF-8 holds it
 ROLES = ("system", "user", "assistant", "tool")  # those that chat templates know

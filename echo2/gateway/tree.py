@@ -19,8 +19,7 @@ from typing import Protocol
 
 from echo2.gateway.requests import CallRequest, Message, behind
 
-NODE_BYTES = 512
-"""Approximate memory of a node without its tokens."""
+NODE_BYTES = 512  # approximate memory of a node without its tokens
 
 
 class ChatCodec(Protocol):

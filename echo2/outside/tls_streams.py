@@ -27,16 +27,14 @@ from echo2.outside.net import Dialled, Shown, accepted, listened, listening_sock
 from echo2.outside.streams import StreamReader
 
 BUFFER_BYTES = 128 << 10  # eight full TLS records
-WAKE_BYTES_MAX = 48 << 10
-"""The kernel wakes the loop when so much has arrived, not for each segment."""
+WAKE_BYTES_MAX = 48 << 10  # the kernel wakes the loop when so much has arrived, not for each segment
 ROOM_BYTES = 192 << 10
 """A new connection's receive window is 64 KiB. Bytes that wait for the loop take room of it, and too little is left for what a
 long path has under way. Asking once to be woken at so many bytes makes the kernel's buffer hold twice as many. It still grows by
 itself afterwards; a size set with SO_RCVBUF would not."""
 SHUTDOWN_S = 2.0  # a peer that hangs must not hold up an end
 GONE_S = 18  # shorter than a lease, longer than the pauses of a busy machine; three probes of 3 s after 9 s
-HANDSHAKE_RECORDS_MAX = 64
-"""An honest one has about ten."""
+HANDSHAKE_RECORDS_MAX = 64  # an honest one has about ten
 EMPTY_RECORDS_MAX = 16
 """Two tickets follow OpenSSL's handshake; keys are renewed after 2**24 records, which no connection of ours reaches soon."""
 
@@ -44,8 +42,7 @@ HEAD_BYTES = 5  # RFC 8446, 5.1
 TAG_BYTES = 17
 """One byte that names the content, and the tag, 16 bytes in every cipher suite of TLS 1.3 that OpenSSL offers by itself."""
 PLAIN_BYTES_MAX = 16 << 10  # RFC 8446, 5.1
-RECORD_BYTES_MAX = HEAD_BYTES + PLAIN_BYTES_MAX + 256
-"""RFC 8446, 5.2."""
+RECORD_BYTES_MAX = HEAD_BYTES + PLAIN_BYTES_MAX + 256  # RFC 8446, 5.2
 RECORDS_AT_ONCE = 16
 """Two reads' worth of full records. OpenSSL handles whatever precedes data in one go: of 27 bytes each, a buffer has thousands."""
 

@@ -253,10 +253,8 @@ def _joined(chat: _Chat) -> _Chat:
     return found
 
 
-_MARKS = range(0xE000, 0xF900)
-"""Unicode's private characters, which text does not contain."""
-_ANCHOR = "\n"
-"""Put before a piece and cut off again: some tokenizers write a blank before the first word of a text."""
+_MARKS = range(0xE000, 0xF900)  # Unicode's private characters, which text does not contain
+_ANCHOR = "\n"  # put before a piece and cut off again: some tokenizers write a blank before the first word of a text
 _T = TypeVar("_T")
 
 

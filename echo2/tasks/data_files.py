@@ -38,12 +38,8 @@ ROWS_MAX = 5_000_000  # some GB as Python objects: the learner keeps all rows
 LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
 ARRAY_BYTES_MAX = 1 << 30  # it is read whole, which takes ten times as much memory
 FILES_MAX = 10_000  # a folder with more is not a split of one data set
-_ABOUT = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-)  # what a folder says about itself
+# What a folder says about itself.
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}  # the hub's names, and short ones
 _WORKED_ANSWER_MARK = "####"  # GSM8K's format
 
@@ -92,7 +88,9 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
         raise TaskError(f"data set {path}: expected a file or folder, found nothing there")
     found = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}") if not p.name.startswith("cache-"))
     found = [p for p in found if p.name not in _ABOUT]
-    chosen = [p for p in found if split in _split_words(p.relative_to(path))] or _lone(found, path)
+    chosen = [p for p in found if split in _split_words(p.relative_to(path))]
+    if not chosen and len(found) == 1 and not _SPLITS & _split_words(found[0].relative_to(path)):
+        chosen = found  # the only file, whose name speaks of no split
     folders = sorted({folder for p in chosen if (folder := _subset_of(p.relative_to(path), split))})
     if subset:
         chosen = [p for p in chosen if subset in p.relative_to(path).parts[:-1]]
@@ -104,11 +102,6 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
             f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}; the argument split names another"
         )
     return chosen
-
-
-def _lone(files: list[Path], path: Path) -> list[Path]:
-    """The only file of a folder, if its name speaks of no split."""
-    return files if len(files) == 1 and not _SPLITS & _split_words(files[0].relative_to(path)) else []
 
 
 def _subset_of(relative: Path, split: str) -> str:

@@ -70,7 +70,10 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     except ImportError as error:
         raise TaskError(f"math: the package math-verify is not installed ({error})") from error
     # math-verify's own time limits use SIGALRM, which only a main thread has; the reward pool has its own.
-    gold = parse(_as_latex(_plain(reference)), parsing_timeout=None)
+    gold = _plain(reference)
+    if not any(mark in gold for mark in ("$", "\\boxed", "\\[", "\\(")):
+        gold = f"${gold}$"  # as the parser needs; data sets have both forms
+    gold = parse(gold, parsing_timeout=None)
     if not gold:
         raise TaskError(f"math: expected a reference answer that can be parsed, got {reference[:80]!r}")
     found = parse(_plain(_final(completion_text)), parsing_timeout=None)
@@ -116,8 +119,7 @@ _GROUPED = (
 )
 """Numbers with thousands apart: by a space of any width or TeX's, or, twice at least, by points. So (3 100) is one
 number: the members of a pair are apart by a comma."""
-_SMALL = 1e-4
-"""Below this, six decimal places, which are what math-verify compares, say little about a number."""
+_SMALL = 1e-4  # below this, six decimal places, which are what math-verify compares, say little about a number
 
 
 def _plain(text: str) -> str:
@@ -162,9 +164,3 @@ def _final(completion_text: str) -> str:
     text = completion_text.replace("\\fbox{", "\\boxed{")
     start = text.rfind("\\boxed")
     return text[start:] if start >= 0 else text
-
-
-def _as_latex(reference: str) -> str:
-    """Wraps a bare reference (`\\frac{1}{2}`) in $ signs, as the parser needs; data sets have both forms."""
-    is_marked = any(mark in reference for mark in ("$", "\\boxed", "\\[", "\\("))
-    return reference if is_marked else f"${reference}$"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.task import Reward, TaskInstance, checked_index
 
-OPENENV_PLAYER = "echo2.gateway.openenv_agent:play"
-"""The harness that plays them."""
+OPENENV_PLAYER = "echo2.gateway.openenv_agent:play"  # the harness that plays them
 TURNS_MAX = 512  # as the gateway's GatewayLimits.calls_max
 
 

@@ -23,10 +23,8 @@ from typing import IO, Any
 
 from echo2.base.errors import ConfigError, LimitExceeded
 
-CPU_S = 5.0
-"""Limit for a rendering, which takes milliseconds."""
-MEMORY_BYTES = 512 << 20
-"""What a rendering may allocate beside the library."""
+CPU_S = 5.0  # limit for a rendering, which takes milliseconds
+MEMORY_BYTES = 512 << 20  # what a rendering may allocate beside the library
 TEXT_BYTES_MAX = 64 << 20  # a million tokens at 64 bytes each: beyond any context
 # Said whichever limit was hit, since a killed process cannot say.
 _LIMITS = (

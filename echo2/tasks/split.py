@@ -89,8 +89,7 @@ def _mixed(seed: int, round_number: int, half: int) -> int:
     return int.from_bytes(block.digest(), "big")
 
 
-CYCLE_MAX = 1000
-"""Largest number of places in a cycle, so weights are exact to one part in CYCLE_MAX."""
+CYCLE_MAX = 1000  # largest number of places in a cycle, so weights are exact to one part in CYCLE_MAX
 
 
 def places(weights: Sequence[float]) -> tuple[int, ...]:

@@ -17,8 +17,7 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.task import ChatMessage, Prompt, Reward, TaskInstance, checked_index
 
 SIZE_MAX = 1_000_000  # more than a run draws; bounds an endless taskset
-PLAYER = "echo2.gateway.verifiers_agent:play"
-"""The harness that plays tasksets with verifiers' own agents."""
+PLAYER = "echo2.gateway.verifiers_agent:play"  # the harness that plays tasksets with verifiers' own agents
 
 
 class VerifiersTask:

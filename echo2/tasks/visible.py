@@ -18,8 +18,7 @@ from pathlib import Path
 
 from echo2.tasks.task import TaskSpec, texts_in
 
-FILES_MAX = 2_000
-"""Source files read at most for one task; modules found after that need `task.readable`."""
+FILES_MAX = 2_000  # source files read at most for one task; modules found after that need `task.readable`
 _MODULE_MISSING = re.compile(r"No module named '([\w.]+)'")  # Python's text of ModuleNotFoundError
 # Python's texts of FileNotFoundError and PermissionError.
 _FILE_MISSING = re.compile(r"(?:No such file or directory|Permission denied)[^']*'([^']+)'")

@@ -31,8 +31,7 @@ from echo2.wire.bounds import limits_of, parsed
 
 BODY_S = 20.0  # 16 MiB over a link of 7 Mbit/s; a unary call's message is far smaller
 CALLS_PER_CALLER = 64  # more than any role keeps open: a stream, reports, requests
-OVER_MAX = 200
-"""Calls beyond the pace, without one within it: then the connection is ended."""
+OVER_MAX = 200  # calls beyond the pace, without one within it: then the connection is ended
 _log = logging.getLogger("echo2.ports")
 # How a kind of error travels; any other is told as UNAUTHENTICATED.
 _STATUS: dict[type[EchoError], grpc.StatusCode] = {

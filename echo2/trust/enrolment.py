@@ -25,11 +25,9 @@ from echo2.trust.tls import PROTOCOL_VERSION, Credentials, error_of, new_tls_key
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 ENROL_TIMEOUT_S = 20.0  # a handshake and one transaction of the coordinator's database: seconds on a loaded machine
-RENEW_AFTER_SHARE = 2 / 3
-"""Of a certificate's life: an absent coordinator has ten of thirty days to come back."""
+RENEW_AFTER_SHARE = 2 / 3  # of a certificate's life: an absent coordinator has ten of thirty days to come back
 LOOK_S_MAX = 3600.0  # a renewal that failed is tried again within an hour (docs/networking.md)
-FAILURES_BEFORE_SEARCH = 3
-"""Failed connections in a row before the coordinator's new address is looked up."""
+FAILURES_BEFORE_SEARCH = 3  # failed connections in a row before the coordinator's new address is looked up
 _log = logging.getLogger("echo2.broadcast")
 Reply = TypeVar("Reply")
 

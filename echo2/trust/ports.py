@@ -34,11 +34,9 @@ from pathlib import Path
 from echo2.outside import monotonic
 from echo2.outside.allocator import give_back
 
-DESCRIPTORS_OWN = 192
-"""Reserved, not available to ports: files, databases, pipes, connections that this process dials."""
+DESCRIPTORS_OWN = 192  # reserved, not available to ports: files, databases, pipes, connections that this process dials
 CONNECTIONS_MIN = 16  # even with few descriptors, some workers and their learner can connect
-HEAD_BYTES_MAX = 16 << 10
-"""Limit for a call's metadata."""
+HEAD_BYTES_MAX = 16 << 10  # limit for a call's metadata
 # Bulk streams must notice a dead peer within seconds, even while nothing is sent.
 KEEPALIVE: Mapping[str, int] = {
     "grpc.keepalive_time_ms": 10_000,
@@ -158,8 +156,7 @@ GATEWAY = HttpLimits(
     "gateway", 0.15, 8192, strangers_per_host=48, handshakes_per_host=512, backlog=1024, crowd_s=3.0
 )  # fmt: skip
 """Agents' calls: hundreds of connections from one address, most of them waiting for a completion."""
-RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048
-"""Limits of libp2p, which accepts connections itself."""
+RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048  # limits of libp2p, which accepts connections itself
 PIPES = PortLimits(
     message_bytes=64 << 10, reply_bytes=64 << 10, streams=1, window_bytes=WINDOW_BYTES_MIN, share=RELAY_SHARE,
     connections_cap=RELAY_CONNECTIONS_MAX, per_peer=4, in_flight_bytes=1 << 20,
@@ -186,14 +183,12 @@ def connections_within(share: float, cap: int) -> int:
 
 
 LOOK_S = 0.2  # six offending connections in 2 s are seen within a tenth of that
-LOOK_SHARE_MAX = 0.05
-"""Share of the time that scans may take: with many connections they run less often."""
+LOOK_SHARE_MAX = 0.05  # share of the time that scans may take: with many connections they run less often
 IN_FLIGHT_OF_TRUSTED = 48 << 20  # what a member may have unread: docs/security.md
 IN_FLIGHT_IN_ALL = 192 << 20  # four members at their limit: docs/security.md
 OVERHEAD_SHARE, OVERHEAD_PER_MESSAGE, OVERHEAD_PER_S, OVERHEAD = 0.03, 512, 256, 256 << 10
 """Upper bounds on the received bytes that are not messages: TLS, HTTP/2, call metadata, pings and the handshake."""
-PROVING_S = 5.0
-"""Strangers that have taken longer than this are ended first."""
+PROVING_S = 5.0  # strangers that have taken longer than this are ended first
 EARLY_MAX = 65_536  # some MB, for every address of a /16
 BROUGHT_NOTHING_S, BROUGHT_NOTHING = 2.0, 6
 """So many connections of a host that ended without a message or a proof, as far as scans saw them, are a flood."""
@@ -565,8 +560,7 @@ def _shut(caller: Caller) -> bool:
 DOORS = Doors()  # one per process: the kernel's filters are
 
 
-HOSTS_MAX = 200
-"""The filter jumps at most 255 instructions."""
+HOSTS_MAX = 200  # the filter jumps at most 255 instructions
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
 _NETWORK_HEAD = 0xFFF00000  # SKF_NET_OFF; offsets without it begin at the TCP header
 # Linux/bpf_common.h: LD|B|ABS, LD|W|ABS, ALU|AND, JMP|JEQ, RET.

@@ -53,8 +53,7 @@ from echo2.trust.identity import (
 )
 from echo2.trust.ports import DOORS, ENROLMENT, KEEPALIVE, STREAM_WINDOW_BYTES, PortLimits, remote_of
 
-PROTOCOL_VERSION = 2
-"""Version of all messages, and of the delta containers within them."""
+PROTOCOL_VERSION = 2  # version of all messages, and of the delta containers within them
 IDENTITY_BYTES, CHECK_BYTES = 32, 8  # an ed25519 seed (RFC 8032); 8 bytes of its hash find any cut or flip of the file
 # Useless under another identity, so a missing key beside them is damage.
 _BOUND_TO_IDENTITY = ("authority.pem", "authority.key", "credentials.json")
@@ -106,7 +105,7 @@ def load_or_create_identity(folder: Path) -> Identity:
                 f"{path}: expected it beside {left[0]}, found none. Restore it from a backup; or empty {folder} to begin as "
                 "a new node, which needs a join link (a coordinator then begins a new run)"
             )
-        save_identity(folder, Identity.from_private_bytes(here().rng.randbytes(IDENTITY_BYTES)))
+        write_secret(path, _with_check(here().rng.randbytes(IDENTITY_BYTES)))
     data = read_secret(path)
     raw = data[:IDENTITY_BYTES]
     if data != _with_check(raw):
@@ -115,10 +114,6 @@ def load_or_create_identity(folder: Path) -> Identity:
             "from what was written. Restore it from a backup"
         )
     return Identity.from_private_bytes(raw)
-
-
-def save_identity(folder: Path, identity: Identity) -> None:
-    write_secret(folder / "identity.key", _with_check(identity.private_bytes()))
 
 
 def _with_check(raw: bytes) -> bytes:

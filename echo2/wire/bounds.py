@@ -244,8 +244,7 @@ CALLS: Mapping[str, CallLimits] = {
     "/echo2.v1.Ingest/Report": CallLimits(8 << 20, 65_536),
 }
 """All other calls carry a name, a token or a ticket, and use the defaults."""
-PEER_FRAME = CallLimits(8 << 20, 256)
-"""Frames between peers; their lists are packed."""
+PEER_FRAME = CallLimits(8 << 20, 256)  # frames between peers; their lists are packed
 
 
 def limits_of(method: str) -> CallLimits:

@@ -37,10 +37,8 @@ HOST_CHARS_MAX, ADDRESSES_MAX, RELAYS_MAX, MET_MAX = 256, 8, 8, 64
 # Protobuf tags of a chunk: field number << 3 | wire type.
 _CHUNK, _KEY, _INDEX, _ENDS_BLOCK, _SIGNATURE, _PAYLOAD = 0x1A, 0x0A, 0x10, 0x18, 0x22, 0x2A
 _SIGNATURE_BYTES = 64  # ed25519
-_HEAD_BYTES_MAX = 128
-"""Everything in a chunk except its payload."""
-BESIDE_BYTES_MAX = 32
-"""A route, or the answer mark."""
+_HEAD_BYTES_MAX = 128  # everything in a chunk except its payload
+BESIDE_BYTES_MAX = 32  # a route, or the answer mark
 FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX  # the largest chunk and what lies around it
 
 

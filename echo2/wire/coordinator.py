@@ -20,8 +20,7 @@ from echo2.wire.rollout import group_from_message, verify_ticket
 FINISHED = "finished"
 """The reason with which a learner leaves after its last step; with any other reason the run goes on, unless it is this word,
 a colon and the cause that ended the run before."""
-STOPPED = "stopped"
-"""The reason of a learner that was asked to stop."""
+STOPPED = "stopped"  # the reason of a learner that was asked to stop
 LEAVING_CHARS_MAX = 500  # a cause, in the page's event log
 
 

@@ -37,8 +37,7 @@ FILES = ["*.safetensors", "*.json"]
 LOOK_S = 5.0  # a rate needs several looks in WINDOW_S
 STALLED_S = 60.0  # longer than a server's hiccup or a change of route
 WINDOW_S = 60.0  # long enough to even out the bursts of parallel downloads
-JUDGED_FROM_S = 30.0
-"""The rate is not judged before this: a connection needs its first seconds to ramp up."""
+JUDGED_FROM_S = 30.0  # the rate is not judged before this: a connection needs its first seconds to ramp up
 KEYFRAME_TIMES = 2.0
 """The hub may take this many times longer than peers: its download loads no peer, and estimates of link rates are inexact."""
 _log = logging.getLogger("echo2.worker")

@@ -27,16 +27,13 @@ from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expected_remaining
 
-REPORT_TOKENS_MAX = 1 << 16
-"""Most tokens in one report, as the wire allows."""
+REPORT_TOKENS_MAX = 1 << 16  # most tokens in one report, as the wire allows
 RESEND_PAUSE_S = 0.05  # verdicts of a group come together, so one report answers all of them
 LENGTHS_MAX = 256  # of the last rollouts, for the estimate of what a rollout still has to come
 VERDICT_GRACE_S = 10.0
 """How long a lease waits for its last verdict, counted from its deadline or from the learner's connection if that came later."""
-MARGIN_S_MAX = 2.0
-"""A lease is handed back this long before its deadline, or a tenth of its duration if that is less."""
-HOLD_S_MAX = 300.0
-"""How long a new version waits for leases bound to the live version; then they are handed back."""
+MARGIN_S_MAX = 2.0  # a lease is handed back this long before its deadline, or a tenth of its duration if that is less
+HOLD_S_MAX = 300.0  # how long a new version waits for leases bound to the live version; then they are handed back
 EXACT_GRACE_S, TURN_GRACE_S = 1.0, 5.0
 """After the last such lease the version waits this long for further ones, which may be on their way from the coordinator. The
 second applies if that lease was a turn or an agent's call: another may follow once the tools have answered."""

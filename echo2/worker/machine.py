@@ -28,8 +28,7 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.artifact import store_bytes_min
 from echo2.cost_model.sizing import CPU_BYTES, CPU_CACHE_SHARE, ModelSize, handover_bytes
 
-DRIVER_MIN = 525
-"""The oldest NVIDIA driver that any CUDA 12 build runs on; builds for CUDA 13 need 580."""
+DRIVER_MIN = 525  # the oldest NVIDIA driver that any CUDA 12 build runs on; builds for CUDA 13 need 580
 DRIVER_CUDA_13 = 580  # NVIDIA's table of drivers for CUDA 13
 SKEW_S_MAX = 5.0
 """More skew than this is worth a warning: lease deadlines are corrected by the skew, but the validity of certificates is not."""
@@ -236,8 +235,7 @@ def _is_noticed(source: NoticeSource) -> bool:
 
 
 DISK_BYTES_MIN = 64 << 20  # logs and the identity beside the store
-DISK_WANTED_BYTES = 2 << 30
-"""Less free disk than this is worth a warning."""
+DISK_WANTED_BYTES = 2 << 30  # less free disk than this is worth a warning
 REACH_S = 3.0  # a host that does not answer is behind a firewall
 TOOL_S = 10.0  # nvidia-smi without its daemon takes seconds
 

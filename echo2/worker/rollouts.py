@@ -54,8 +54,7 @@ def expected_remaining(length: int, limit: int, siblings: Sequence[int], others:
     return max(1, min(room, round(guess)))
 
 
-SEGMENT_TOKENS_MAX = 1 << 14
-"""Most tokens in one segment; the wire allows four times as many."""
+SEGMENT_TOKENS_MAX = 1 << 14  # most tokens in one segment; the wire allows four times as many
 
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 _SETTLING = (Verdict.ADMITTED, Verdict.DUPLICATE, Verdict.STALE, Verdict.REFUSED, Verdict.CLOSED)
