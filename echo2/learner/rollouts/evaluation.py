@@ -163,7 +163,6 @@ class VersionEvaluation:
     newer: list[Version] = field(default_factory=list)  # published since its own
     _samples: dict[GroupId, dict[int, Sample]] = field(default_factory=dict)  # by index; of agents, by episode
     _lost_episodes: int = 0
-    _lost_numbers: set[int] = field(default_factory=set)  # questions without any episode that got a reward
     _seen: tuple[int, int] = (-1, -1)  # answers and tokens, at the last look
     _progress_at: float | None = None
     _answered_at: float | None = None  # or begun at
@@ -186,8 +185,9 @@ class VersionEvaluation:
         samples[len(samples) if index is None else index] = (reward or 0.0, parts)
 
     def on_answer(self, group: Group, members: Sequence[Group]) -> None:
-        """A question has all its rewards. `members`: its group and the groups of its rollouts' later turns."""
-        samples = self._samples.pop(group.spec.group_id)
+        """A question has all its rewards. `members`: its group and the groups of its rollouts' later turns; none if it was closed
+        because all its episodes were lost."""
+        samples = self._samples.pop(group.spec.group_id, {})
         self.answers[group.draw.cursor] = QuestionAnswer(
             tuple(samples[key] for key in sorted(samples)),
             group.draw,
@@ -197,11 +197,6 @@ class VersionEvaluation:
             sum(member.token_count for member in members),
         )
         self._untimed.append(group.spec.group_id)
-
-    def on_lost(self, group_id: GroupId, number: int) -> None:
-        """A question was closed because all its episodes were lost."""
-        self._samples.pop(group_id, None)
-        self._lost_numbers.add(number)
 
     def drop_sent_by(self, peer_id: PeerId) -> list[QuestionAnswer]:
         """Drops the answers that a barred worker gave even in part, so that other workers answer the questions again."""
@@ -215,7 +210,7 @@ class VersionEvaluation:
 
     @property
     def is_answered(self) -> bool:
-        return self.asked == self.rules.questions == len(self.answers) + len(self._lost_numbers)
+        return self.asked == self.rules.questions == len(self.answers)
 
     # ---- results
 
@@ -225,7 +220,7 @@ class VersionEvaluation:
         sets, begin = [], 0
         for each in self.rules.sets:
             numbers = range(begin, begin + each.questions)
-            samples = [self.answers[number].samples for number in numbers if number in self.answers]
+            samples = [answered for number in numbers if (answered := self.answers[number].samples)]
             begin += each.questions
             if not samples:
                 continue

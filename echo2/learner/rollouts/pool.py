@@ -269,7 +269,7 @@ class RolloutPool:
         if not group.is_ready or group.is_training or evaluation is None:
             return
         if root not in self.groups.groups:
-            evaluation.on_lost(root, group.draw.cursor)
+            evaluation.on_answer(group, ())
             return
         whole = self.groups.train_group(group)
         evaluation.on_answer(group, [self.groups.groups[name] for name in self.groups.family(root)])

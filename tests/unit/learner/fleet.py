@@ -161,13 +161,10 @@ class FollowerBroadcaster:
         self.sent_bytes += len(data)
         self.versions.append((version, parent))
         self.kept[-1 if parent is None else parent, version] = data
+        if self.host.version is None:
+            self.host = HostWeights.empty()
         if self.host.version is None or parent is not None or version > self.host.version:
-            if self.host.version is None:
-                self.host = HostWeights.empty()
-            decoder = ContainerDecoder(self.host)
-            for frame in FrameReader().feed(data):
-                decoder.feed(frame)
-            self.host.commit(decoder.finish())
+            self.apply(self.host, -1 if parent is None else parent, version)
         return len(data)
 
     def apply(self, host: HostWeights, parent: int, version: int) -> DeltaHeader:
