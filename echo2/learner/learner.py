@@ -408,7 +408,7 @@ class Learner:
             rollouts_per_group=config.learner.rollouts_per_prompt,
             step=self.pool.groups.next_step,
             newest_version=loop.publisher.newest_version,
-            open_groups=[group_to_message(spec) for spec, _ in self.pool.lacking()],
+            open_groups=[group_to_message(group.spec) for group in self.pool.groups.lacking],
             full_snapshot_bytes=model.snapshot_bytes,
             link=pb.Link(
                 uplink_bytes_per_s=config.learner.emulated_link.uplink_bytes_per_s or config.learner.uplink_limit,
@@ -518,8 +518,8 @@ class Learner:
             if waited_s >= reminded_s + min(REMIND_EVERY_S, max(REMIND_FIRST_S, 2 * reminded_s)):
                 reminded_s = waited_s
                 _log.info("waiting for %.0f s for %s", waited_s, what)
-                lacking = self.pool.lacking()
-                self.offer([spec for spec, _ in lacking], [tokens for _, tokens in lacking])
+                lacking = self.pool.groups.lacking
+                self.offer([group.spec for group in lacking], [group.token_count for group in lacking])
 
     async def _report_deliveries(self) -> None:
         """Reports what workers have delivered, every `NEWS_S` while the coordinator is connected."""

@@ -179,7 +179,7 @@ class Inspector:
         if hub is None or hub.learner.session is None or running is None or not running.session.is_connected:
             return
         pool, booked = running.pool, set(hub.book.groups)
-        lacking = {spec.group_id for spec, _ in pool.lacking()}
+        lacking = {group.spec.group_id for group in pool.groups.lacking}
         held = booked & pool.groups.groups.keys()
         key = (self._machines["learner"].lives, self._machines["coordinator"].lives, hub.learner.session)
         self._truth.agree(self._lasting(lacking - booked, key, "unknown"), self._lasting(booked - held, key, "closed"))

@@ -140,9 +140,10 @@ class OpenGroups:
     def evaluation(self) -> list[Group]:
         return [group for group in self.groups.values() if not group.is_training]
 
-    def incomplete_specs(self) -> list[GroupSpec]:
+    @property
+    def lacking(self) -> list[Group]:
         """Groups that still need a worker, oldest first; those of the evaluation last."""
-        return [group.spec for group in (*self.training, *self.evaluation) if not group.is_sampled]
+        return [group for group in (*self.training, *self.evaluation) if not group.is_sampled]
 
     @property
     def in_flight_groups(self) -> int:

@@ -141,10 +141,6 @@ class RolloutPool:
 
     # ---- what is held
 
-    def lacking(self) -> list[tuple[GroupSpec, int]]:
-        """Every group that still needs a worker, with the number of its tokens received so far."""
-        return [(spec, self.groups.groups[spec.group_id].token_count) for spec in self.groups.incomplete_specs()]
-
     def held_tokens(self, group_id: GroupId) -> dict[int, int]:
         """How many tokens of each rollout of an open group have come; none of a group that is not open."""
         group = self.groups.groups.get(group_id)

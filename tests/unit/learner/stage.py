@@ -171,7 +171,7 @@ class Stage:
         )
         self.pool.agents = self if self.rules.is_driven else None
         self.tell(self.pool.resume)
-        self.offered = {spec.group_id: spec for spec, _ in self.pool.lacking()}  # as the hello says
+        self.offered = {group.spec.group_id: group.spec for group in self.pool.groups.lacking}  # as the hello says
 
     def restored(self) -> tuple[OpenGroups, History]:
         """What a start finds on the disk, after it has trained again."""

@@ -69,7 +69,7 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
         groups.reward(ids[0], index, None)
     moved = groups.move_up()
     assert [(spec.group_id, spec.consume_step) for spec in moved] == [(ids[1], 1), (ids[2], 2)]
-    assert [spec.consume_step for spec in groups.incomplete_specs()] == [1, 2]
+    assert [group.spec.consume_step for group in groups.lacking] == [1, 2]
     assert groups.move_up() == []
     last = filled(groups, 4)  # what is sampled goes before what is not: the step it takes is no one else's
     groups.close_family(ids[1], "stale")

@@ -232,5 +232,5 @@ def test_of_a_problem_that_has_ended_no_call_comes_back_and_of_another_all(end: 
         last = BatchDrawn(Step(0), (gone[0],), ((1.0, 1.0),))
     groups, _ = restored([*told, *told_of_others, last], next_step=1)
     assert list(groups.groups) == others
-    assert [spec.group_id for spec in groups.incomplete_specs()] == others[2:], "of the agents' open calls"
+    assert [group.spec.group_id for group in groups.lacking] == others[2:], "of the agents' open calls"
     assert [turn.rollout.token_ids for turn in groups.turns(others[0], 0)] == [(4, 1), ()]

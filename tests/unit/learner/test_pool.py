@@ -258,8 +258,8 @@ class PoolMachine(RuleBasedStateMachine):
             groups, offered = self.stage.pool.groups, self.stage.offered
             self.attempts = {name: attempt for name, attempt in self.attempts.items() if name in groups.groups}
             assert offered.keys() <= groups.groups.keys()
-            for spec in groups.incomplete_specs():
-                assert offered[spec.group_id] == spec
+            for group in groups.lacking:
+                assert offered[group.spec.group_id] == group.spec
 
     @invariant()
     def as_many_groups_are_in_flight_as_the_cap_allows(self) -> None:
