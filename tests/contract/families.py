@@ -1,6 +1,7 @@
 """Families of models: a tiny random one of each, as a learner trains it and an embedded worker generates with it.
 
-    python -m tests.contract.families       # writes the table of docs/models.md
+    python -m tests.contract.families            # writes the table of docs/models.md but for its last column
+    python -m tests.contract.families --vllm     # in vLLM's environment: that column, by its CPU build, in half an hour
 
 The configurations are those of the installed transformers, so a release that changes a family changes the table.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echo2.base.errors import ConfigError, EchoError
+from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.base.staged import TensorUpdate
-from echo2.cost_model.sizing import Quantisation, model_size
+from echo2.cost_model.sizing import model_size
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.training.model import PolicyModel
@@ -32,8 +34,8 @@ from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import refuse_wrong_rows
 from echo2.weights.elements import bits_of, published_tensors
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
-from echo2.worker.engines.engine import GenerateRequest, SwapMode
-from echo2.worker.engines.vllm.vllm_engine import refuse_unsupported
+from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode
+from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 from echo2.worker.engines.vllm.weight_map import Patch, record_map
 from tests.contract.engine_rig import Staged
 
@@ -42,12 +44,10 @@ BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 WINDOW, PROMPT, NEW, ROLLOUTS = 24, 40, 24, 3
 RATIO_OFF_MAX = 1e-5
 """Rounding of float32: products are summed in another order in a row of several sequences."""
-TRIED_ON_VLLM = ("llama", "qwen3")
-"""What `make test-vllm` generates with."""
 
 COMMON: dict[str, object] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
 WINDOWED = {"sliding_window": WINDOW}
@@ -110,13 +110,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 class Outcome:
     """`rows`: how the learner lays out a batch. `ratio_off`: how far the ratio of its policy to the worker's is from 1 at most, at
     lag 0, or why it is refused. `is_counted`: whether the planner's count of parameters is the model's. `misplaced`: tensors of the
-    model's files that a loader of files, as vLLM's are, does not get as they are in the files. `vllm`: what is known of vLLM."""
+    model's files that a loader of files, as vLLM's are, does not get as they are in the files."""
 
     rows: str
     ratio_off: float | str
     is_counted: bool
     misplaced: tuple[str, ...]
-    vllm: str
 
 
 def save_tiny(model_type: str, more: dict[str, object], folder: Path) -> torch.nn.Module:
@@ -131,11 +130,10 @@ def save_tiny(model_type: str, more: dict[str, object], folder: Path) -> torch.n
 
 
 async def generated(
-    config: dict[str, Any], published: dict[str, torch.Tensor], prompt: tuple[int, ...]
+    make: Callable[..., Engine], config: dict[str, Any], published: dict[str, torch.Tensor], prompt: tuple[int, ...]
 ) -> list[Rollout]:
-    """Completions of one prompt by an embedded worker that has what the learner published."""
-    engine = EmbeddedEngine(config, slot_count=ROLLOUTS, context_tokens=len(prompt) + NEW + 1)
-    await engine.start()
+    """Completions of one prompt by a worker that has what the learner published."""
+    engine = make(config, slot_count=ROLLOUTS, context_tokens=len(prompt) + NEW + 1)
     updates = [
         TensorUpdate(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None, bits_of(tensor))
         for name, tensor in published.items()
@@ -143,6 +141,7 @@ async def generated(
     tokens: list[list[int]] = [[] for _ in range(ROLLOUTS)]
     raw: list[list[float]] = [[] for _ in range(ROLLOUTS)]
     try:
+        await engine.start()
         await engine.swap(Staged(Version(0), None, updates), SwapMode.RECOMPUTE_KV)
         for number in range(ROLLOUTS):
             sampling = SamplingParams(max_new_tokens=NEW - 2 * number, seed=number)
@@ -186,49 +185,52 @@ def misplaced_of(model: torch.nn.Module, folder: Path) -> tuple[str, ...]:
     return tuple(name for name, tensor in files.items() if not torch.equal(loader.places[name], tensor))
 
 
-def outcome_of(model_type: str, more: dict[str, object]) -> Outcome:
+def outcome_of(model_type: str, more: dict[str, object], make: Callable[..., Engine] = EmbeddedEngine) -> Outcome:
     prompt = tuple((7 * place + 3) % 96 for place in range(PROMPT))
     with tempfile.TemporaryDirectory() as name:
         model = save_tiny(model_type, more, Path(name))
         learner = PolicyModel(name, "float32", torch.device("cpu"), 1.0)
         config = json.loads(learner.config_json())
         misplaced = misplaced_of(model, Path(name))
-        vllm = "tried" if model_type in TRIED_ON_VLLM else "untried"
-        try:
-            refuse_unsupported(config, Quantisation.NONE, None)
-        except ConfigError:
-            vllm = "refused"
         is_counted = model_size(config).parameters == sum(p.numel() for p in model.parameters())
         rows = "packed" if learner.policy.is_packed else "single"
         try:
             refuse_wrong_rows(learner.policy, PROMPT + NEW, f"model_type {model_type}")
-            rollouts = asyncio.run(generated(config, learner.snapshot(), prompt))
+            rollouts = asyncio.run(generated(make, config, learner.snapshot(), prompt))
         except EchoError as error:
-            return Outcome(rows, str(error), is_counted, misplaced, vllm)
+            return Outcome(rows, str(error), is_counted, misplaced)
         spec = GroupSpec(GroupId("g"), prompt, ROLLOUTS, SamplingParams(max_new_tokens=NEW), 0)
         group = TrainGroup(spec, 0, tuple(rollouts), (0.0,) * ROLLOUTS)
         found = Trainer(learner, TrainerOptions(name, weights_dtype="float32"), 1).logprobs([group])
     worker = torch.cat([torch.tensor(rollout.raw_logprobs) for rollout in rollouts])
     ratio_off = float(((torch.cat(found) - worker).exp() - 1).abs().max())
-    return Outcome(rows, ratio_off, is_counted, misplaced, vllm)
+    return Outcome(rows, ratio_off, is_counted, misplaced)
 
 
-def table() -> str:
+def table(before: dict[str, list[str]], *, is_vllm: bool) -> str:
+    """The rows of all families. `before`: cells by family, of which those that this environment cannot fill stay."""
     lines = ["| family | `model_type` | learner's rows | embedded worker | vLLM |", "|---|---|---|---|---|"]
     for family, (model_type, more) in FAMILIES.items():
-        found = outcome_of(model_type, more)
+        found = outcome_of(model_type, more, VllmEngine if is_vllm else EmbeddedEngine)
         assert found.is_counted, f"{family}: the planner counts another number of parameters"
         assert not found.misplaced, f"{family}: {found.misplaced} are not as in the model's files"
-        ratio = "refused" if isinstance(found.ratio_off, str) else "1e-5"
         assert isinstance(found.ratio_off, str) or found.ratio_off <= RATIO_OFF_MAX, f"{family}: {found.ratio_off}"
-        lines.append(f"| {family} | `{model_type}` | {found.rows} | {ratio} | {found.vllm} |")
+        said = str(found.ratio_off)
+        ratio = "1e-5" if isinstance(found.ratio_off, float) else "GPU" if "expected a GPU" in said else "refused"
+        *_, embedded, vllm = before.get(family, ["untried", "untried"])
+        cells = [embedded, ratio] if is_vllm else [ratio, vllm]
+        print(family, *cells, said, flush=True)
+        lines.append(f"| {family} | `{model_type}` | {found.rows} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     logging.getLogger("echo2").setLevel(logging.ERROR)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+    begin, _, rest = PAGE.read_text().partition(BEGIN)
+    old, _, end = rest.partition(END)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in old.splitlines()]
+    found = table({row[0]: row for row in rows}, is_vllm="--vllm" in sys.argv)
+    PAGE.write_text(f"{begin}{BEGIN}{found}{END}{end}")
 
 
 if __name__ == "__main__":

@@ -72,8 +72,14 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
             raise ConfigError(f"{whose} is not for models with experts ({field} {said[field]!r}); expected none")
 
 
-def refuse_device(quantisation: Quantisation) -> None:
-    """Raises ConfigError if the GPU has no fp8 matrix products. On a CPU torch computes them, slowly, which suffices for trials."""
+def refuse_device(quantisation: Quantisation, config: Mapping[str, object]) -> None:
+    """Raises ConfigError if the GPU has no fp8 matrix products, or the CPU would only approximate the model. A CPU computes fp8,
+    slowly, which suffices for trials."""
+    if is_cpu() and (cap := config.get("attn_logit_softcapping")):
+        raise ConfigError(
+            f"model: vLLM's CPU kernels cap the scores of attention roughly (attn_logit_softcapping {cap!r}), which moves "
+            "probabilities by up to a hundredth; expected a GPU, or --worker.engine embedded"
+        )
     if quantisation is Quantisation.NONE or is_cpu():
         return
     from vllm.platforms import current_platform
@@ -231,9 +237,11 @@ class VllmEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
-        refuse_device(self._quantisation)
+        refuse_device(self._quantisation, self._config)
         folder = Path(self._folder.name)
-        said = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
+        said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
+        if said.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers
+            said["sliding_window"] -= 1
         (folder / "config.json").write_text(json.dumps(said))
         arguments = AsyncEngineArgs(
             model=str(folder),
@@ -372,7 +380,10 @@ class VllmEngine:
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
         """Calls the extension in each of vLLM's worker processes."""
-        return list(await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments))
+        try:
+            return list(await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments))
+        except Exception as error:
+            raise EngineError(f"vLLM failed in {method}: {error}") from error
 
     def _begin(self, stream: _Stream) -> None:
         if self._counters.busy_since is None:

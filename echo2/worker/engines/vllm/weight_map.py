@@ -11,7 +11,7 @@ round it, in the same order, so that they can agree on scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -251,7 +251,8 @@ def record_map(
     """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go.
 
     `device`: computes fingerprints; None: each tensor's own device. `config`: a folder with the model's config.json, for a loader
-    that reads the model's files. EngineError if a tensor cannot be placed or a parameter is not filled.
+    that reads the model's files. EngineError if a tensor cannot be placed, a parameter is not filled, or the loader computes what
+    it keeps from a tensor: no change would reach that.
     """
 
     def load_each(probes: Mapping[str, torch.Tensor]) -> None:
@@ -263,7 +264,8 @@ def record_map(
             except Exception as error:
                 raise EngineError(f"tensor {name}: the model's loader cannot place it: {error!r}") from error
 
-    pieces = record_pieces(load_each, shapes, next(model.parameters()).dtype)
+    live = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    pieces = record_pieces(load_each, shapes, next(model.parameters()).dtype, live)
     _refuse_gaps(shapes, pieces, model)
     return WeightMap(shapes, pieces, device=device)
 
@@ -272,14 +274,18 @@ def record_pieces(
     load: Callable[[Mapping[str, torch.Tensor]], object],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
+    storages: Collection[int] = (),
 ) -> dict[str, list[TensorPiece]]:
-    """Records where `load` copies each part of storage-less tensors of these names and shapes."""
+    """Records where `load` copies each part of storage-less tensors of these names and shapes. Nothing else may be copied into
+    these `storages`."""
     probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
     pieces: dict[str, list[TensorPiece]] = {name: [] for name in shapes}
 
     def record(live: torch.Tensor, source: torch.Tensor) -> bool:
         name = names.get(source.untyped_storage()._cdata)
+        if name is None and live.untyped_storage()._cdata in storages:
+            raise RuntimeError("it computes what it keeps, which changes would not reach")
         if name is None:
             return False
         if live.shape != source.shape:

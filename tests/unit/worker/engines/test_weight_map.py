@@ -73,6 +73,9 @@ class ParallelLayer(torch.nn.Module):
                     self.norm.data.copy_(tensor)
                 case "lossy":
                     self.embed.weight.data[11].copy_(tensor[:16])
+                case "derived":  # as vLLM reads the A of a state space
+                    self.norm.data.copy_(tensor)
+                    self.norm.data.copy_(-self.norm.exp())
                 case "summed":
                     self.norm.data.copy_(tensor + 1)
                 case _:
@@ -146,7 +149,7 @@ def test_what_vllm_merges_splits_and_ties_is_what_its_loader_would_put_there(cou
             joined(SHAPES, [maps[0].covers()])
 
 
-@pytest.mark.parametrize(("name", "count"), [("lossy", 18), ("summed", 16), ("unheard_of", 4)])
+@pytest.mark.parametrize(("name", "count"), [("lossy", 18), ("derived", 16), ("summed", 16), ("unheard_of", 4)])
 def test_what_the_loader_does_not_place_whole_is_refused_by_name(name: str, count: int) -> None:
     shapes = SHAPES | {name: (count,)}
     with pytest.raises(EngineError, match=f"tensor {name}"):
