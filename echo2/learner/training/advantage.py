@@ -40,7 +40,9 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, name: str, weight_R: Te
     trained_R = torch.ones_like(group_R, dtype=torch.bool)
     if not values_R.numel():
         return Advantages(values_R.to(torch.float32), trained_R)
-    mean_R, std_R, count_R = _moments(values_R, group_R)
+    count_R = _sums(torch.ones_like(values_R), group_R)
+    mean_R = _sums(values_R, group_R) / count_R
+    std_R = (_sums((values_R - mean_R).square(), group_R) / (count_R - 1).clamp(min=1)).sqrt()
     match name:
         case "grpo":
             centred_R, spread_R = values_R - mean_R, std_R + SPREAD_EPSILON
@@ -56,7 +58,12 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, name: str, weight_R: Te
         case "vcpo":
             if weight_R is None:
                 raise ConfigError("advantage vcpo: expected weights from the importance ratios, got none")
-            mean_R = _weighted_mean(values_R, weight_R.to(torch.float64), group_R, mean_R)
+            weight_R = weight_R.to(torch.float64)
+            total_R = _sums(weight_R, group_R)
+            weighted_R = _sums(weight_R * values_R, group_R) / total_R.clamp(min=1e-300)
+            mean_R = torch.where(
+                total_R > 1e-300, weighted_R, mean_R
+            )  # the plain one where all weights have underflowed
             centred_R, spread_R = values_R - mean_R, std_R + SPREAD_EPSILON
         case _:
             raise ConfigError(f"advantage: expected one of {', '.join(ADVANTAGES)}, got {name!r}")
@@ -78,20 +85,6 @@ def minimum_variance_weights(log_ratio_R: Tensor, gradient_norm_sq_R: Tensor) ->
 def _sums(values_R: Tensor, group_R: Tensor) -> Tensor:
     """For each rollout, the sum over its group."""
     return values_R.new_zeros(int(group_R.max()) + 1).index_add(0, group_R, values_R)[group_R]
-
-
-def _moments(values_R: Tensor, group_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each rollout, its group's mean, unbiased standard deviation and size."""
-    count_R = _sums(torch.ones_like(values_R), group_R)
-    mean_R = _sums(values_R, group_R) / count_R
-    variance_R = _sums((values_R - mean_R).square(), group_R) / (count_R - 1).clamp(min=1)
-    return mean_R, variance_R.sqrt(), count_R
-
-
-def _weighted_mean(values_R: Tensor, weight_R: Tensor, group_R: Tensor, mean_R: Tensor) -> Tensor:
-    """Weighted mean of each rollout's group; `mean_R`, the plain one, if all weights of a group have underflowed."""
-    total_R = _sums(weight_R, group_R)
-    return torch.where(total_R > 1e-300, _sums(weight_R * values_R, group_R) / total_R.clamp(min=1e-300), mean_R)
 
 
 def _by_group(values_R: Tensor, group_R: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:

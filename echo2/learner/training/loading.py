@@ -80,10 +80,8 @@ def read_config(path: str) -> Any:
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         kind = rope.get("rope_type", rope.get("type"))
         if kind == "yarn":
-            original, factor = (
-                rope.get("original_max_position_embeddings") or config.max_position_embeddings,
-                rope["factor"],
-            )
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            factor = rope["factor"]
             if not isinstance(factor, int | float):
                 raise ValueError(f"rope_scaling: expected a number as its factor, got {factor!r}")
             config.max_position_embeddings = max(config.max_position_embeddings, int(original * factor))

@@ -92,10 +92,8 @@ def _kinds_of(file: Path) -> dict[str, str]:
             raise ValueError(f"a header of {header_bytes} bytes")
         tensors = json.loads(content.read(header_bytes))
     tensors.pop("__metadata__", None)
-    told, size = (
-        8 + header_bytes + max((one["data_offsets"][1] for one in tensors.values()), default=0),
-        file.stat().st_size,
-    )
+    told = 8 + header_bytes + max((one["data_offsets"][1] for one in tensors.values()), default=0)
+    size = file.stat().st_size
     if told != size:
         raise ValueError(f"{size} bytes instead of {told}")
     return {name: str(one["dtype"]) for name, one in tensors.items()}

@@ -362,7 +362,10 @@ def collate(
             positions[b, start : start + len(prompt)] = counting[: len(prompt)]
             last_of_prompt = b * width + start + len(prompt) - 1
             if experts_PLK is not None and routing is not None:
-                _lay_prompt(experts_PLK, group, b * width + start, routing)
+                # Only one rollout of the group reports the prompt's.
+                rows = next((rollout.routing.prompt for rollout in group.rollouts if rollout.routing.prompt), b"")
+                first = b * width + start
+                _lay_rows(experts_PLK, rows, range(first, first + len(group.spec.prompt_token_ids) - 1), routing)
             column = start + len(prompt)
             ends: list[int] = []
             for member_number, member in enumerate(piece.members):
@@ -389,12 +392,6 @@ def collate(
     laid = torch.from_numpy(ids), torch.from_numpy(positions)
     inputs = PackedInputs(*laid, tree, torch.tensor(predictors), torch.tensor(targets), experts_PLK, tuple(spans))
     return PackedBatch(inputs, torch.tensor(behaviour, dtype=torch.float32), torch.tensor(sequence), torch.tensor(flat))
-
-
-def _lay_prompt(experts_PLK: Tensor, group: TrainGroup, start: int, routing: RoutingShape) -> None:
-    """Lays out the routing of a group's prompt, which only one rollout of the group reports."""
-    rows = next((rollout.routing.prompt for rollout in group.rollouts if rollout.routing.prompt), b"")
-    _lay_rows(experts_PLK, rows, range(start, start + len(group.spec.prompt_token_ids) - 1), routing)
 
 
 def _lay_rows(experts_PLK: Tensor, rows: bytes, places: Sequence[int], routing: RoutingShape) -> None:

@@ -108,17 +108,8 @@ def _greedy_scores(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
     plain_CV = logits_CV.float().log_softmax(-1)
     plain_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
     picked_C = plain_CV.amax(-1) - plain_C <= GREEDY_NATS
-    nothing_C = torch.zeros_like(plain_C)
-    return (
-        plain_C,
-        torch.where(picked_C, 0.0, FLOOR_NATS),
-        nothing_C,
-        picked_C,
-        nothing_C,
-        nothing_C + 1.0,
-        nothing_C,
-        nothing_C,
-    )
+    drawn_C, no_C = torch.where(picked_C, 0.0, FLOOR_NATS), torch.zeros_like(plain_C)
+    return plain_C, drawn_C, no_C, picked_C, no_C, no_C + 1.0, no_C, no_C
 
 
 def _filtered(logprobs_CV: Tensor, sampling: SamplingParams) -> Tensor:

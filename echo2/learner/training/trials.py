@@ -139,10 +139,8 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
 
 def _own_logprobs(policy: Policy, sequences: Sequence[Tensor], prompt: int) -> Tensor:
     """Log-probabilities of the completions' tokens by the model's own forward pass, one sequence at a time."""
-    device, sampling = (
-        policy.hf_model.get_input_embeddings().weight.device,
-        SamplingParams(temperature=policy.temperature),
-    )
+    device = policy.hf_model.get_input_embeddings().weight.device
+    sampling = SamplingParams(temperature=policy.temperature)
     found: list[Tensor] = []
     for ids, count in zip(sequences, TRIAL_COMPLETIONS, strict=True):
         target_T = ids[prompt:].to(device)

@@ -96,10 +96,11 @@ class _UnitAttention(torch.autograd.Function):
         for span in ctx.spans:
             at = slice(span.row, span.row + 1)
             for queries, keys, is_causal in span.parts():
+                laid = sums[at, :, queries].transpose(1, 2).contiguous().transpose(1, 2)  # by position, then by head
                 of_query, of_key, of_value = _flash_backward(
                     grad_out[at, :, queries].contiguous(), query[at, :, queries],
                     _repeated(key[at, :, keys], groups), _repeated(value[at, :, keys], groups),
-                    out[at, :, queries], _as_kernel_lays(sums[at, :, queries]), 0.0, is_causal, attn_mask=None, scale=ctx.scale,
+                    out[at, :, queries], laid, 0.0, is_causal, attn_mask=None, scale=ctx.scale,
                 )  # fmt: skip
                 grad_query[at, :, queries] += of_query
                 grad_key[at, :, keys] += _summed(of_key, groups)
@@ -114,8 +115,3 @@ def _repeated(part_1GLD: Tensor, groups: int) -> Tensor:
 
 def _summed(part_1HLD: Tensor, groups: int) -> Tensor:
     return part_1HLD if groups == 1 else part_1HLD.view(1, -1, groups, *part_1HLD.shape[2:]).sum(2)
-
-
-def _as_kernel_lays(sums_1HL: Tensor) -> Tensor:
-    """The kernel lays its sums out by position, then by head."""
-    return sums_1HL.transpose(1, 2).contiguous().transpose(1, 2)

@@ -13,7 +13,7 @@ import importlib
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -69,7 +69,11 @@ class SeveralEngines:
     def submit(self, request: GenerateRequest) -> None:
         if request.request_id in self._home:
             raise EngineError(f"request {request.request_id}: expected a new id, got one in use")
-        at, members = self._groups.get(request.prefix_key) or (self._idlest(), set())
+        held = [0] * len(self._engines)
+        for at, members in self._groups.values():
+            held[at] += len(members)
+        idlest = min(range(len(held)), key=lambda at: held[at] / self._engines[at].slot_count)
+        at, members = self._groups.get(request.prefix_key) or (idlest, set())
         self._engines[at].submit(request)
         members.add(request.request_id)
         self._groups[request.prefix_key] = (at, members)
@@ -86,7 +90,11 @@ class SeveralEngines:
             chunks += task.result()
         for chunk in chunks:
             if chunk.finish_reason is not FinishReason.UNFINISHED:
-                self._forget(chunk.request_id)
+                _, prefix_key = self._home.pop(chunk.request_id)
+                _, members = self._groups[prefix_key]
+                members.discard(chunk.request_id)
+                if not members:
+                    del self._groups[prefix_key]
         return chunks
 
     async def abort(self, request_id: str) -> None:
@@ -109,32 +117,10 @@ class SeveralEngines:
 
     def stats(self) -> EngineStats:
         """Sums over the engines; for swaps, the maxima."""
-        each = [engine.stats() for engine in self._engines]
+        each = [asdict(engine.stats()) for engine in self._engines]
         return EngineStats(
-            running_sequences=sum(stats.running_sequences for stats in each),
-            waiting_sequences=sum(stats.waiting_sequences for stats in each),
-            sampled_tokens=sum(stats.sampled_tokens for stats in each),
-            decode_s=sum(stats.decode_s for stats in each),
-            prefill_s=sum(stats.prefill_s for stats in each),
-            swap_s=max(stats.swap_s for stats in each),
-            swap_count=max(stats.swap_count for stats in each),
-            prompt_tokens=sum(stats.prompt_tokens for stats in each),
-            shared_prompt_tokens=sum(stats.shared_prompt_tokens for stats in each),
-            prefilled_tokens=sum(stats.prefilled_tokens for stats in each),
+            **{name: (max if name in ("swap_s", "swap_count") else sum)(s[name] for s in each) for name in each[0]}
         )
-
-    def _idlest(self) -> int:
-        held = [0] * len(self._engines)
-        for at, members in self._groups.values():
-            held[at] += len(members)
-        return min(range(len(held)), key=lambda at: held[at] / self._engines[at].slot_count)
-
-    def _forget(self, request_id: str) -> None:
-        _, prefix_key = self._home.pop(request_id)
-        _, members = self._groups[prefix_key]
-        members.discard(request_id)
-        if not members:
-            del self._groups[prefix_key]
 
 
 CONFIG_BYTES_MAX = 1 << 20  # a config with its quantisation has some kilobytes

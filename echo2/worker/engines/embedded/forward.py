@@ -48,19 +48,12 @@ class Products:
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[0]
         if count > BLOCK_ROWS:
-            return self._product_of_many(rows, weight, bias)
+            return torch.cat([self.product(part, weight, bias) for part in torch.split(rows, BLOCK_ROWS)])
         chosen = self._chosen[bisect.bisect_right(ROW_CLASSES, count) - 1]
         missing = -count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
         if chosen is F.linear or not missing:
             return chosen(rows, weight, bias)
         return chosen(F.pad(rows, (0, 0, 0, missing)), weight, bias)[:count]
-
-    def _product_of_many(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(rows.shape[0], weight.shape[0])
-        for begin in range(0, rows.shape[0], BLOCK_ROWS):
-            part = slice(begin, begin + BLOCK_ROWS)
-            out[part] = self.product(rows[part], weight, bias)
-        return out
 
     def choose(self, weights: Sequence[torch.Tensor]) -> None:
         """Times both libraries on matrices of these sizes; keeps MKL where oneDNN is missing or not faster."""

@@ -197,11 +197,8 @@ def attend(
         slot, length = slots_T[token], positions_T[token] + 1
         padded = (length + LANES - 1) // LANES * LANES  # elements beyond the length are computed but not read
         for h in range(heads):
-            query, out, g = (
-                qkv_TR[token, h * width : (h + 1) * width],
-                out_TQ[token, h * width : (h + 1) * width],
-                h // group,
-            )
+            query, g = qkv_TR[token, h * width : (h + 1) * width], h // group
+            out = out_TQ[token, h * width : (h + 1) * width]
             for begin in range(0, length, block_tokens):
                 count = min(block_tokens, length - begin)
                 key_CE = cache[blocks_SN[slot, begin // block_tokens], layer, 0, g]
