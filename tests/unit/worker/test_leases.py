@@ -73,9 +73,8 @@ class Surroundings:
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finished: set[tuple[str, int]] = field(default_factory=set)
     settled: set[tuple[str, int]] = field(default_factory=set)
-    exact: set[str] = field(
-        default_factory=set
-    )  # groups of which it samples a token under the next version before it stops
+    # Groups of which it samples a token under the next version before it stops.
+    exact: set[str] = field(default_factory=set)
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # on all of a group, whatever is reported
 
     def __post_init__(self) -> None:
@@ -200,13 +199,9 @@ class Surroundings:
         return SegmentVerdict(segment.group_id, segment.index, verdict, len(tokens))
 
     def partials(self, name: str) -> list[Rollout]:
-        return [
-            held(
-                of, index, tuple(tokens), FinishReason.STOP if (of, index) in self.finished else FinishReason.UNFINISHED
-            )
-            for (of, index), tokens in self.held.items()
-            if of == name
-        ]
+        reasons = {True: FinishReason.STOP, False: FinishReason.UNFINISHED}
+        own = [(key, tuple(tokens)) for key, tokens in self.held.items() if key[0] == name]
+        return [held(*key, tokens, reasons[key in self.finished]) for key, tokens in own]
 
 
 class LeaseRules(RuleBasedStateMachine):
@@ -246,6 +241,7 @@ class LeaseRules(RuleBasedStateMachine):
             self.it.held[(name, 0)] = [3] * (count + 1) + [STOP] * (count == 2)
         self.it.refusal = refusal
         self.it.grant(lease_id, spec, deadline, is_continuation=kind == "continued")
+        assert (lease_id in self.it.fetching) == (is_taken and kind == "continued")
         if is_taken and version is not None:
             self.exact[lease_id] = self.it.time
             self.it.exact.add(spec.group_id)
