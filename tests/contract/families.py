@@ -62,8 +62,8 @@ LATENT = GROUPED | {
     "num_key_value_heads": 4,
 }  # fmt: skip
 LINEAR: dict[str, object] = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "hidden_size": 64, "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
