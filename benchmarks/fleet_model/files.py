@@ -127,7 +127,7 @@ def _machines(question: PlanQuestion, offer: PoolOffer) -> list[WorkerTruth]:
     first = WorkerTruth(
         name="",
         slots=prior.slots,
-        sequence_tokens_per_s=prior.sequence_tokens_per_s,
+        sequence_tokens_per_s=prior.tokens_per_s / prior.slots,
         price_usd_per_hour=offer.price_usd_per_hour * prior.gpu_count,
         link=offer.link,
         gpu=offer.gpu,

@@ -112,7 +112,8 @@ def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Ite
         yield from coordinator_findings(JoinLink.parse(link), config)
     else:
         yield ports_finding(config)
-        yield from no_link_findings()
+        advice = "give its join link, `--link LINK` or `--link @FILE`; nothing is joined and the link is not used up"
+        yield Finding("reach and rates", "not measured: that takes a coordinator to be seen by", None, advice)
 
 
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
@@ -341,15 +342,6 @@ def ports_finding(config: RunConfig) -> Finding:
         text = f"{', '.join(busy)} in use: expected them to be free for a coordinator"
         return Finding("ports", text, is_good=False, advice=advice)
     return Finding("ports", f"{', '.join(map(str, wanted))} are free" if wanted else "any free ones will be taken")
-
-
-def no_link_findings() -> Iterator[Finding]:
-    yield Finding(
-        "reach and rates",
-        "not measured: that takes a coordinator to be seen by",
-        None,
-        advice="give its join link, `--link LINK` or `--link @FILE`; nothing is joined and the link is not used up",
-    )
 
 
 def coordinator_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:

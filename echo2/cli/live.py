@@ -304,34 +304,22 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
             f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
             f"utilisation {measured:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
         ]
+    share, whole = "", status.full_bytes_published
+    if whole:
+        share = f", {100 * status.artifact_bytes_published / whole:.2g}% of full snapshots ({format_bytes(whole)})"
     rows += [
         f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
-        f"deltas {format_bytes(status.artifact_bytes_published)}{_share(status)}",
+        f"deltas {format_bytes(status.artifact_bytes_published)}{share}",
     ]
     if status.usd_spent or status.usd_per_hour:
-        now = f"now ${status.usd_per_hour:.2f}/h{per_million(status)}"
-        rows.append(f"spent ${status.usd_spent:.4f}, {useful_share(status):.0%} of it on work; {now}")
+        useful = status.usd_useful / status.usd_spent if status.usd_spent else 1.0
+        row = f"spent ${status.usd_spent:.4f}, {useful:.0%} of it on work; now ${status.usd_per_hour:.2f}/h"
+        if status.usd_spent and learner.trained_tokens:
+            row += f", ${1e6 * status.usd_spent / learner.trained_tokens:.2f} per million tokens"
+        rows.append(row)
     if learner.waits_for:
         rows.append(f"waits for {learner.waits_for} since {learner.waits_since_s:.1f} s")
     return Text("\n".join(rows))
-
-
-def useful_share(status: coordinator_pb2.RunStatus) -> float:
-    """Share of the bill that paid for workers while they were working."""
-    return status.usd_useful / status.usd_spent if status.usd_spent > 0 else 1.0
-
-
-def per_million(status: coordinator_pb2.RunStatus) -> str:
-    """The whole bill over the tokens trained on; empty while nothing was trained or paid."""
-    tokens = status.learner.trained_tokens
-    return f", ${1e6 * status.usd_spent / tokens:.2f} per million tokens" if tokens and status.usd_spent else ""
-
-
-def _share(status: coordinator_pb2.RunStatus) -> str:
-    if not status.full_bytes_published:
-        return ""
-    share = status.artifact_bytes_published / status.full_bytes_published
-    return f", {100 * share:.2g}% of full snapshots ({format_bytes(status.full_bytes_published)})"
 
 
 def _plan_text(status: coordinator_pb2.RunStatus) -> Text:

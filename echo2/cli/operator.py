@@ -70,11 +70,6 @@ class OperatorClient:
         """Returns the whole state of the run. Raises `Unreachable` if the coordinator does not answer."""
         return await self._answer(self._stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
 
-    async def create_link(self, role: str, lifetime_s: float, use_limit: int, label: str) -> str:
-        """Makes a new join link, which the coordinator returns only this once."""
-        body = {"role": role, "lifetime_s": lifetime_s, "use_limit": use_limit, "label": label}
-        return str((await self.act("tokens", body))["join_link"])
-
     async def act(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Carries out one of the operator's actions, as the page does, and returns its answer."""
         request = coordinator_pb2.ActRequest(name=name, body_json=json.dumps(body).encode())
@@ -145,7 +140,8 @@ def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
 def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 link`: prints a new join link, which cannot be shown again; returns the exit code."""
     lifetime_s = parse_duration_s(own.lifetime)
-    print(answered(own.run, lambda operator: operator.create_link(own.role, lifetime_s, own.uses, own.label)))
+    body = {"role": own.role, "lifetime_s": lifetime_s, "use_limit": own.uses, "label": own.label}
+    print(answered(own.run, lambda operator: operator.act("tokens", body))["join_link"])
     return 0
 
 

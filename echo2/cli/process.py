@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from echo2.base.errors import DiskFull, EchoError, ResourceError
+from echo2.coordinator.fleet.tokens import RateLimiter
 
 FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 PARENT = "ECHO2_PARENT"
@@ -33,7 +34,7 @@ COLUMNS_MAX = 100  # longer lines are hard to read; a narrower terminal wraps th
 END_WITHIN_S = 10.0  # a drain (2 s) and the end of an engine fit several times
 PARENT_LOOK_S = 1.0  # where the kernel does not tell: a second of a lost child costs nothing
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LINES_PER_S, LINES_BURST = 2.0, 20.0  # a traceback passes whole; a day of errors is 170,000 lines at most
+LINES_PER_S, LINES_BURST = 2.0, 20  # a traceback passes whole; a day of errors is 170,000 lines at most
 UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 """Errors that a folder named by the user can cause."""
 
@@ -76,17 +77,12 @@ class LogRateLimit(logging.Filter):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock = clock
-        self._room, self._at, self._unsaid = LINES_BURST, clock(), 0
+        self._clock, self._lines, self._unsaid = clock, RateLimiter(LINES_PER_S, LINES_BURST), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now = self._clock()
-        self._room = min(LINES_BURST, self._room + (now - self._at) * LINES_PER_S)
-        self._at = now
-        if self._room < 1:
+        if self._lines.take("", self._clock()) > 0:
             self._unsaid += 1
             return False
-        self._room -= 1
         if self._unsaid:
             record.msg, record.args = f"{record.getMessage()} ({self._unsaid} lines before it not logged)", ()
             self._unsaid = 0

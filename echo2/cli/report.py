@@ -15,7 +15,6 @@ from typing import Any
 from echo2.base.errors import StateError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.process import wrapped
-from echo2.coordinator.planning.advice import EQUAL_REWARD_STEPS_MAX
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
@@ -172,6 +171,8 @@ def lags_of(steps: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
+    from echo2.coordinator.planning.advice import EQUAL_REWARD_STEPS_MAX  # loads the lease book and numpy
+
     learner = status.learner
     problems = []
     if learner.step < (steps := status.learner_hello.step_limit):
@@ -198,11 +199,13 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
     whole = facts["full_snapshot_bytes"]
     percent = 100 * facts["delta_bytes"] / whole if whole else 0.0
+    tokens, usd = facts["trained_tokens"], facts["usd_spent"]
+    each = f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
     entries = [
         ("held-out reward", f"{_number(first)} -> {_number(last)} in {facts['steps']} steps"),
         ("reward, last 10 steps", _number(facts["reward_last_10_steps"])),
         ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
-        ("cost", f"USD {facts['usd_spent']:.4f}{_per_million(facts)}"),
+        ("cost", f"USD {usd:.4f}{each}"),
         ("learner utilisation", f"{facts['utilisation_measured']:.1%} measured, {facts['utilisation_predicted']:.1%} predicted, "
          "after the first plan" if facts["utilisation_measured"] is not None else "too few steps to measure"),
         ("tokens trained above S", f"{facts['tokens_over_bound']} of {facts['trained_tokens']}; rollouts dropped as "
@@ -254,11 +257,6 @@ def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
         f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section></main>\n",
         encoding="utf-8",
     )
-
-
-def _per_million(facts: dict[str, Any]) -> str:
-    tokens, usd = facts["trained_tokens"], facts["usd_spent"]
-    return f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
 
 
 def _number(value: float | None) -> str:

@@ -122,13 +122,9 @@ def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
     check_start(config, trains=not own.is_served)
     paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
     how = ["serve", *(["--trains"] if own.trains else [])] if own.is_served else ["join"]
-    run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)}, learner=how)
+    workers: dict[str, list[str]] = {f"w{number}": [] for number in range(1, own.workers + 1)}
+    run = LocalRun(config, workers, {"PYTHONPATH": os.pathsep.join(paths)}, learner=how)
     lock, console = RunLock(run.folder), Console()  # before anything is written
     console.print(f"run folder {run.folder}, logs in {run.folder / 'logs'}", highlight=False, soft_wrap=True)
     asyncio.run(run.run(console, own.plain, lock))
     return 0
-
-
-def workers_of(count: int) -> dict[str, list[str]]:
-    """Workers w1, w2 ... without further arguments."""
-    return {f"w{number}": [] for number in range(1, count + 1)}

@@ -20,7 +20,6 @@ from typing import Generic, TypeVar
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes, format_seconds
-from echo2.broadcast.artifact import store_bytes_for
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.cost_model.machines import CPU, GpuType, WorkerPrior, worker_prior
@@ -146,6 +145,8 @@ def _fit_row(gpu: GpuType, prior: WorkerPrior) -> tuple[str, ...]:
 
 def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
     """Returns what the learner keeps for this run. Rollouts of at most S + 1 steps are open or wait to be trained on."""
+    from echo2.broadcast.artifact import store_bytes_for  # loads signatures, which most commands need not
+
     learner, bound = config.learner, config.staleness.bound
     rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
     made = LearnerRun(

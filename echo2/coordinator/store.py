@@ -167,10 +167,6 @@ def _read_as(hint: Any) -> Any:
     return hint
 
 
-def _digits_of(message: Message) -> str:
-    return message.SerializeToString().hex()
-
-
 class _RowForm:
     """The JSON of a dataclass: all its fields except `left_out`, which get their defaults when it is read."""
 
@@ -181,7 +177,8 @@ class _RowForm:
         self._model = pydantic.create_model("Row", **{name: (_read_as(hints[name]), ...) for name in names})  # type: ignore[call-overload]
 
     def to_json(self, row: object) -> str:
-        return pydantic_core.to_json({name: getattr(row, name) for name in self._names}, fallback=_digits_of).decode()
+        values = {name: getattr(row, name) for name in self._names}
+        return pydantic_core.to_json(values, fallback=lambda message: message.SerializeToString().hex()).decode()
 
     def from_json(self, text: str) -> Any:
         read = self._model.model_validate_json(text)

@@ -147,10 +147,6 @@ class WorkerPrior:
     fit: Fit
     prefill_tokens_per_s: float
 
-    @property
-    def sequence_tokens_per_s(self) -> float:
-        return self.tokens_per_s / self.slots
-
 
 def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
     """Parses the GPU types of the TOML file."""

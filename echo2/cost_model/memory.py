@@ -167,19 +167,15 @@ def activation_bytes(
     return token_budget * values * value_bytes + logits + head + mask
 
 
-def wants_checkpointing(size: ModelSize, token_budget: int, value_bytes: int) -> bool:
-    """Whether recomputing layers in the backward pass is worth its time."""
-    return activation_bytes(size, token_budget, Checkpointing.OFF, value_bytes) > CHECKPOINTING_FROM_BYTES
-
-
 def checkpointing_of(
     asked: bool | Literal["auto", "selective"], size: ModelSize, token_budget: int, value_bytes: int
 ) -> Checkpointing:
     """The kind of checkpointing that the option `learner.gradient_checkpointing` (`asked`) selects."""
     if asked == "selective":
         return Checkpointing.SELECTIVE
-    does = wants_checkpointing(size, token_budget, value_bytes) if asked == "auto" else asked
-    return Checkpointing.FULL if does else Checkpointing.OFF
+    if asked == "auto":  # whether recomputing layers in the backward pass is worth its time
+        asked = activation_bytes(size, token_budget, Checkpointing.OFF, value_bytes) > CHECKPOINTING_FROM_BYTES
+    return Checkpointing.FULL if asked else Checkpointing.OFF
 
 
 def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int, run: LearnerRun = NO_RUN) -> int:

@@ -50,10 +50,6 @@ class ModelRecipe:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def cached_model_folder(cache: Path, recipe: ModelRecipe) -> Path:
-    return cache / f"sort-digits-{recipe.digest()}"
-
-
 def make_model(folder: Path, recipe: ModelRecipe) -> None:
     """Writes the small model's folder, unless it exists."""
 

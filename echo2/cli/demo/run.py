@@ -78,7 +78,7 @@ WORKERS = {
 def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
     """The demo as a run of this machine."""
     is_llm, recipe, cache = own.model == "smollm2", model.ModelRecipe(), CACHE.expanduser()
-    folder = cache / model.LLM_FOLDER if is_llm else model.cached_model_folder(cache, recipe)
+    folder = cache / model.LLM_FOLDER if is_llm else cache / f"sort-digits-{recipe.digest()}"
     settings = {
         "run.name": own.name or time.strftime("demo-%Y%m%d-%H%M%S"),
         "run.seed": str(own.seed),

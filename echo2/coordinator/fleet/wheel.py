@@ -66,7 +66,10 @@ def _files(installed: Distribution) -> Iterator[tuple[str, bytes]]:
 
 
 def _packed(files: dict[str, bytes], metadata: str) -> bytes:
-    record = "".join(f"{name},sha256={_record_hash(data)},{len(data)}\n" for name, data in files.items())
+    record = ""
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record += f"{name},sha256={digest},{len(data)}\n"
     files[f"{metadata}/RECORD"] = f"{record}{metadata}/RECORD,,\n".encode()
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -75,10 +78,6 @@ def _packed(files: dict[str, bytes], metadata: str) -> bytes:
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             archive.writestr(entry, data)
     return packed.getvalue()
-
-
-def _record_hash(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 class SetupService(enrolment_pb2_grpc.SetupServicer):

@@ -29,6 +29,7 @@ from typing import Concatenate
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
 from echo2.base.rollout import EndReason, GroupSpec
+from echo2.control.waits import ceiling_s
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivery
@@ -36,6 +37,7 @@ from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
 from echo2.coordinator.leases.requests import Evaluators, LeaseRequests, LeaseRules, Ranking
 from echo2.staleness.rule import may_begin
 
+REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often
 WARM_WAIT_S = 1.0
 """How long a later turn waits for the worker that has the previous turn in its KV cache: about what prefilling a long prompt
 elsewhere costs, and less than an agent notices."""
@@ -288,7 +290,7 @@ class LeaseBook:
             case EndReason.REFUSED:
                 self.counts.refused += 1
                 group.refusals += 1
-                pause_s = le.refusal_pause_s(group.refusals)
+                pause_s = ceiling_s(group.refusals, REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX)
                 group.not_before = now + pause_s
                 yield Note("lease", f"group {lease.group_id} was refused of {lease.worker_id}: {message}")
                 yield from self._take_back(lease, now, pause_s, REFUSED)

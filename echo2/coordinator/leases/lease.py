@@ -11,17 +11,10 @@ from typing import Concatenate, Literal, ParamSpec
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
 
-REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often
-
 
 def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
     """The lease's id: a function of group and attempt, so that a replayed decision names the same lease."""
     return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
-
-
-def refusal_pause_s(refusals: int) -> float:
-    """Seconds that a group waits after the learner has refused it `refusals` times: exponential backoff."""
-    return float(min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(refusals, 20)))
 
 
 class GroupPhase(enum.Enum):

@@ -284,7 +284,9 @@ def advise(
     coming = sum(
         rate_of(by_name[machine.offer], rates)
         for machine in machines
-        if machine.is_open and machine.offer in by_name and not _is_measured(workers.get(machine.machine_id, ()))
+        if machine.is_open
+        and machine.offer in by_name
+        and not any(one.heartbeat.rollouts_per_s > 0 for one in workers.get(machine.machine_id, ()))
     )
     if coming >= shortage > 0:
         return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
@@ -319,10 +321,6 @@ def _rents(
         if best is None or key < best[:2]:
             best = (*key, rental)
     return FleetAdvice(rent=(best[2],)) if best is not None else FleetAdvice(reason=why_not)
-
-
-def _is_measured(workers: Sequence[Member]) -> bool:
-    return any(worker.heartbeat.rollouts_per_s > 0 for worker in workers)
 
 
 def _releases(

@@ -6,7 +6,7 @@ the fleet's limit bounds the number of series.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -96,17 +96,15 @@ def _count(hub: Hub, state: Liveness) -> int:
 
 def families_of(hub: Hub) -> list[Metric]:
     """All metrics with their present values."""
-    return list(_collect(hub))
-
-
-def _collect(hub: Hub) -> Iterator[Metric]:
-    for name, (text, read) in METRICS.items():
-        yield GaugeMetricFamily(name, text, value=float(read(hub)))
+    families: list[Metric] = [
+        GaugeMetricFamily(name, text, value=float(read(hub))) for name, (text, read) in METRICS.items()
+    ]
     for name, (text, read_worker) in WORKER_METRICS.items():
         family = GaugeMetricFamily(name, text, labels=["worker"])
         for member in hub.membership.living():
             family.add_metric([f"{member.name}/{member.peer_id[-6:]}"], float(read_worker(hub, member)))
-        yield family
+        families.append(family)
+    return families
 
 
 class _Collected(Collector):

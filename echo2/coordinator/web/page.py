@@ -361,8 +361,16 @@ class Dashboard:
     def set_up(self, commands: Commands, folder: Path, keys: Credentials) -> None:
         """Makes the server; `folder`: the run's, for the access token."""
         host, is_open = self._host, is_loopback(self._host)
-        self.token_file = None if is_open else folder / "links" / "dashboard.token"
-        token = _access_token(self.token_file) if self.token_file is not None else ""
+        token, tls = "", dict[str, str]()
+        if not is_open:
+            self.token_file = folder / "links" / "dashboard.token"
+            if not self.token_file.exists():
+                write_secret(self.token_file, secrets.token_urlsafe(32).encode())
+            token = read_secret(self.token_file).decode().strip()
+            key, certificate = folder / "coordinator" / "dashboard.key", folder / "coordinator" / "dashboard.pem"
+            write_secret(key, keys.tls_key_pem)  # uvicorn reads both from files
+            write_secret(certificate, keys.certificate.pem)
+            tls = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
         shown = host if is_open else commands.hub.options.link_host
         scheme = "http" if is_open else "https"
         self.address = f"{scheme}://{shown}:{self.port}/"
@@ -370,7 +378,6 @@ class Dashboard:
         csrf = secrets.token_urlsafe(24)
         hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})
         app = WebGuard(Web(commands, csrf, self._stopping).application(), token, hosts, csrf)
-        tls: dict[str, str] = {} if is_open else _tls_files(folder / "coordinator", keys)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off",
             timeout_graceful_shutdown=STOP_GRACE_S, server_header=False, ws="none", **tls,
@@ -387,17 +394,3 @@ class Dashboard:
 
     def close(self) -> None:
         self._listener.close()
-
-
-def _access_token(path: Path) -> str:
-    if not path.exists():
-        write_secret(path, secrets.token_urlsafe(32).encode())
-    return read_secret(path).decode().strip()
-
-
-def _tls_files(folder: Path, keys: Credentials) -> dict[str, str]:
-    """Writes key and certificate to files, because uvicorn reads them from there."""
-    key_path, certificate_path = folder / "dashboard.key", folder / "dashboard.pem"
-    write_secret(key_path, keys.tls_key_pem)
-    write_secret(certificate_path, keys.certificate.pem)
-    return {"ssl_keyfile": str(key_path), "ssl_certfile": str(certificate_path)}

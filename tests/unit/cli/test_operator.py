@@ -15,7 +15,8 @@ from tests.unit.coordinator.test_daemon import Node, options, running
 async def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
     async with running(options(tmp_path / "run")) as daemon:
         async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
-            made = await operator.create_link("worker", 60.0, 2, "for one")
+            body = {"role": "worker", "lifetime_s": 60.0, "use_limit": 2, "label": "for one"}
+            made = (await operator.act("tokens", body))["join_link"]
         (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
         assert (token.role, token.use_limit) == ("worker", 2)
         assert JoinLink.parse(made).address == daemon.enrol_address

@@ -9,28 +9,15 @@ from pathlib import Path
 import pytest
 
 from echo2.coordinator.planning.advice import Act, LearnerFacts, RunNow, advise
-from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.plan import Limit
+from tests.unit.cost_model.fleets import plan_of as plan
 
 CSS = Path(__file__).parents[3] / "echo2" / "coordinator" / "web" / "static" / "page.css"
 CONTRAST_LEAST = 4.5  # WCAG AA
 
 BUSY = LearnerFacts(
-    step=40,
-    step_limit=100,
-    step_s=4.0,
-    train_s=3.6,
-    utilisation=0.97,
-    open_leases=12,
-    rollouts_per_step=256,
-    silent_s=1.0,
-)
-
-
-def plan(
-    value: float, limit: float, kind: Limit = Limit.THROUGHPUT, remedy: str = "", usd_per_hour: float = 7.36
-) -> Plan:
-    term = Term(kind, "mu_pool >= R / T_train", value, limit, "rollouts/s", value / limit - 1, remedy)
-    return Plan(2, (), (), (), 64, 0.98, 1.0, 0.5, value, usd_per_hour, 0.1, value >= limit, (term,), kind, "", "")
+    step=40, step_limit=100, step_s=4.0, train_s=3.6, utilisation=0.97, open_leases=12, rollouts_per_step=256, silent_s=1.0,
+)  # fmt: skip
 
 
 LIVE = RunNow(learner=BUSY, plan=plan(5.0, 5.0), alive=50, active=50, workers=50, usd_per_hour=52.05)
@@ -53,76 +40,41 @@ BUTTONS = {
 SAYS = [
     (RunNow(), "Start the learner: no learner has joined yet."),
     (with_learner(is_there=False), "Start the learner again with the same command: it is away."),
-    (
-        with_learner(is_there=False, left_because="DiskFull: no room"),
-        "Mend what ended the learner, then start it again with the same command: DiskFull: no room",
-    ),
+    (with_learner(is_there=False, left_because="DiskFull: no room"),
+     "Mend what ended the learner, then start it again with the same command: DiskFull: no room"),
     (with_learner(silent_s=75.0), "Look at the learner: nothing is heard of it for 75 s"),
     (replace(LIVE, alive=0, active=0), "Start a worker: none is connected"),
-    (
-        replace(LIVE, alive=3, active=0, idle=PRICE),
-        f"Put a worker to work: 3 workers connected, none active ({PRICE}).",
-    ),
-    (
-        with_learner(waits_for=DUE, waits_s=60.0, rewards_due=193),
-        "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray",
-    ),
+    (replace(LIVE, alive=3, active=0, idle=PRICE), f"Put a worker to work: 3 workers connected, none active ({PRICE})."),
+    (with_learner(waits_for=DUE, waits_s=60.0, rewards_due=193),
+     "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray"),
     (with_learner(waits_for=DUE, waits_s=2.0, rewards_due=193, utilisation=0.3), "Give rewards more reward processes"),
     (with_learner(waits_for=LACKS, waits_s=90.0), f"Look at what is missing: the learner waits 2 min for {LACKS}."),
     (with_learner(waits_for=LACKS, waits_s=9.0), "Nothing to do: the learner trains 97% of the time"),
-    (
-        with_learner(prompts_exhausted=True, waits_for=LACKS),
-        "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step 40 of",
-    ),
-    (
-        with_learner(equal_reward_steps=3, waits_for=DUE, waits_s=60.0, rewards_due=193),
-        "Nothing is learned: every reward of the last 3 steps was 0; compare completions",
-    ),
-    (
-        with_learner(equal_reward_steps=3, tokens_max=16, cut_share=0.75),
-        "Nothing is learned: every reward of the last 3 steps was 0; 75% of the completions were cut at 16 tokens: raise",
-    ),
-    (
-        with_learner(equal_reward_steps=4, reward=1.0),
-        "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average)",
-    ),
+    (with_learner(prompts_exhausted=True, waits_for=LACKS),
+     "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step 40 of"),
+    (with_learner(equal_reward_steps=3, waits_for=DUE, waits_s=60.0, rewards_due=193),
+     "Nothing is learned: every reward of the last 3 steps was 0; compare completions"),
+    (with_learner(equal_reward_steps=3, tokens_max=16, cut_share=0.75),
+     "Nothing is learned: every reward of the last 3 steps was 0; 75% of the completions were cut at 16 tokens: raise"),
+    (with_learner(equal_reward_steps=4, reward=1.0),
+     "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average)"),
     (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time"),
-    (
-        replace(LIVE, is_budget_spent=True, usd_budget=100),
-        "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent",
-    ),
-    (
-        replace(LIVE, spare=26, spare_usd_per_hour=44.69),
-        "Drop 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%).",
-    ),
-    (
-        replace(LIVE, surplus=26, may_act=False),
-        "Stand by 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%).",
-    ),
+    (replace(LIVE, is_budget_spent=True, usd_budget=100), "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent"),
+    (replace(LIVE, spare=26, spare_usd_per_hour=44.69), "Drop 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
+    (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),
-    (
-        replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
-        "Add workers or raise S: the learner trains 40% of the time; workers make 2 of the 5 rollouts/s",
-    ),
+    (replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
+     "Add workers or raise S: the learner trains 40% of the time; workers make 2 of the 5 rollouts/s"),
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),
-    (
-        with_learner(step=0, waits_for=LACKS, waits_s=300.0),
-        "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4",
-    ),
-    (
-        replace(LIVE, finished="run r is finished after 120 steps", learner=replace(BUSY, is_there=False), alive=0),
-        "Run r is finished after 120 steps. Nothing costs money any more.",
-    ),
-    (
-        replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
-        "Run r is finished after 120 steps; 1 rented machine is still being given back.",
-    ),
-    (
-        replace(LIVE, finished="run r is finished after 120 steps", open_machines=2),
-        "Run r is finished after 120 steps; 2 rented machines are still being given back.",
-    ),
-]
+    (with_learner(step=0, waits_for=LACKS, waits_s=300.0), "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4"),
+    (replace(LIVE, finished="run r is finished after 120 steps", learner=replace(BUSY, is_there=False), alive=0),
+     "Run r is finished after 120 steps. Nothing costs money any more."),
+    (replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
+     "Run r is finished after 120 steps; 1 rented machine is still being given back."),
+    (replace(LIVE, finished="run r is finished after 120 steps", open_machines=2),
+     "Run r is finished after 120 steps; 2 rented machines are still being given back."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("run", "text"), SAYS)

@@ -158,10 +158,6 @@ def group(name: str, consume_step: int = 0) -> rollout_pb2.GroupSpec:
     )
 
 
-def play(scene: Callable[[], Any], within_s: float = 60.0) -> None:
-    asyncio.run(asyncio.wait_for(scene(), within_s))
-
-
 async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_check_and_goes_on_where_that_is_lost(
     tmp_path: Path,
 ) -> None:

@@ -19,16 +19,16 @@ from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import RATIO_LEAST, Corrections
 from echo2.coordinator.planning.input import broadcast_nodes, needs_of
 from echo2.coordinator.planning.service import snapshot_of
-from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.plan import Plan
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_planner_input import beat, board, fleet, link
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
+from tests.unit.cost_model.fleets import plan_of
 
 
 def plan(pool: list[PeerId], cap: int = 64, promised: float = 0.98) -> Plan:
-    term = Term(Limit.THROUGHPUT, "mu_pool >= R / T_train", 5.0, 5.0, "rollouts/s", 0.0)
-    return Plan(
-        2, tuple(pool), (), (), cap, promised, 1, 0.5, 5, 1, 0.1, True, (term,), Limit.THROUGHPUT, "because", ""
+    return plan_of(
+        5.0, 5.0, pool=tuple(pool), in_flight_cap_rollouts=cap, predicted_utilisation=promised, usd_per_hour=1.0
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.events import Route
-from echo2.broadcast.plan import DEGREE_MAX, BroadcastPlan, NodeLink, Tree
+from echo2.broadcast.plan import DEGREE_MAX, BroadcastPlan, NodeLink
 from echo2.broadcast.trees import Needs, plan, weighted_plan
 from echo2.coordinator.planning.parts import PlanParts
 from echo2.wire.broadcast import plan_from_message, plan_to_message
@@ -75,14 +74,3 @@ def test_a_part_of_a_large_plan_is_small_and_that_of_an_outsider_names_nodes_to_
     assert DEGREE_MAX < len(outsider.nodes) < 2 * DEGREE_MAX
     assert outsider.neighbours(PeerId("standby")) == ()
     assert parts.part_of(PeerId("another")).nodes != outsider.nodes
-
-
-def test_hand_made_chain_keeps_who_is_a_relay() -> None:
-    """0 -> 1 -> 2 -> ... : each node has one child, which is a relay but for the last."""
-    nodes = tuple(fleet(60, 6))
-    whole = BroadcastPlan(3, nodes, (Tree(1.0, tuple(range(59))),))
-    parts = PlanParts(whole)
-    assert children_of(parts.part_of(PeerId("p57")), PeerId("p57")) == [[(PeerId("p58"), True)]]
-    assert children_of(parts.part_of(PeerId("p58")), PeerId("p58")) == [[(PeerId("p59"), False)]]
-    assert children_of(parts.part_of(PeerId("p59")), PeerId("p59")) == [[]]
-    assert Route(3, 0).epoch == parts.part_of(PeerId("p5")).epoch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -175,10 +174,6 @@ async def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_
     one.hub.handle(one.hub.book.offer, (replace(group, group_id=GroupId("h")),))
     await asyncio.sleep(0.01)
     assert session.heard.count("lease_grant") == 1
-
-
-def play(scene: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 30))
 
 
 class Forgetful(Cloud):

@@ -19,18 +19,14 @@ from echo2.coordinator.money.provisioning import (
     rates_by_gpu,
     shortage_rollouts_per_s,
 )
-from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.plan import Plan
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.cost_model.fleets import plan_of as plan
 
 NOW = 10_000.0
 SMALL, BIG = MachineOffer("small", "local", "RTX 4090", 0.4), MachineOffer("big", "local", "H100", 2.4)
 RICH = Budget(1, 0, usd_per_hour_cap=1000)
 RATES = {"RTX 4090": 1.0, "H100": 5.0, "": 1.0}
-
-
-def plan(value: float, limit: float) -> Plan:
-    term = Term(Limit.THROUGHPUT, "mu_pool >= R / T_train", value, limit, "rollouts/s", value / limit - 1)
-    return Plan(2, (), (), (), 64, 0.7, 1.0, 0.5, value, 1.0, 0.1, value >= limit, (term,), Limit.THROUGHPUT, "", "")
 
 
 def machine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from echo2.base.ids import PeerId
+from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, LinkEstimate, WorkerEstimate
 
 
@@ -25,6 +26,26 @@ def learner(**others: object) -> LearnerEstimate:
         **others,
     }  # fmt: skip
     return LearnerEstimate(**fields)  # type: ignore[arg-type]
+
+
+def plan_of(
+    value: float,
+    limit: float,
+    kind: Limit = Limit.THROUGHPUT,
+    remedy: str = "",
+    pool: tuple[str, ...] = (),
+    **others: object,
+) -> Plan:
+    """A plan of this pool, with one term."""
+    term = Term(kind, "mu_pool >= R / T_train", value, limit, "rollouts/s", value / limit - 1, remedy)
+    fields: dict[str, object] = {
+        "in_flight_cap_rollouts": 64, "predicted_utilisation": 0.98, "usd_per_hour": 7.36, "is_feasible": value >= limit,
+        "reason": "because", **others,
+    }  # fmt: skip
+    return Plan(
+        2, tuple(map(PeerId, pool)), (), (), broadcast_s=1.0, transfer_s=0.5, throughput_rollouts_per_s=value,
+        usd_per_useful_rollout=0.1, terms=(term,), binding=kind, **fields,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def random_workers(count: int, seed: int) -> tuple[WorkerEstimate, ...]:

@@ -26,7 +26,6 @@ from echo2.cost_model.memory import (
     layer_values,
     learner_memory,
     steps_between,
-    wants_checkpointing,
 )
 
 MODELS = built_in_models()
@@ -74,8 +73,9 @@ def test_copies_of_the_state_cost_memory_of_gpus_and_hosts_and_none_of_the_disk(
 
 def test_checkpointing_is_taken_where_activations_outgrow_memory_and_selective_lies_between() -> None:
     size = MODELS["qwen3-8b"]
-    assert wants_checkpointing(size, 16384, 2) and not wants_checkpointing(MODELS["smollm2-135m"], 2048, 4)
-    assert wants_checkpointing(MODELS["smollm2-135m"], 1 << 16, 4), "a budget may be large for any model"
+    small, full = MODELS["smollm2-135m"], Checkpointing.FULL
+    assert checkpointing_of("auto", size, 16384, 2) is full is not checkpointing_of("auto", small, 2048, 4)
+    assert checkpointing_of("auto", small, 1 << 16, 4) is full, "a budget may be large for any model"
     off, some, full = (activation_bytes(size, 16384, keeps, 2) for keeps in Checkpointing)
     assert full < some < off and off > 10 * full - 10 * 4 * (256 << 20)
     # What attention gave, the input, and the products of keys, output and the MLP's second.

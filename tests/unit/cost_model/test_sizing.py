@@ -40,18 +40,8 @@ from echo2.worker.engines.making import fit_engine
 from echo2.worker.machine import WorkerMachine, parse_gpus
 from tests.contract.engine_rig import tiny_config
 
-QWEN3_8B: dict[str, object] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
+SHAPES = tomllib.loads((Path(echo2.cost_model.__file__).parent / "models.toml").read_text())
+QWEN3_8B: dict[str, object] = SHAPES["qwen3-8b"]
 GIB = 1 << 30
 
 
@@ -219,7 +209,6 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("mat
 def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -> None:
     config = load_config([path], None, {})
     name = config.model.path.rpartition("/")[2].lower()
-    shape = tomllib.loads((Path(echo2.cost_model.__file__).parent / "models.toml").read_text())[name]
     gpu = replace(built_in_catalogue()["L40S"], memory_gib=gib)
     size, lengths = model_of(config.model.path)[0], lengths_of(config)
     planned = worker_prior(gpu, size, lengths)
@@ -230,7 +219,7 @@ def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -
     join = argparse.Namespace(link="", name="w", folder=tmp_path, preemption="", advertise="")
     said = learner_options(config, "", tmp_path)
     longest = min(said.longest_tokens, size.context_tokens)
-    at_work = fit_engine("vllm", shape, worker_options(join, config), machine, longest, 0)
+    at_work = fit_engine("vllm", SHAPES[name], worker_options(join, config), machine, longest, 0)
     assert at_work.engine_count * at_work.sequences == planned.slots
     assert (at_work.tensor_parallel, at_work.cache_tokens) == (planned.fit.tensor_parallel, planned.fit.cache_tokens)
     assert next(iter(rows.values()))[1:3] == (str(planned.gpu_count), str(planned.slots))
