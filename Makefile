@@ -25,12 +25,13 @@ PIP_FAILED := "echo2: pip failed, see above. Some dependencies have no wheel and
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help lock torch-cpu torch-cuda demo demos demo-llm gpu test test-vllm check proto proto-check bench docs recording sim size soak redteam audit format clean mutants
+.PHONY: help lock torch-cpu torch-cuda demo demos demo-llm gpu test test-extras test-vllm check proto proto-check bench docs recording sim size soak redteam audit format clean mutants
 
 help:
 	@echo "make demo        train a small model over three emulated rented machines: one to three minutes, no GPU"
 	@echo "make demo-llm    the same with a pretrained model of 135 M parameters: a quarter of an hour"
 	@echo "make test        all tests: eleven minutes on two idle cores"
+	@echo "make test-extras what needs optional packages: TRL, verifiers, Tinker's SDK, Ray, bitsandbytes, trackers; five minutes"
 	@echo "make check       ruff, mypy and house rules"
 	@echo "make sim SEED=7  the real daemons in a simulated network with faults"
 	@echo "make size        lines, files, options, constants and words of the repository"
@@ -94,6 +95,19 @@ $(VLLM_STAMP): pyproject.toml
 
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py tests/contract/test_vllm_rounded.py
+
+# What is skipped where optional packages are missing. The packages choose other releases than constraints.txt does, so they lie over
+# the tests' environment, not in it.
+EXTRAS_VENV := .venv-extras
+EXTRAS_STAMP := $(EXTRAS_VENV)/.installed
+$(EXTRAS_STAMP): $(DEV)
+	test -x $(EXTRAS_VENV)/bin/python || $(PYTHON) -m venv $(EXTRAS_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(EXTRAS_VENV)/lib/python3*/site-packages)/base.pth
+	$(EXTRAS_VENV)/bin/python -m pip install -q --disable-pip-version-check -e ".[lean,sinks,verifiers,tinker,ray]" trl kubernetes uv
+	touch $@
+
+test-extras: $(EXTRAS_STAMP)
+	PATH=$(CURDIR)/$(EXTRAS_VENV)/bin:$$PATH $(EXTRAS_VENV)/bin/python -m pytest -m "extras and not soak" -n 2 --dist loadfile tests/unit tests/e2e tests/deploy
 
 # Shared out by file (pytest-xdist, tests/conftest.py), what starts whole runs first. What fails is run once more, alone: if it passes then, the target passes and names it at the end. A crash, a file that does not load or a test that is skipped
 # the second time fails the target.

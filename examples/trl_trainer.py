@@ -26,7 +26,7 @@ class Hook:
 
     def __init__(self, run: echo2.Run) -> None:
         self.publisher, self.rollouts = echo2.Publisher(run), iter(echo2.Rollouts(run))
-        self.rollouts_per_group = run.options.rollouts_per_group
+        self.rollouts_per_group = run.options.config.learner.rollouts_per_prompt
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         self.publisher.publish(trainer.state.global_step, echo2.published_tensors(trainer.model))
@@ -50,7 +50,8 @@ class Hook:
 def main() -> None:
     config_path, link = sys.argv[1:3]
     with echo2.Run(config_path, link) as run:
-        path, size = run.options.trainer.model_path, run.options.rollouts_per_step
+        path, config = run.options.trainer.model_path, run.options.config
+        size = config.learner.rollouts_per_step
         hook = Hook(run)
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(path, dtype="float32"),
@@ -60,10 +61,10 @@ def main() -> None:
             rollout_func=hook,
             args=GRPOConfig(
                 output_dir=str(run.options.folder / "trl"),
-                max_steps=run.options.steps,
+                max_steps=config.learner.steps,
                 per_device_train_batch_size=size,
-                num_generations=run.options.rollouts_per_group,
-                max_completion_length=run.options.sampling.max_new_tokens,
+                num_generations=config.learner.rollouts_per_prompt,
+                max_completion_length=config.sampling.max_new_tokens,
                 learning_rate=run.options.trainer.lr,
                 beta=0.0,
                 logging_steps=1,

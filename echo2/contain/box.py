@@ -183,8 +183,13 @@ def _python_paths() -> Iterator[str]:
             yield str(Path(prefix).absolute())
     if not any(real.is_relative_to(prefix) for prefix in (sys.base_prefix, "/usr")):
         yield str(real)
-    packages = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
-    yield from (str(Path(path).absolute()) for path in packages if Path(path).is_dir())
+    yield from (str(Path(path).absolute()) for path in package_folders() if Path(path).is_dir())
+
+
+def package_folders() -> set[str]:
+    """Where packages are installed: this Python's folders, the user's, and others of that name that a .pth file adds."""
+    added = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+    return {*site.getsitepackages(), *added, *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
 
 
 def _module_paths(name: str) -> Iterator[str]:

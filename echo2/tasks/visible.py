@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import site
 import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from echo2.contain.box import package_folders
 from echo2.tasks.task import TaskSpec, texts_in
 
 FILES_MAX = 2_000  # source files read at most for one task; modules found after that need `task.readable`
@@ -74,7 +74,7 @@ def _names_a_path(text: str) -> bool:
 def _installed() -> tuple[Path, ...]:
     """Folders of the standard library and of installed packages."""
     paths = [sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple({Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())})
+    return tuple({Path(path).resolve() for path in (*paths, *package_folders())})
 
 
 def _is_installed(top: str) -> bool:

@@ -116,6 +116,7 @@ def test_ports_agree() -> None:
         assert re.search(r"^EXPOSE (.+)$", text, re.MULTILINE)[1].split() == [str(port) for port in wanted]  # type: ignore[index]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("path", sorted((DEPLOY / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_manifests_hold_only_what_the_client_knows(path: Path) -> None:
     """Read into the official client's models and back: a field that it does not know would be gone."""

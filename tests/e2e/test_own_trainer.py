@@ -72,6 +72,7 @@ def skeleton(run: echo2.Run) -> list[tuple[str, object]]:
     return [(name, torch.zeros(shape)) for name, shape in run.trainer.model.shapes.items()]
 
 
+@pytest.mark.extras
 def test_trl_trains_through_its_rollout_hook(tmp_path: Path, run_config: str) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
     config = run_config.replace("steps = 30", "steps = 6") + "[staleness]\nbound = 1\n"

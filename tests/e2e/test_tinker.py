@@ -43,6 +43,7 @@ def client_of(cluster: Cluster, model: Path, what: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.extras
 def test_the_stock_sdk_teaches_reinforces_saves_and_goes_on_after_a_kill(tmp_path: Path, base_model: Path) -> None:
     config = small_run(tmp_path, base_model).replace("[model]", '[model]\nweights_dtype = "float32"')
     config += "[staleness]\nbound = 1\n"

@@ -54,6 +54,15 @@ def test_a_users_package_is_seen_and_what_lies_beside_it_is_not(
 
 
 @needs_namespaces
+def test_packages_that_a_pth_file_adds_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one virtual environment lies over another."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "below.py").write_text("value = 9")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    assert seen("import below; print(below.value)").strip() == "9"
+
+
+@needs_namespaces
 def test_relative_paths_mean_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text("row")
     monkeypatch.chdir(tmp_path)

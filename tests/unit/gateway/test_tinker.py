@@ -26,6 +26,7 @@ from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.gateway.requests import CHOICES_MAX
 from echo2.gateway.tinker import Terms, TinkerApi
 
+pytestmark = pytest.mark.extras
 Post = Callable[..., Awaitable[httpx.Response]]
 
 

@@ -44,7 +44,12 @@ def break_weights(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize(
     "weights_dtype, optimizer_state",
-    [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "host"), ("bfloat16", "8bit")],
+    [
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+        ("bfloat16", "host"),
+        pytest.param("bfloat16", "8bit", marks=pytest.mark.extras),
+    ],
 )
 def test_a_checkpoint_that_is_written_while_training_goes_on_leads_to_the_same_bits(
     model_path: Path, tmp_path: Path, weights_dtype: str, optimizer_state: str

@@ -114,6 +114,7 @@ def written_by(sink: str, folder: Path, more: str = "", **environment: str) -> s
     return subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True, text=True).stdout
 
 
+@pytest.mark.extras
 def test_weights_and_biases_writes_an_offline_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     written_by("wandb", tmp_path, WANDB_MODE="offline")
@@ -121,6 +122,7 @@ def test_weights_and_biases_writes_an_offline_run(tmp_path: Path) -> None:
     assert written and all(b"reward/mean" in content for content in written)
 
 
+@pytest.mark.extras
 def test_trackio_keeps_a_run_under_the_rows_own_names(tmp_path: Path) -> None:
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")

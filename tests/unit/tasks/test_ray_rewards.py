@@ -14,9 +14,9 @@ from echo2.tasks.rewards import Containment, RewardFailure, RewardPool
 from echo2.tasks.task import TaskSpec
 from tests.patience import WAIT_S
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]  # Ray's own
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
-LIMITS = Limits(cpu_s=1, wall_s=3.0)
+LIMITS = Limits(cpu_s=1, wall_s=30.0)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from echo2.base.errors import ConfigError
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import ChatMessage, TaskSpec
 
+pytestmark = pytest.mark.extras
 TASKSET = """
 import verifiers.v1 as vf
 
