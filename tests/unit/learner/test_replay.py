@@ -82,8 +82,8 @@ def deltas_of(options: LearnerOptions) -> LeftVersions:
     return LeftDeltas(chunk_folder(options), RunId(RUN))
 
 
-def killed_as_it_left(model: Path, tmp_path: Path, version: int) -> Killed:
-    """As `killed`, at the moment at which the delta to `version` is sealed and on no record yet."""
+def killed_as_it_left(model: Path, tmp_path: Path, versions: tuple[int, ...]) -> Killed:
+    """As `kill`, at the moments at which the deltas to `versions` are sealed and on no record yet."""
     options = options_for(tmp_path / "run", model, staleness={"bound": 4, "kappa": 1})
     run = new_run(options)
 
@@ -92,15 +92,15 @@ def killed_as_it_left(model: Path, tmp_path: Path, version: int) -> Killed:
         told = publisher.port.on_artifact
 
         def killed_here(artifact: Any) -> None:
-            if artifact.version == version and artifact.parent is not None:
-                crash_image(run, tmp_path / "crashed")
+            if artifact.version in versions and artifact.parent is not None:
+                crash_image(run, tmp_path / str(artifact.version))
             told(artifact)
 
         publisher.port.on_artifact = killed_here
 
     run.at_step[1] = watch
     go(run.finish())
-    return replace(options, folder=tmp_path / "crashed"), fingerprints(run)
+    return options, fingerprints(run)
 
 
 def worker_at(options: LearnerOptions, version: int, fingerprint: str) -> HostWeights:
@@ -117,23 +117,24 @@ Kill = Callable[..., Killed]
 def kill(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill:
     """A run's folder, copied to the given one, as a kill after step `at` leaves it, with one checkpoint or none; and what was
     published until the end. Runs are made once."""
-    images: dict[tuple[object, ...], Killed] = {}
+    runs: dict[tuple[object, ...], Killed] = {}
 
     def of(folder: Path, at: int, checkpoint_at: int = 0, kappa: int = 0, **changes: Any) -> Killed:
-        key = (at, checkpoint_at, kappa, *changes)
-        if key not in images:
+        key = (checkpoint_at, kappa, *changes)
+        if key not in runs:
             kept = tmp_path_factory.mktemp("image")
             limits = LearnerLimits(8, free_bytes_min=1 << 20, linger_s=0.0)
             every, bounded = {"checkpoint_every_steps": checkpoint_at or 100}, {"bound": 4, "kappa": kappa}
             options = options_for(kept / "run", model_path, limits=limits, staleness=bounded, learner=every, **changes)
             run = new_run(options)
-            run.at_step[at] = lambda: crash_image(run, kept / "crashed")
+            for step in (3, 5, 6):
+                run.at_step[step] = lambda step=step: crash_image(run, kept / str(step))
             go(run.finish())
-            for later in sorted((kept / "crashed" / "checkpoints").glob("step-*"))[1:]:
-                shutil.rmtree(later)
-            images[key] = replace(options, folder=kept / "crashed"), fingerprints(run)
-        options, published = images[key]
-        shutil.copytree(options.folder, folder / "crashed")
+            runs[key] = replace(options, folder=kept), fingerprints(run)
+        options, published = runs[key]
+        shutil.copytree(options.folder / str(at), folder / "crashed")
+        for later in sorted((folder / "crashed" / "checkpoints").glob("step-*"))[1:]:
+            shutil.rmtree(later)
         return replace(options, folder=folder / "crashed"), published
 
     return of
@@ -180,19 +181,20 @@ def test_a_second_kill_after_a_replay_that_differed_is_survived(kill: Kill, tmp_
     left_of(again).bring(worker, Version(6), summary.fingerprint)
 
 
-@pytest.mark.parametrize("version", [3, 6])
 def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hold(
-    model_path: Path, tmp_path: Path, version: int
+    model_path: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    crashed, before = killed_as_it_left(model_path, tmp_path, version)
-    worker = worker_at(crashed, version, before[version])
+    options, before = killed_as_it_left(model_path, tmp_path, (3, 6))
+    crashed = replace(options, folder=tmp_path / "3")
+    worker = worker_at(crashed, 3, before[3])
     summary = go(new_run(crashed, first_step=0).finish())
-    if version < 6:
-        applied = deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)
-        assert applied[0].parent == version, "the version that left unrecorded is the one that is gone on from"
-        return
+    applied = deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)
+    assert applied[0].parent == 3, "the version that left unrecorded is the one that is gone on from"
+    crashed = replace(options, folder=tmp_path / "6")
+    worker = worker_at(crashed, 6, before[6])
+    summary = go(new_run(crashed, first_step=0).finish())
     assert summary.export_folder is not None and summary.fingerprint == before[6]
     exported = AutoModelForCausalLM.from_pretrained(summary.export_folder, dtype=torch.bfloat16)
     held = worker.tensors()
