@@ -37,7 +37,7 @@ SAMPLING = SamplingParams(temperature=TEMPERATURE, max_new_tokens=TOKENS, stop_t
 Alter = Callable[[torch.Tensor], torch.Tensor]
 Maker = Callable[[int], list[Rollout]]
 """The rollouts of a group, by its number."""
-REFUSED = Accusation("intake", 0.0, 0, "refused at intake", True)
+REFUSED = Accusation("intake", "refused at intake", True)
 SEEDED = Habits(True, kind="embedded none")
 
 

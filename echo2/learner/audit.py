@@ -430,12 +430,9 @@ CHOICE_STAKES = (0.02, 0.2, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """`bet`: the bet that grew most. `evidence`: natural logarithm of the mean bet. `is_certain`: the evidence suffices without
-    what rests on measured noise."""
+    """`bet`: the bet that grew most. `is_certain`: the evidence suffices without what rests on measured noise."""
 
     bet: str
-    evidence: float
-    tokens: int
     text: str
     is_certain: bool
 
@@ -555,7 +552,7 @@ class Bets:
             f"nats off, root mean square; {self.misses} tokens are not those of its leases' numbers, at most "
             f"{self.granted_misses:.1f} by noise)"
         )
-        return Accusation(bet, evidence, self.tokens, text, is_certain)
+        return Accusation(bet, text, is_certain)
 
 
 CERTAIN = ("fabrication", "sums", "choice")
