@@ -99,7 +99,7 @@ def refuse_bbr() -> None:
     """This process is answered as by a kernel that lets it choose no congestion control. The option belongs to the machine,
     not to a namespace, so it is not the kernel that is asked to refuse."""
     set_option = uplink._set
-    uplink._set = lambda fd, option, value: option != uplink._TCP_CONGESTION and set_option(fd, option, value)
+    uplink._set = lambda fd, option, *how: option != uplink._TCP_CONGESTION and set_option(fd, option, *how)
 
 
 async def line() -> None:

@@ -112,6 +112,7 @@ class NodeStats:
     sent_by_artifact: dict[ArtifactId, int]
     received_by_artifact: dict[ArtifactId, int]
     uplink_bytes_per_s: float  # measured over the last busy second; 0 before the first
+    rtt_s: float  # to the publisher; 0: not known
     newest_version_in_flight: int
     newest_chunks_held: int
     newest_chunk_count: int  # 0: not sealed yet
@@ -383,6 +384,7 @@ class BroadcastNode:
             sent_by_artifact=dict(self.meter.sent_by_artifact),
             received_by_artifact=dict(self.meter.received_by_artifact),
             uplink_bytes_per_s=self.session.governor.capacity_bytes_per_s or self.meter.uplink.bytes_per_s,
+            rtt_s=self._uplink.rtt_s(self.exchange.publisher),
             newest_version_in_flight=newest.header.artifact.version if newest else 0,
             newest_chunks_held=len(newest.digests) if newest else 0,
             newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,

@@ -42,7 +42,7 @@ class Pacer:
 
     __slots__ = ("_free_at", "burst_s", "rate_bytes_per_s")
 
-    def __init__(self, rate_bytes_per_s: float, burst_s: float = 0.02) -> None:
+    def __init__(self, rate_bytes_per_s: float, burst_s: float = 0.005) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
         self.burst_s = burst_s
         self._free_at = float("-inf")
@@ -172,22 +172,33 @@ class RateEstimate:
 QUEUE_S, QUEUE_MIN_S, QUEUE_MAX_S = 0.010, 0.020, 0.045
 """The queue aimed at: so much beside one chunk, within these bounds. Routers' queues are often no longer than 60 ms: a chunk of
 20 ms more overflows one that is held at 40."""
-GAIN_PER_S = 0.6  # change of the rate per sample, as a share, per second of queue above or below the target
-RAISE_MAX, LOWER_MAX = 0.02, 0.03  # per look of 0.1 s: down faster than up
+LOWER_MAX = 0.03  # per look of 0.1 s, while the queue is beyond its aim
+RAISE_FIRST, RAISE_MAX, RAISE_FASTER = 0.008, 0.08, 1.3
+"""Per look that found a short queue: little near the rate at which the queue was last full, so that short queues lose little, then
+faster and faster: an uplink that has become twice as fast is full again after 1.7 s."""
+FULL_SHARE, EMPTYING_SHARE = (
+    0.97,
+    0.9,
+)  # of what was delivered while the queue was full: it empties, at most as fast as this
+LOST_SHARE = (
+    0.025  # of what is sent: a queue that is too short for its delay to be seen; paths that lose 1 % have no more
+)
 FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
 FLOOR_SHARE = 0.25  # a queue that others fill must not stop us
-QUEUE_SPAN_S = 0.8  # over which delivery is averaged
+DELIVERY_SPAN_S = 0.35  # over which delivery is averaged: three looks
+LOSS_SPAN_S = 0.8  # over which losses are counted: several round trips
 
 
 @dataclass(frozen=True, slots=True)
 class UplinkSample:
-    """All connections that sent something since the last sample: bytes confirmed by peers, and `queue_s`, by how much the
-    least delayed connection's round trip exceeds its own minimum."""
+    """All connections that sent something since the last sample: bytes confirmed by peers, those sent again, and `queue_s`, by how
+    much the least delayed connection's round trip exceeds its own minimum."""
 
     delivered_bytes: int
     queue_s: float
     is_waiting: bool  # chunks waited for the pacer
     chunk_bytes: int = 0
+    resent_bytes: int = 0
 
 
 class UplinkGovernor:
@@ -197,7 +208,8 @@ class UplinkGovernor:
         self._limit = limit_bytes_per_s
         self._rate = 0.0
         self._highest = 0.0
-        self._recent: list[tuple[float, int]] = []
+        self._raise, self._raise_max = RAISE_FIRST, RAISE_MAX
+        self._recent: deque[tuple[float, UplinkSample]] = deque()
         self.capacity_bytes_per_s = 0.0
 
     @property
@@ -212,27 +224,50 @@ class UplinkGovernor:
             self._hold(FIRST_SHARE * uplink_bytes_per_s)
 
     def sample(self, seen: UplinkSample, now: float) -> None:
-        self._recent.append((now, seen.delivered_bytes))
-        while now - self._recent[0][0] > QUEUE_SPAN_S:
-            del self._recent[0]
+        self._recent.append((now, seen))
+        while now - self._recent[0][0] > LOSS_SPAN_S:
+            self._recent.popleft()
         if self._rate == 0.0:
             if seen.queue_s > QUEUE_MAX_S:
-                self._hold((1 - LOWER_MAX) * self._delivered_per_s(now))
+                self._hold(FULL_SHARE * self._delivered_per_s(now))
             return
         aim_s = max(QUEUE_MIN_S, min(QUEUE_MAX_S, QUEUE_S + seen.chunk_bytes / self._rate))
-        change = max(-LOWER_MAX, min(RAISE_MAX, GAIN_PER_S * (aim_s - seen.queue_s)))
-        if change < 0 or seen.is_waiting:
-            self._hold(max((1 + change) * self._rate, FLOOR_SHARE * self._highest))
-        if change < 0:
-            self.capacity_bytes_per_s = self._rate
+        delivered, lost_share = self._delivered_per_s(now), self._lost_share(now)
+        if seen.is_waiting and lost_share > LOST_SHARE:
+            self._lower(max(FULL_SHARE * delivered, (1 - lost_share) * self._rate))
+            self._raise_max = RAISE_MAX if seen.queue_s > aim_s else RAISE_FIRST
+            self._recent.clear()  # what was lost before says nothing about the new rate
+        elif seen.queue_s > aim_s:  # what gets through is then all that the uplink carries
+            share = LOWER_MAX * min(1.0, seen.queue_s / aim_s - 1)
+            if seen.queue_s > QUEUE_MAX_S and seen.is_waiting and delivered:
+                self._lower(FULL_SHARE * delivered)
+                self._raise_max = RAISE_MAX
+            else:
+                self._lower(max(EMPTYING_SHARE * delivered, (1 - share) * self._rate))
+        elif seen.is_waiting:
+            self._hold((1 + self._raise * (1 - seen.queue_s / aim_s)) * self._rate)
+            self._raise = min(self._raise_max, RAISE_FASTER * self._raise)
+
+    def _lower(self, rate: float) -> None:
+        self._hold(min(self._rate, max(rate, FLOOR_SHARE * self._highest)))
+        self._raise, self.capacity_bytes_per_s = RAISE_FIRST, self._rate
 
     def _hold(self, rate: float) -> None:
         self._rate = rate
         self._highest = max(rate, 0.999 * self._highest)
 
     def _delivered_per_s(self, now: float) -> float:
-        span = now - self._recent[0][0]
-        return sum(size for _, size in self._recent[1:]) / span if span > 0.2 else 0.0
+        """0 where the samples do not span enough."""
+        recent = [(at, seen) for at, seen in self._recent if now - at <= DELIVERY_SPAN_S]
+        span_s = now - recent[0][0]
+        return sum(seen.delivered_bytes for _, seen in recent[1:]) / span_s if span_s > 0.2 else 0.0
+
+    def _lost_share(self, now: float) -> float:
+        """0 where the samples do not span enough."""
+        if now - self._recent[0][0] < LOSS_SPAN_S / 2:
+            return 0.0
+        resent = sum(seen.resent_bytes for _, seen in self._recent)
+        return resent / max(1, resent + sum(seen.delivered_bytes for _, seen in self._recent))
 
 
 IDLE_S = 1.0  # connections idle for this long begin anew

@@ -19,6 +19,7 @@ from echo2.broadcast.plan import BY_REGION, BroadcastPlan, fluid_bound
 
 PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
 LOOK_S = 1.5  # of sending: several windows
+DIRECT_MOST = 2.0  # times its planned share: what the seed adds itself while relays bring only half of what was planned
 PIPE_SHARE = 0.87  # of the fluid bound: trees by region bring more than that where no pipe holds them back
 POOR_SHARE = 0.5  # of it: what trees that cross a thin pipe many times bring
 
@@ -268,13 +269,15 @@ class Seeding:
         return min(able, key=lambda tree: tree.window.sent_bytes / (tree.weight or 1.0), default=None)
 
     def _direct_tree(self, now: float) -> SeedTree | None:
-        """The tree in which the seed sends to everyone itself: up to its share, or once all relays were full for RELAYS_FULL_S."""
+        """The tree in which the seed sends to everyone itself: up to its share and what relays lack, or once all relays were full for
+        RELAYS_FULL_S."""
         if self._relays_full_since is None:
             self._relays_full_since = now
         direct = next((tree for tree in self.trees if not tree.relays), None)
         if direct is not None:
             total_bytes = sum(tree.window.sent_bytes for tree in self.trees)
-            if direct.window.sent_bytes <= direct.weight * total_bytes:
+            most = direct.weight if self._enters_once else DIRECT_MOST * direct.weight
+            if direct.window.sent_bytes <= most * total_bytes:
                 return direct
         has_relays = any(tree.relays and not tree.window.is_suspended(now) for tree in self.trees)
         if has_relays and (self._enters_once or now - self._relays_full_since < RELAYS_FULL_S):

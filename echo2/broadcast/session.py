@@ -74,6 +74,7 @@ class BroadcastSession:
         self.pulled_chunks = 0
         self.governor = UplinkGovernor(uplink_bytes_per_s)
         self._pacer = Pacer(uplink_bytes_per_s)
+        self._was_paced = False  # chunks waited for the pacer since the last sample of the uplink
         self._seeding = Seeding()
         self._relaying = Relaying(me)
         self._gossip = Gossip(self.peers, self.artifacts, self._seeding)
@@ -292,7 +293,8 @@ class BroadcastSession:
             self.governor.planned(self.plan.nodes[mine].uplink_bytes_per_s)
         newest = next(reversed(self.artifacts.values()), None)
         chunk_bytes = newest.mean_chunk_bytes if newest is not None else 0
-        seen = UplinkSample(event.delivered_bytes, event.queue_s, self.is_waiting, chunk_bytes)
+        seen = UplinkSample(event.delivered_bytes, event.queue_s, self._was_paced, chunk_bytes, event.resent_bytes)
+        self._was_paced = False
         self.governor.sample(seen, now)
         self._pacer.rate_bytes_per_s = self.governor.rate_bytes_per_s
         self._pacer.spend(event.resent_bytes, now)  # else what a full queue lost comes on top and keeps it full
@@ -449,6 +451,7 @@ class BroadcastSession:
             times.append(now + HOUSEKEEPING_S)
         ready_at = self._pacer.ready_at(now)
         if ready_at > now and self.is_waiting:
+            self._was_paced = True
             times.append(ready_at)
         wake_at = max(now + 1e-3, min((t for t in times if t is not None), default=float("inf")))
         if wake_at != float("inf") and (wake_at < self._wake_at - 1e-4 or self._wake_at <= now):

@@ -14,6 +14,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from echo2.broadcast.plan import (
     BY_REGION,
@@ -37,6 +38,7 @@ SEED_SPARED_SHARE = 1.1  # of what the seed must send: it may send this much, so
 PREDICTED_WITHIN = 1.05  # by how much predictions are off: candidates nearer than this are equally fast
 BY_REGION_MIN_S = 4.0  # slow start over one more hop takes a twentieth of it
 STRONG_ROOM = 1.25  # of the uplink that strong relays need: an error of measured rates must not make it short
+FAR_RTT_S = 0.25  # beyond the usual round trip: over a satellite it is 0.5 s and more, on the ground at most 0.3 s
 WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
 
@@ -46,18 +48,24 @@ def star(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
 
 
 def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
-    """Each worker relays its share to all others; the seed sends directly what their uplinks cannot carry."""
+    """Each worker that is not far relays its share to all others; the seed sends directly what their uplinks cannot carry."""
     count = len(nodes) - 1
     if count < 2:
         return star(nodes)
-    uplinks = sum(node.up for node in nodes[1:])
-    relayed = 1.0 - _direct_share(nodes)
-    shares = [relayed * node.up / uplinks for node in nodes[1:]]
-    trees = [Tree(share, _relayed_by(nodes, root)) for root, share in enumerate(shares, start=1)]
+    near = _near(nodes)
+    uplinks = sum(nodes[root].up for root in near)
+    relayed = 1.0 - _direct_share(nodes, uplinks)
+    trees = [Tree(relayed * nodes[root].up / uplinks, _relayed_by(nodes, root)) for root in near]
     rest = 1.0 - sum(tree.weight for tree in trees)
     if rest > 1e-9:
         trees.append(Tree(rest, _relayed_by(nodes, 0)))
     return tuple(trees) if _is_full_mesh(nodes) else _balanced(nodes, trees)
+
+
+def _near(nodes: Sequence[NodeLink]) -> list[int]:
+    """The workers that may relay: all but those over a satellite, whose relayed chunks the others would wait for."""
+    usual = median(node.rtt_s for node in nodes[1:])
+    return [number for number in range(1, len(nodes)) if nodes[number].rtt_s <= usual + FAR_RTT_S]
 
 
 def _is_full_mesh(nodes: Sequence[NodeLink]) -> bool:
@@ -68,7 +76,7 @@ def strong_relays(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
     """Only the strongest uplinks relay, as few as suffice for the fluid bound with room to spare; the seed sends one copy. The
     others' trees are spares. Empty if all are needed, or if the others do not make chunks smaller: then an even load is better."""
     needed = STRONG_ROOM * (len(nodes) - 2) * fluid_bound(nodes).rate_bytes_per_s
-    order = sorted((i for i in range(1, len(nodes)) if nodes[i].addresses), key=lambda i: (-nodes[i].up, i))
+    order = sorted((i for i in _near(nodes) if nodes[i].addresses), key=lambda i: (-nodes[i].up, i))
     sums = list(itertools.accumulate(nodes[i].up for i in order))
     count = next((number for number, total in enumerate(sums, start=1) if total >= needed), 0)
     if not count:
@@ -79,12 +87,11 @@ def strong_relays(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
     return tuple(Tree(weight, _relayed_by(nodes, root)) for weight, root in zip(weights, order, strict=True))
 
 
-def _direct_share(nodes: Sequence[NodeLink]) -> float:
+def _direct_share(nodes: Sequence[NodeLink], uplinks: float) -> float:
     """The share that the seed sends to everyone directly. If the workers' uplinks are not the limit, their spare capacity is
     spread evenly, as long as the seed then sends not much more than it must."""
     count = len(nodes) - 1
     rate = fluid_bound(nodes).rate_bytes_per_s
-    uplinks = sum(node.up for node in nodes[1:])
     relayable = uplinks / ((count - 1) * rate)
     least = max(0.0, 1.0 - relayable)
     even = max(least, 1.0 - relayable * min(1.0, count * rate / (nodes[0].up + uplinks)))

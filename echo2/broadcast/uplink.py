@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echo2.base.ids import PeerId
 from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.pace import SHORT_QUEUE_S, CongestionChooser, Control, Meter
 from echo2.outside.streams import Remote
@@ -30,15 +31,25 @@ if TYPE_CHECKING:  # the codec, and with it torch, which a coordinator's machine
 
 _TCP_INFO, _TCP_CONGESTION = getattr(socket, "TCP_INFO", 11), getattr(socket, "TCP_CONGESTION", 13)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+SO_MAX_PACING_RATE = 47  # of Linux; the socket module does not name it
 _INFO_BYTES, _NAME_BYTES = 152, 16  # of struct tcp_info up to min_rtt; TCP_CA_NAME_MAX
-_RTT_AT, _RETRANSMITTED_AT, _ACKED_AT, _MIN_RTT_AT = 68, 100, 120, 148  # of struct tcp_info: us, segments, bytes, us
+_SEGMENT_AT, _SACKED_AT, _RTT_AT, _RETRANSMITTED_AT = (
+    16,
+    28,
+    68,
+    100,
+)  # of struct tcp_info: bytes, segments, us, segments
+_ACKED_AT, _MIN_RTT_AT = 120, 148  # bytes, us
 SOCKETS_MAX = 16_384  # a look at each takes microseconds
 SCAN_EVERY = 20  # 2 s: /proc costs more than the looks
 UNSENT_S, UNSENT_BYTES_MIN = (
     0.015,
     32 << 10,
 )  # seconds of the uplink's rate that the kernel may buffer unsent per connection
-UNSENT_STEP = 0.2  # the option is set on every socket
+UPLINK_STEP = 0.1  # the options are set on every socket
+PACED_SHARE = (
+    1.1  # of the uplink's rate, for each connection: one alone can fill it, and rates rise before the option does
+)
 SEGMENT_BYTES = 1448  # of an MTU of 1,500, with timestamps
 
 
@@ -87,7 +98,7 @@ class SocketWatch:
         self._last: dict[int, _TcpInfo] = {}
         self._looks = 0
         self._control = Control.USUAL
-        self._unsent_bytes = 0
+        self._uplink = 0.0
         self._usual: dict[int, bytes] = {}  # by descriptor: the connection's original congestion control
         self.is_fast_offered = True
 
@@ -120,24 +131,34 @@ class SocketWatch:
                 paths[info.remote] = paths.get(info.remote, PathSent()) + path
         return SocketTotals(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
 
+    def least_rtt_s(self, remotes: frozenset[Remote]) -> float:
+        """Of the connections to these ends, in the kernel's last minutes; 0: there is none."""
+        return min((info.least_rtt_us for info in self._last.values() if info.remote in remotes), default=0) / 1e6
+
     def use(self, control: Control) -> None:
         """Sets the congestion control of all known and future connections."""
         if control is not self._control:
             self._control = control
             self._apply()
 
-    def limit_unsent(self, uplink_bytes_per_s: float) -> None:
-        """Limits what the kernel buffers unsent, so that the backlog stays in the session; the kernel would send it in one burst as
-        soon as a connection may send. 0: rate unknown, changes nothing."""
-        limit = max(UNSENT_BYTES_MIN, int(UNSENT_S * uplink_bytes_per_s))
-        if uplink_bytes_per_s and abs(limit - self._unsent_bytes) > UNSENT_STEP * self._unsent_bytes:
-            self._unsent_bytes = limit
+    def limit(self, uplink_bytes_per_s: float) -> None:
+        """Limits what the kernel buffers unsent, so that the backlog stays in the session, and how fast a connection sends, since
+        a chunk in one burst overflows short queues. 0: rate unknown, changes nothing."""
+        if uplink_bytes_per_s and abs(uplink_bytes_per_s - self._uplink) > UPLINK_STEP * self._uplink:
+            self._uplink = uplink_bytes_per_s
             self._apply()
 
     def _apply(self) -> None:
         for fd in self._last:
-            if self._unsent_bytes:
-                _set(fd, _TCP_NOTSENT_LOWAT, struct.pack("=I", self._unsent_bytes))
+            if self._uplink:
+                unsent_bytes = max(UNSENT_BYTES_MIN, int(UNSENT_S * self._uplink))
+                _set(fd, _TCP_NOTSENT_LOWAT, struct.pack("=I", unsent_bytes))
+                _set(
+                    fd,
+                    SO_MAX_PACING_RATE,
+                    struct.pack("=I", min(0xFFFFFFFE, int(PACED_SHARE * self._uplink))),
+                    socket.SOL_SOCKET,
+                )
             if self._control is Control.FAST and self.is_fast_offered and fd not in self._usual:
                 self._make_fast(fd)
             elif self._control is Control.USUAL and fd in self._usual:
@@ -172,11 +193,11 @@ def _control_of(fd: int) -> bytes | None:
         return None
 
 
-def _set(fd: int, option: int, value: bytes) -> bool:
-    """Sets a TCP option; returns whether the kernel accepted it."""
+def _set(fd: int, option: int, value: bytes, level: int = socket.IPPROTO_TCP) -> bool:
+    """Sets an option of a socket; returns whether the kernel accepted it."""
     try:
         with _view(fd) as view:
-            view.setsockopt(socket.IPPROTO_TCP, option, value)
+            view.setsockopt(level, option, value)
     except OSError:
         return False
     return True
@@ -228,10 +249,11 @@ def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
         return None
     rtt_us = struct.unpack_from("=I", info, _RTT_AT)[0]
     least_us = struct.unpack_from("=I", info, _MIN_RTT_AT)[0]
+    beyond_loss = struct.unpack_from("=I", info, _SACKED_AT)[0] * struct.unpack_from("=I", info, _SEGMENT_AT)[0]
     return _TcpInfo(
         rtt_us,
         least_us if 0 < least_us < 0xFFFFFFFF else rtt_us,
-        struct.unpack_from("=Q", info, _ACKED_AT)[0],
+        struct.unpack_from("=Q", info, _ACKED_AT)[0] + beyond_loss,
         struct.unpack_from("=I", info, _RETRANSMITTED_AT)[0],
         (as_ipv4(host), port),
         raw,
@@ -257,6 +279,11 @@ class UplinkWatch:
         self._links_made = -1
         self._sent_before = 0
 
+    def rtt_s(self, peer: PeerId | None) -> float:
+        """Of the link to a peer; 0: not known."""
+        link = self._exchange.links.get(peer) if peer is not None else None
+        return self._sockets.least_rtt_s(link.remotes) if link is not None else 0.0
+
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -279,7 +306,7 @@ class UplinkWatch:
                 self._chooser.sent(seen.retransmitted, seen.queue_s, now)
                 if not self._sockets.is_fast_offered:
                     self._connections.stripes.look(seen, now)
-        self._sockets.limit_unsent(session.governor.rate_bytes_per_s)
+        self._sockets.limit(session.governor.rate_bytes_per_s)
         was_offered = self._sockets.is_fast_offered
         self._sockets.use(self._chooser.control(now))
         if was_offered and not self._sockets.is_fast_offered:

@@ -224,13 +224,14 @@ class WorkerStatus:
         }
 
     def _link(self) -> coordinator_pb2.Link:
-        """The link's rates: as declared by the emulation or the uplink limit, else as measured; 0: not known."""
-        link = self._options.config.worker.emulated_link
-        measured = self._node.stats().uplink_bytes_per_s
+        """The link: as declared by the emulation or the uplink limit, else as measured; 0: not known."""
+        link, measured = self._options.config.worker.emulated_link, self._node.stats()
         return coordinator_pb2.Link(
-            uplink_bytes_per_s=link.uplink_bytes_per_s or self._options.config.worker.uplink_limit or measured,
+            uplink_bytes_per_s=link.uplink_bytes_per_s
+            or self._options.config.worker.uplink_limit
+            or measured.uplink_bytes_per_s,
             downlink_bytes_per_s=link.downlink_bytes_per_s,
-            rtt_s=link.rtt_s,
+            rtt_s=link.rtt_s or measured.rtt_s,
         )
 
     def _wait(self, live: Version | None, node: NodeStats) -> tuple[str, float]:

@@ -60,9 +60,11 @@ class ModelLink:
     queue_max_s: float = 0.06
     queue_bytes: float = 0.0
     smoothed_s: float = 0.0
+    now: float = 0.0
 
     def tick(self, offered: float) -> tuple[int, float]:
         """Bytes that got through in a tick, and the queue as seen."""
+        self.now += TICK_S
         total = self.queue_bytes + offered * TICK_S
         passed = min(total, self.rate * TICK_S)
         self.queue_bytes = min(total - passed, self.rate * self.queue_max_s)
@@ -71,11 +73,10 @@ class ModelLink:
 
 
 def governed(governor: UplinkGovernor, link: ModelLink, seconds: float, demand: float = 1e9) -> list[float]:
-    rates, now = [], 0.0
+    rates = []
     for _ in range(int(seconds / TICK_S)):
-        now += TICK_S
         passed, queue_s = link.tick(min(demand, governor.rate_bytes_per_s or demand))
-        governor.sample(UplinkSample(passed, queue_s, is_waiting=demand > governor.rate_bytes_per_s > 0), now)
+        governor.sample(UplinkSample(passed, queue_s, is_waiting=demand > governor.rate_bytes_per_s > 0), link.now)
         rates.append(governor.rate_bytes_per_s)
     return rates
 
@@ -92,6 +93,30 @@ def test_the_uplinks_rate_is_found_from_whatever_the_plan_said_and_yields_to_oth
     assert 0.9 * 1.2e6 <= sum(shared) / len(shared) <= 1.05 * 1.2e6
     link.rate = 1e4
     assert min(governed(governor, link, 10.0)) >= 0.9 * FLOOR_SHARE * 1.2e6, "others never get all"
+
+
+def test_an_uplink_that_changes_twofold_is_followed_within_two_seconds() -> None:
+    governor, link = UplinkGovernor(), ModelLink(2e6)
+    governor.planned(2e6)
+    governed(governor, link, 5.0)
+    for rate in (1e6, 2e6):
+        link.rate = rate
+        governed(governor, link, 2.0)
+        settled = governed(governor, link, 2.0)
+        assert 0.85 * rate <= sum(settled) / len(settled) <= 1.1 * rate
+
+
+def test_a_queue_too_short_for_its_delay_to_be_seen_is_not_overrun() -> None:
+    governor, now, lost, sent = UplinkGovernor(), 0.0, 0.0, 0.0
+    governor.planned(2.2e6)
+    for _ in range(200):
+        now += TICK_S
+        offered = governor.rate_bytes_per_s * TICK_S
+        passed = min(offered, 2e6 * TICK_S)
+        lost, sent = lost + offered - passed, sent + offered
+        governor.sample(UplinkSample(int(passed), 0.0, True, resent_bytes=int(offered - passed)), now)
+    assert 0.9 * 2e6 <= governor.rate_bytes_per_s <= 1.1 * 2e6
+    assert lost < 0.05 * sent
 
 
 def test_an_idle_uplink_is_not_paced_a_rate_rises_only_where_chunks_wait_and_the_users_limit_holds() -> None:

@@ -73,7 +73,9 @@ def test_bytes_that_the_peer_confirmed_and_the_round_trip_are_read(pair: Pair, f
     passed(pair, 1)
     seen = watch.look()
     assert seen.delivered_bytes >= 50_000 and 0 <= seen.queue_s < 1
-    assert seen.paths[pair[1].getsockname()].delivered_bytes == seen.delivered_bytes
+    there = pair[1].getsockname()
+    assert seen.paths[there].delivered_bytes == seen.delivered_bytes
+    assert 0 < watch.least_rtt_s(frozenset({there})) < 1 and watch.least_rtt_s(frozenset({("h", 1)})) == 0.0
 
 
 def test_connections_change_their_congestion_control_and_get_their_own_back(pair: Pair, far: None) -> None:
@@ -99,7 +101,7 @@ def test_a_kernel_without_the_fast_control_is_asked_once(
     pair: Pair, far: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(uplink, "_set", lambda fd, option, value: asked.append(fd))
+    monkeypatch.setattr(uplink, "_set", lambda fd, *how: asked.append(fd))
     watch = SocketWatch()
     watch.look()
     for control in (Control.FAST, Control.USUAL, Control.FAST):
@@ -107,12 +109,15 @@ def test_a_kernel_without_the_fast_control_is_asked_once(
     assert not watch.is_fast_offered and len(asked) == 1
 
 
-def test_the_kernel_holds_little_unsent_of_connections_whose_uplink_is_known(pair: Pair, far: None) -> None:
+def test_the_kernel_holds_little_unsent_and_sends_no_bursts_over_connections_whose_uplink_is_known(
+    pair: Pair, far: None
+) -> None:
     limit_of = lambda: pair[0].getsockopt(socket.IPPROTO_TCP, 25)  # noqa: E731
     watch, before = SocketWatch(), limit_of()
     watch.look()
-    watch.limit_unsent(0.0)
+    watch.limit(0.0)
     assert limit_of() == before
     for rate, limit in ((10e6, 150_000), (10.5e6, 150_000), (20e6, 300_000), (1e5, uplink.UNSENT_BYTES_MIN)):
-        watch.limit_unsent(rate)
+        watch.limit(rate)
         assert limit_of() == limit
+    assert pair[0].getsockopt(socket.SOL_SOCKET, uplink.SO_MAX_PACING_RATE) == pytest.approx(uplink.PACED_SHARE * 1e5)

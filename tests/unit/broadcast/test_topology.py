@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +48,16 @@ def test_every_plan_is_sound_and_no_faster_than_the_fluid_bound(
     assert made.epoch == epoch and made.topology in made.reason
     assert made.predicted_all_s >= made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s * 0.999
     assert plan(nodes, epoch) == made
+
+
+@pytest.mark.parametrize("uplink", [100.0, 20.0])  # all uplinks alike, and one that is weak: only the strong ones relay
+def test_a_worker_over_a_satellite_relays_nothing_unless_all_are_so_far(uplink: float) -> None:
+    nodes = fleet([100.0] * 5 + [uplink], seed_up_mbit=100)
+    far = [*nodes[:-1], replace(nodes[-1], rtt_s=0.6)]
+    relaying = {parent for tree in plan(far, 1, 64 << 20).trees if tree.weight for parent in tree.parents}
+    assert relaying and len(nodes) - 1 not in relaying
+    all_far = [replace(node, rtt_s=0.6) for node in nodes]
+    assert [tree.parents for tree in weighted_multi_tree(all_far)] == [t.parents for t in weighted_multi_tree(nodes)]
 
 
 @pytest.mark.parametrize("count", [4, 8, 16, 31])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from echo2.base.ids import PeerId, RunId, Version
+from echo2.broadcast.plan import regions_of
 from echo2.broadcast.trees import Needs, is_worth_sending, weighted_plan
 from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, WorkerMeasures
@@ -283,6 +284,14 @@ def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_
     members[PeerId("w2")].is_wanted = False
     membership.change_of(members[PeerId("w2")], 1.0)
     assert pool_usd_per_s(members.values()) == pytest.approx(4 * 1.2 / 3600)
+
+
+def test_regions_are_found_by_the_round_trips_that_workers_report_where_their_provider_names_none() -> None:
+    membership, made = fleet(*["A100"] * 6), board(10.0)
+    for number, member in enumerate(membership.members.values()):
+        member.measures.observe(pb.Heartbeat(link=pb.Link(rtt_s=0.02 if number % 2 else 0.09)))
+    nodes = broadcast_nodes(made, list(membership.members.values()))
+    assert regions_of(nodes) == [[2, 4, 6], [1, 3, 5]]
 
 
 def test_a_learner_that_only_byte_pipes_reach_is_met_there_where_no_worker_can_be_dialled() -> None:
