@@ -269,8 +269,8 @@ class Seeding:
         return min(able, key=lambda tree: tree.window.sent_bytes / (tree.weight or 1.0), default=None)
 
     def _direct_tree(self, now: float) -> SeedTree | None:
-        """The tree in which the seed sends to everyone itself: up to its share and what relays lack, or once all relays were full for
-        RELAYS_FULL_S."""
+        """The tree in which the seed sends to everyone itself: up to its share (twice that where trees cross freely: relays may
+        bring less than was planned), or once all relays were full for RELAYS_FULL_S."""
         if self._relays_full_since is None:
             self._relays_full_since = now
         direct = next((tree for tree in self.trees if not tree.relays), None)
