@@ -478,6 +478,22 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
         assert sum(map(len, it.held.values())) >= safe, "held by the learner, so another worker goes on behind them"
 
 
+@pytest.mark.parametrize(
+    ("name", "grace_s"), [("g1", EXACT_GRACE_S), ("g1.0.1", TURN_GRACE_S)], ids=["alone", "a turn"]
+)
+def test_a_version_waits_longer_for_the_next_call_of_an_evaluated_agent(name: str, grace_s: float) -> None:
+    it = Surroundings().begin()
+    it.grant(L1, group(name, 1, version=3))
+    it.leases.on_version_arrived()
+    it.leases.revoke(L1, "revoked")
+    it.deliver()
+    assert L1 in it.ended
+    it.at(grace_s - 0.1)
+    assert not it.admitted_at
+    it.at(grace_s)
+    assert it.admitted_at == [grace_s]
+
+
 def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
     it = Surroundings().begin(has_learner=False)
     it.grant(L1, group("g1", 1))
