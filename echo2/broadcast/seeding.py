@@ -18,6 +18,7 @@ from echo2.broadcast.peer import Peer, Ref
 from echo2.broadcast.plan import BY_REGION, BroadcastPlan, fluid_bound
 
 PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
+SLOW_AMONG = 4  # children: for one of so many that take chunks slowly, the others do not wait
 LOOK_S = 1.5  # of sending: several windows
 DIRECT_MOST = 2.0  # times its planned share: what the seed adds itself while relays bring only half of what was planned
 PIPE_SHARE = 0.87  # of the fluid bound: trees by region bring more than that where no pipe holds them back
@@ -86,12 +87,13 @@ class Relaying:
         self._backlogs[child] = backlog
 
     def done(self, ref: Ref, child: PeerId) -> list[RelayAck]:
-        """The child has the chunk, or will not get it from us: acknowledges to the parent after the last child."""
+        """The child has the chunk, or will not get it from us: acknowledges to the parent once all have that relay on, and most
+        others: who is slow to take chunks holds nobody up."""
         job = self._jobs.get(ref)
         if job is None:
             return []
         job.waiting.discard(child)
-        if job.waiting:
+        if len(job.waiting) > job.child_count // SLOW_AMONG or not job.waiting.isdisjoint(job.relays):
             return []
         del self._jobs[ref]
         return self._acknowledgement(job, ref)

@@ -280,3 +280,21 @@ def test_where_some_come_late_the_others_trees_are_not_by_region() -> None:
     nodes = [replace(one, downlink_bytes_per_s=5 * MBIT) if i == 8 else one for i, one in enumerate(two_regions())]
     made = weighted_plan(nodes, Needs((1.0,) * 7 + (0.0,), 0.9), 1, SIZE)
     assert made.late == {nodes[8].peer_id} and made.topology == "multi_tree"
+
+
+@pytest.mark.parametrize("slow, is_acknowledged", [(1, True), (2, False)])
+def test_for_one_of_many_children_that_takes_chunks_slowly_the_seed_does_not_wait(
+    slow: int, is_acknowledged: bool
+) -> None:
+    nodes = [replace(one, rtt_s=0.05) for one in two_regions()]
+    made, session = plan(nodes, 1, SIZE), BroadcastSession(nodes[1].peer_id)
+    session.handle(PlanSet(made), 0.0)
+    for node in (nodes[0], *nodes[2:]):
+        session.handle(PeerUp(node.peer_id), 0.0)
+    session.handle(HeaderSeen(nodes[0].peer_id, KEY, is_wanted=True), 0.0)
+    tree = next(number for number, tree in enumerate(made.trees) if 1 in tree.parents[1:])
+    sent = list(session.handle(ChunkSeen(nodes[0].peer_id, KEY, 0, 1000, route=Route(1, tree)), 0.1))
+    takers = [action.peer for action in sent if isinstance(action, SendChunk)][slow:]
+    assert len(takers) == 7 - slow
+    acks = [action for peer in takers for action in session.handle(ChunkSent(peer, KEY, 0), 0.2)]
+    assert any(isinstance(action, RelayAck) for action in acks) == is_acknowledged
