@@ -19,7 +19,7 @@ from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from tests.patience import WAIT_S
-from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 ROOM = 1 << 20
 GROUP = 8
@@ -207,7 +207,7 @@ def test_leases_that_are_only_said_to_be_finished_bring_no_more_of_them(tmp_path
             await run.until(lambda: grants >= 1)
             await run.stays(lambda: grants == 1, 2.0)
 
-    play(scene)
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 async def test_a_speed_that_is_only_claimed_sends_nobody_to_standby(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
 from tests.contract.fleet import until
 from tests.patience import WAIT_S
-from tests.unit.coordinator.test_daemon import Node, options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, running
 from tests.unit.learner.fleet import RandomWorker
 from tests.unit.learner.stage import Stage
 from tests.unit.learner.test_ingest import first_of, report_of
@@ -132,7 +132,7 @@ def test_refused_calls_go_at_a_pace_and_fill_no_log(
             assert await honest(pb.GetStatusRequest().SerializeToString(), timeout=WAIT_S)
 
     with caplog.at_level(logging.WARNING):
-        play(scene)
+        asyncio.run(asyncio.wait_for(scene(), WAIT_S))
     assert len([record for record in caplog.records if "refused" in record.message]) < 30
 
 

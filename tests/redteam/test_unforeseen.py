@@ -22,7 +22,7 @@ from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.contract.fleet import fleet, until
 from tests.patience import WAIT_S
-from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 
 def broken(*arguments: Any, **named: Any) -> Any:
@@ -65,7 +65,7 @@ def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream
             for node in (learner, worker):
                 assert (await node.hello()).WhichOneof("kind") == "welcome"
 
-    play(scene)
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(
