@@ -140,8 +140,8 @@ class ChunkSent:
 
 @dataclass(frozen=True, slots=True)
 class UplinkSeen:
-    """A sample of our connections, several times a second while any of them sends; see pace.UplinkSample. `resent_bytes`: in
-    segments that were lost and sent again since the last sample."""
+    """A sample of our connections, several times a second while any of them sends: bytes that peers confirmed and those sent again
+    since the last one, and by how much the least delayed connection's round trip exceeds its own minimum."""
 
     delivered_bytes: int
     queue_s: float

@@ -6,10 +6,10 @@ Guarantees: every object here is small, takes the time as `now`, and keeps withi
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
 
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
+from echo2.broadcast.events import UplinkSeen
 
 SLOTS_PER_PEER = 2  # one on its way, one ready behind it
 LINK_CONNECTIONS = 8  # to one peer: at 1 % loss and 100 ms, CUBIC carries 1.5 MB/s over them
@@ -189,18 +189,6 @@ DELIVERY_SPAN_S = 0.35  # over which delivery is averaged: three looks
 LOSS_SPAN_S = 0.8  # over which losses are counted: several round trips
 
 
-@dataclass(frozen=True, slots=True)
-class UplinkSample:
-    """All connections that sent something since the last sample: bytes confirmed by peers, those sent again, and `queue_s`, by how
-    much the least delayed connection's round trip exceeds its own minimum."""
-
-    delivered_bytes: int
-    queue_s: float
-    is_waiting: bool  # chunks waited for the pacer
-    chunk_bytes: int = 0
-    resent_bytes: int = 0
-
-
 class UplinkGovernor:
     """`rate_bytes_per_s` 0: unpaced. `capacity_bytes_per_s` 0: the uplink was never seen full."""
 
@@ -209,7 +197,7 @@ class UplinkGovernor:
         self._rate = 0.0
         self._highest = 0.0
         self._raise, self._raise_max = RAISE_FIRST, RAISE_MAX
-        self._recent: deque[tuple[float, UplinkSample]] = deque()
+        self._recent: deque[tuple[float, UplinkSeen]] = deque()
         self.capacity_bytes_per_s = 0.0
 
     @property
@@ -223,7 +211,8 @@ class UplinkGovernor:
         if self._rate == 0.0 and uplink_bytes_per_s > 0:
             self._hold(FIRST_SHARE * uplink_bytes_per_s)
 
-    def sample(self, seen: UplinkSample, now: float) -> None:
+    def sample(self, seen: UplinkSeen, now: float, *, is_waiting: bool, chunk_bytes: int = 0) -> None:
+        """`is_waiting`: chunks waited for the pacer since the last one."""
         self._recent.append((now, seen))
         while now - self._recent[0][0] > LOSS_SPAN_S:
             self._recent.popleft()
@@ -231,20 +220,20 @@ class UplinkGovernor:
             if seen.queue_s > QUEUE_MAX_S:
                 self._hold(FULL_SHARE * self._delivered_per_s(now))
             return
-        aim_s = max(QUEUE_MIN_S, min(QUEUE_MAX_S, QUEUE_S + seen.chunk_bytes / self._rate))
+        aim_s = max(QUEUE_MIN_S, min(QUEUE_MAX_S, QUEUE_S + chunk_bytes / self._rate))
         delivered, lost_share = self._delivered_per_s(now), self._lost_share(now)
-        if seen.is_waiting and lost_share > LOST_SHARE:
+        if is_waiting and lost_share > LOST_SHARE:
             self._lower(max(FULL_SHARE * delivered, (1 - lost_share) * self._rate))
             self._raise_max = RAISE_MAX if seen.queue_s > aim_s else RAISE_FIRST
             self._recent.clear()  # what was lost before says nothing about the new rate
         elif seen.queue_s > aim_s:  # what gets through is then all that the uplink carries
             share = LOWER_MAX * min(1.0, seen.queue_s / aim_s - 1)
-            if seen.queue_s > QUEUE_MAX_S and seen.is_waiting and delivered:
+            if seen.queue_s > QUEUE_MAX_S and is_waiting and delivered:
                 self._lower(FULL_SHARE * delivered)
                 self._raise_max = RAISE_MAX
             else:
                 self._lower(max(EMPTYING_SHARE * delivered, (1 - share) * self._rate))
-        elif seen.is_waiting:
+        elif is_waiting:
             self._hold((1 + self._raise * (1 - seen.queue_s / aim_s)) * self._rate)
             self._raise = min(self._raise_max, RAISE_FASTER * self._raise)
 

@@ -51,7 +51,7 @@ from echo2.broadcast.events import (
     WidthWished,
     Woken,
 )
-from echo2.broadcast.pace import Pacer, UplinkGovernor, UplinkSample
+from echo2.broadcast.pace import Pacer, UplinkGovernor
 from echo2.broadcast.peer import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.pulling import Gossip
@@ -293,9 +293,8 @@ class BroadcastSession:
             self.governor.planned(self.plan.nodes[mine].uplink_bytes_per_s)
         newest = next(reversed(self.artifacts.values()), None)
         chunk_bytes = newest.mean_chunk_bytes if newest is not None else 0
-        seen = UplinkSample(event.delivered_bytes, event.queue_s, self._was_paced, chunk_bytes, event.resent_bytes)
+        self.governor.sample(event, now, is_waiting=self._was_paced, chunk_bytes=chunk_bytes)
         self._was_paced = False
-        self.governor.sample(seen, now)
         self._pacer.rate_bytes_per_s = self.governor.rate_bytes_per_s
         self._pacer.spend(event.resent_bytes, now)  # else what a full queue lost comes on top and keeps it full
 

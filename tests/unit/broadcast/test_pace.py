@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.pace import (
     FLOOR_SHARE,
     IDLE_S,
@@ -18,7 +19,6 @@ from echo2.broadcast.pace import (
     Pacer,
     RelayWindow,
     UplinkGovernor,
-    UplinkSample,
 )
 
 TICK_S = 0.1
@@ -76,7 +76,7 @@ def governed(governor: UplinkGovernor, link: ModelLink, seconds: float, demand: 
     rates = []
     for _ in range(int(seconds / TICK_S)):
         passed, queue_s = link.tick(min(demand, governor.rate_bytes_per_s or demand))
-        governor.sample(UplinkSample(passed, queue_s, is_waiting=demand > governor.rate_bytes_per_s > 0), link.now)
+        governor.sample(UplinkSeen(passed, queue_s), link.now, is_waiting=demand > governor.rate_bytes_per_s > 0)
         rates.append(governor.rate_bytes_per_s)
     return rates
 
@@ -114,7 +114,7 @@ def test_a_queue_too_short_for_its_delay_to_be_seen_is_not_overrun() -> None:
         offered = governor.rate_bytes_per_s * TICK_S
         passed = min(offered, 2e6 * TICK_S)
         lost, sent = lost + offered - passed, sent + offered
-        governor.sample(UplinkSample(int(passed), 0.0, True, resent_bytes=int(offered - passed)), now)
+        governor.sample(UplinkSeen(int(passed), 0.0, int(offered - passed)), now, is_waiting=True)
     assert 0.9 * 2e6 <= governor.rate_bytes_per_s <= 1.1 * 2e6
     assert lost < 0.05 * sent
 
