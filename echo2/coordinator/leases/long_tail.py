@@ -42,7 +42,6 @@ class Move:
 
     lease_id: LeaseId
     to: PeerId
-    gain_s: float
     reason: str
 
 
@@ -99,7 +98,7 @@ def moves(
             f"it is among the last of its step: about {stay_s:.1f} s more on {names.get(lease.worker_id, lease.worker_id)}, "
             f"{move_s:.1f} s on {names.get(to, to)}"
         )
-        found.append(Move(lease.lease_id, to, stay_s - move_s, reason))
+        found.append(Move(lease.lease_id, to, reason))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from echo2.base.errors import BadToken, ConfigError, PortBusy, TaskError
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
-from echo2.cli.process import run_daemon
+from echo2.cli.process import LINES_BURST, LogRateLimit, run_daemon
 from echo2.cli.run import LocalRun
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config
@@ -230,6 +231,15 @@ def test_the_first_signal_asks_for_a_clean_stop() -> None:
 
     assert run_daemon(make) == 0
     assert made[0].was_asked
+
+
+def test_a_flood_of_a_librarys_errors_is_cut_and_what_was_dropped_is_counted() -> None:
+    now, limit = [0.0], LogRateLimit(lambda: now[0])
+    shown = [one for _ in range(100) if limit.filter(one := logging.makeLogRecord({"msg": "no route"}))]
+    assert len(shown) == LINES_BURST
+    now[0] = 1.0
+    last = logging.makeLogRecord({"msg": "no route"})
+    assert limit.filter(last) and last.getMessage() == f"no route ({100 - LINES_BURST} lines before it not logged)"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
