@@ -161,25 +161,22 @@ def test_full_disk_is_told_as_such(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_coordinator_on_this_store_goes_on_where_it_was(url: str, tmp_path: Path) -> None:
-    async def scene() -> None:
-        chosen = daemon_tests.options(tmp_path, database_url=url)
-        async with daemon_tests.running(chosen) as daemon:
-            learner = await daemon_tests.Node.join(daemon, Role.LEARNER)
-            worker = await daemon_tests.Node.join(daemon, Role.WORKER)
-            await learner.hello(open_groups=[daemon_tests.group("g1")])
-            await worker.hello(name="berlin")
-            await worker.say(lease_request=coordinator_pb2.LeaseRequest(free_rollouts=8, version=0))
-            ticket = (await worker.until("lease_grant")).ticket
-            for node in (worker, learner):
-                await node.close()
-        assert not (tmp_path / "coordinator" / "state.sqlite").exists()
-        async with daemon_tests.running(chosen) as daemon:
-            assert daemon.hub is not None
-            assert [member.name for member in daemon.hub.membership.members.values()] == ["berlin"]
-            assert set(daemon.hub.book.leases) == {ticket.lease_id}
-
-    daemon_tests.play(scene)
+async def test_a_coordinator_on_this_store_goes_on_where_it_was(url: str, tmp_path: Path) -> None:
+    chosen = daemon_tests.options(tmp_path, database_url=url)
+    async with daemon_tests.running(chosen) as daemon:
+        learner = await daemon_tests.Node.join(daemon, Role.LEARNER)
+        worker = await daemon_tests.Node.join(daemon, Role.WORKER)
+        await learner.hello(open_groups=[daemon_tests.group("g1")])
+        await worker.hello(name="berlin")
+        await worker.say(lease_request=coordinator_pb2.LeaseRequest(free_rollouts=8, version=0))
+        ticket = (await worker.until("lease_grant")).ticket
+        for node in (worker, learner):
+            await node.close()
+    assert not (tmp_path / "coordinator" / "state.sqlite").exists()
+    async with daemon_tests.running(chosen) as daemon:
+        assert daemon.hub is not None
+        assert [member.name for member in daemon.hub.membership.members.values()] == ["berlin"]
+        assert set(daemon.hub.book.leases) == {ticket.lease_id}
 
 
 def test_checkpoints_on_another_thread_let_the_log_start_over_and_neither_stop_nor_lose_writes(tmp_path: Path) -> None:
@@ -263,21 +260,18 @@ def test_another_file_in_the_databases_place_ends_the_store_and_the_runs_own_sta
         assert rescued.load().members == (BANNED,)
 
 
-def test_a_coordinator_says_that_its_database_was_removed_and_goes_on(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with daemon_tests.running(daemon_tests.options(tmp_path)) as daemon:
-            database = tmp_path / "coordinator" / "state.sqlite"
-            database.unlink()
-            while not database.exists():
-                await asyncio.sleep(0.1)
-            while not any("was removed while" in event.text for event in daemon.hub.state.events):
-                await asyncio.sleep(0.1)
-        with closing(
-            SqlStore(f"sqlite:///{database}", daemon_tests.RUN, tmp_path / "coordinator" / "state.mark")
-        ) as store:
-            assert [event.kind for event in store.load().events][-2:] == ["state", "stop"]
-
-    daemon_tests.play(scene, 20.0)
+async def test_a_coordinator_says_that_its_database_was_removed_and_goes_on(tmp_path: Path) -> None:
+    async with daemon_tests.running(daemon_tests.options(tmp_path)) as daemon:
+        database = tmp_path / "coordinator" / "state.sqlite"
+        database.unlink()
+        while not database.exists():
+            await asyncio.sleep(0.1)
+        while not any("was removed while" in event.text for event in daemon.hub.state.events):
+            await asyncio.sleep(0.1)
+    with closing(
+        SqlStore(f"sqlite:///{database}", daemon_tests.RUN, tmp_path / "coordinator" / "state.mark")
+    ) as store:
+        assert [event.kind for event in store.load().events][-2:] == ["state", "stop"]
 
 
 def test_a_database_that_is_gone_or_empty_is_not_begun_anew(tmp_path: Path) -> None:
