@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import socket
-import ssl
 import time
 import tomllib
 import urllib.request
@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from echo2.trust.identity import Role
+from echo2.trust import tls
 from tests.e2e.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
-from tests.redteam.cost import cpu_s
-from tests.redteam.hostile import Stalled, is_open, tls_to
+from tests.redteam.hostile import HEADERS, RST_STREAM, Stalled, cpu_seconds, idle_connections, still_open, tls_to
 from tests.redteam.scene import Scene, idle_run, scene_of
 from tests.redteam.target import ELSEWHERE
 
@@ -35,13 +34,6 @@ HEAD = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "
 HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(64)
 """The first bytes of a TLS hello that announces 512."""
 LIBP2P = b"\x13/multistream/1.0.0\n"[:9]
-
-
-class Ports:
-    """What listens, and who listens there."""
-
-    def __init__(self, cluster: Cluster, host: str) -> None:
-        self.cluster, self.host = cluster, host
 
 
 def outward() -> str:
@@ -69,7 +61,7 @@ def listening(pid: int) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     host = outward()
     if not host:
         pytest.skip("this machine has no address but loopback, so that no relay would start")
@@ -86,21 +78,28 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
         cluster.start_all()
         cluster.wait_until(lambda: cluster.step() >= 1, "the first step")
         cluster.wait_until(lambda: "libp2p listens" in cluster.log("w0"), "the worker's libp2p")
-        yield Ports(cluster, host)
+        yield cluster
 
 
-def all_of(ports: Ports) -> dict[str, int]:
+@pytest.fixture(scope="module")
+def scene(cluster: Cluster) -> Scene:
+    return asyncio.run(scene_of(cluster.run_folder))
+
+
+def all_of(cluster: Cluster) -> dict[str, int]:
     return {
-        f"{name}:{port}": port
-        for name, process in ports.cluster.processes.items()
-        for port in sorted(listening(process.pid))
+        f"{name}:{port}": port for name, process in cluster.processes.items() for port in sorted(listening(process.pid))
     }
 
 
-def ended_after_s(port: int, said: bytes, drip: bytes = b"", source: str = "127.0.0.1") -> float:
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def ended_after_s(port: int, said: bytes, drip: bytes = b"") -> float:
     """Of a connection that says so much, then one byte of `drip` every half second, or no more."""
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S, source_address=(source, 0)) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as one:
         rest = iter(drip * 200)
         with contextlib.suppress(OSError):
             one.sendall(said)
@@ -115,12 +114,47 @@ def ended_after_s(port: int, said: bytes, drip: bytes = b"", source: str = "127.
     return time.monotonic() - began
 
 
-def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_another(ports: Ports) -> None:
-    every = all_of(ports)
-    by_daemon = {name: sum(one.startswith(name) for one in every) for name in ports.cluster.processes}
+def call_ended_after_s(port: int, credentials: tls.Credentials | None, path: str) -> float:
+    """Of a TLS connection with a call that has no message; without a path, with no call."""
+    began = time.monotonic()
+    with tls_to(port, credentials) as connection:
+        attack = Stalled(connection)
+        if path:
+            attack.begin(path)
+        connection.settimeout(1.0)
+        while time.monotonic() - began < 2 * DEADLINE_S:
+            with contextlib.suppress(TimeoutError):
+                try:
+                    data = connection.recv(1 << 16)
+                except ConnectionError:
+                    break
+                if data == b"" or (path and ends_a_call(data)):
+                    break
+    return time.monotonic() - began
+
+
+def ends_a_call(data: bytes) -> bool:
+    """Whether the call's last headers or its reset are in it."""
+    at = 0
+    while at + 9 <= len(data):
+        kind, flags = data[at + 3], data[at + 4]
+        if kind == RST_STREAM or (kind == HEADERS and flags & 1):
+            return True
+        at += 9 + int.from_bytes(data[at : at + 3], "big")
+    return False
+
+
+def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_another_and_who_works_stays(
+    cluster: Cluster, scene: Scene
+) -> None:
+    """Strangers at every port, a member without a call, and one whose call has no message."""
+    every = all_of(cluster)
+    by_daemon = {name: sum(one.startswith(name) for one in every) for name in cluster.processes}
     assert by_daemon == {"coordinator": 5, "learner": 6, "w0": 2}, every
-    asked = [
-        (f"{name} {what}", port, said, drip)
+    member, steps = scene.identity(), cluster.step()
+    coordinator, learner = port_of(scene.coordinator.address), port_of(scene.learner.address)
+    asked: dict[str, Callable[[], float]] = {
+        f"{name} {what}": functools.partial(ended_after_s, port, said, drip)
         for name, port in every.items()
         for what, said, drip in (
             ("silent", b"", b""),
@@ -130,162 +164,83 @@ def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_a
             ("a head in drips", HEAD, b"a"),
             ("half a libp2p hello", LIBP2P, b""),
         )
-    ]
+    }
+    for what, port, credentials, path in (
+        ("a stranger without a call", port_of(scene.enrolment), None, ""),
+        ("coordinator: no call", coordinator, member, ""),
+        ("learner: no call", learner, member, ""),
+        ("coordinator: no message", coordinator, member, "/echo2.v1.Operator/GetStatus"),
+        ("learner: no message", learner, member, "/echo2.v1.Ingest/GetPartials"),
+    ):
+        asked[what] = functools.partial(call_ended_after_s, port, credentials, path)
     with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
-        taken = dict(zip([one[0] for one in asked], pool.map(lambda one: ended_after_s(*one[1:]), asked), strict=True))
+        taken = dict(zip(asked, pool.map(lambda one: one(), asked.values()), strict=True))
     print({what: round(seconds, 1) for what, seconds in taken.items()})
     assert not {what: seconds for what, seconds in taken.items() if seconds > DEADLINE_S}
+    assert cluster.step() > steps, "honest members have worked on"
 
 
-def test_each_port_gives_a_crowd_of_half_hellos_its_share_and_answers_others(ports: Ports) -> None:
-    honest = honest_callers(ports)
-    left: dict[str, int] = {}
-    for name, port in all_of(ports).items():
-        for _ in range(
-            TRIES
-        ):  # a process that had no core meanwhile is asked again; one without the bound never passes
-            left[name] = left_of_a_crowd(port, honest.get(port))
-            if left[name] <= CROWD_LEFT:
+def test_each_port_gives_a_crowd_of_half_hellos_its_share_and_answers_others(cluster: Cluster, scene: Scene) -> None:
+    honest = honest_callers(cluster, scene)
+
+    def left(port: int) -> int:
+        for _ in range(TRIES):  # of a process that had no core meanwhile; one without the bound never passes
+            if (count := left_of_a_crowd(port, honest.get(port))) <= CROWD_LEFT:
                 break
-    print(left)
-    assert max(left.values()) <= CROWD_LEFT, left
+        return count
+
+    every = all_of(cluster)
+    with concurrent.futures.ThreadPoolExecutor(len(every)) as pool:
+        counts = dict(zip(every, pool.map(left, every.values()), strict=True))
+    print(counts)
+    assert max(counts.values()) <= CROWD_LEFT, counts
 
 
 def left_of_a_crowd(port: int, honest: Callable[[], object] | None) -> int:
     """How many of CROWD connections with half a hello stand after 4 s at most; meanwhile the honest caller is answered."""
-    crowd: list[socket.socket] = []
-    try:
-        for _ in range(CROWD):
+    with idle_connections(port, CROWD, ELSEWHERE) as crowd:
+        for one in crowd:
             with contextlib.suppress(OSError):
-                one = socket.create_connection(("127.0.0.1", port), timeout=2, source_address=(ELSEWHERE, 0))
-                crowd.append(one)
                 one.send(HELLO)
         until = time.monotonic() + 4.0
-        while (count := sum(is_open(one) for one in crowd)) > CROWD_LEFT and time.monotonic() < until:
+        while (count := still_open(crowd)) > CROWD_LEFT and time.monotonic() < until:
             time.sleep(0.1)  # real processes have no virtual clock
         if honest is not None:
             honest()
         return count
-    finally:
-        for one in crowd:
-            one.close()
 
 
-def honest_callers(ports: Ports) -> dict[int, Callable[[], object]]:
+def honest_callers(cluster: Cluster, scene: Scene) -> dict[int, Callable[[], object]]:
     """A caller from another address than the crowd's, at ports that have one within a second or two."""
-    asked = tomllib.loads((ports.cluster.run_folder / "run.toml").read_text())
-    page = int(asked["coordinator"]["dashboard_port"])
-    enrol = int(asked["coordinator"]["enrol_port"])
-    gateway = asked["agent"]["listen"]
-    key = (ports.cluster.run_folder / "learner" / "gateway.key").read_text().strip()
+    gateway = tomllib.loads((cluster.run_folder / "run.toml").read_text())["agent"]["listen"]
+    key = (cluster.run_folder / "learner" / "gateway.key").read_text().strip()
     count = urllib.request.Request(f"http://{gateway}/v1/sessions", headers={"authorization": f"Bearer {key}"})
+    page, enrol = f"http://127.0.0.1:{scene.page_port}/healthz", port_of(scene.enrolment)
     return {
-        int(gateway.rpartition(":")[2]): lambda: urllib.request.urlopen(count, timeout=WAIT_S).close(),
-        page: lambda: urllib.request.urlopen(f"http://127.0.0.1:{page}/healthz", timeout=WAIT_S).close(),
+        port_of(gateway): lambda: urllib.request.urlopen(count, timeout=WAIT_S).close(),
+        scene.page_port: lambda: urllib.request.urlopen(page, timeout=WAIT_S).close(),
         enrol: lambda: tls_to(enrol).close(),
     }
 
 
-@pytest.fixture(scope="module")
-def scene(ports: Ports) -> Scene:
-    return asyncio.run(scene_of(ports.cluster.run_folder))
-
-
-def ports_of_members(scene: Scene) -> dict[str, tuple[int, str, bytes]]:
-    """Port, call and the two bytes of an empty submessage of its messages."""
-
-    def port(address: str) -> int:
-        return int(address.rpartition(":")[2])
-
-    return {
-        "coordinator": (port(scene.coordinator.address), "/echo2.v1.Coordinator/WorkerSession", b"\x5a\x00"),
-        "learner": (port(scene.learner.address), "/echo2.v1.Ingest/Report", b"\x22\x00"),
-    }
-
-
-def test_a_call_without_its_message_and_who_makes_no_call_are_ended_and_who_works_stays(
-    ports: Ports, scene: Scene
-) -> None:
-    enrol, steps = int(scene.enrolment.rpartition(":")[2]), ports.cluster.step()
-    calls = {
-        "coordinator": "/echo2.v1.Operator/GetStatus",
-        "learner": "/echo2.v1.Ingest/GetPartials",
-    }
-
-    def without_message(one: tuple[int, str]) -> float:
-        began = time.monotonic()
-        with tls_to(one[0], scene.identity(Role.WORKER)) as connection:
-            attack = Stalled(connection)
-            attack.begin(one[1])
-            while time.monotonic() - began < 2 * DEADLINE_S and not said_end(connection):
-                pass
-        return time.monotonic() - began
-
-    def without_call(port: int) -> float:
-        """Of a member; at the enrolment port, of a stranger."""
-        began = time.monotonic()
-        with tls_to(port, None if port == enrol else scene.identity(Role.WORKER)) as connection:
-            Stalled(connection)
-            while time.monotonic() - began < 2 * DEADLINE_S and said(connection) != b"":
-                pass
-        return time.monotonic() - began
-
-    members = ports_of_members(scene)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        asked_nothing = {"stranger": enrol} | {name: port for name, (port, _, _) in members.items()}
-        silent = dict(zip(asked_nothing, pool.map(without_call, asked_nothing.values()), strict=True))
-        asked = [(members[name][0], path) for name, path in calls.items()]
-        stalled = dict(zip(calls, pool.map(without_message, asked), strict=True))
-    print(silent, stalled)
-    assert max(silent.values()) <= DEADLINE_S, silent
-    assert max(stalled.values()) <= DEADLINE_S, stalled
-    assert ports.cluster.step() > steps, "honest members have worked on"
-
-
-def said(connection: ssl.SSLSocket) -> bytes | None:
-    """What comes within a second; None for nothing, empty for the end."""
-    connection.settimeout(1.0)
-    try:
-        return connection.recv(1 << 16)
-    except TimeoutError:
-        return None
-    except OSError:
-        return b""
-
-
-def said_end(connection: ssl.SSLSocket) -> bool:
-    """Whether the call's last headers, or its reset, or the connection's end came."""
-    data = said(connection)
-    if data == b"":
-        return True
-    at = 0
-    while data is not None and at + 9 <= len(data):
-        kind, flags = data[at + 3], data[at + 4]
-        if kind == 3 or (kind == 1 and flags & 1):
-            return True
-        at += 9 + int.from_bytes(data[at : at + 3], "big")
-    return False
-
-
-def test_reports_of_empty_submessages_cost_what_they_weigh(ports: Ports, scene: Scene) -> None:
+def test_reports_of_empty_submessages_cost_what_they_weigh(cluster: Cluster, scene: Scene) -> None:
     """Four at once, each as large as the port takes; parsed they would be 500 MB each. To a coordinator: test_connections."""
-    port, path, empty = ports_of_members(scene)["learner"]
-    pid, size = ports.cluster.processes["learner"].pid, 7 << 20
-    message = b"\x00" + size.to_bytes(4, "big") + empty * (size // 2)
+    port, pid, size = port_of(scene.learner.address), cluster.processes["learner"].pid, 7 << 20
+    message = b"\x00" + size.to_bytes(4, "big") + b"\x22\x00" * (size // 2)
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the highest so far is what it has now
-    before, worked = highest_bytes(pid), cpu_s(pid)
+    before, worked = highest_bytes(pid), cpu_seconds(pid)
     with contextlib.ExitStack() as open_ones:
         for _ in range(4):
-            connection = open_ones.enter_context(tls_to(port, scene.identity(Role.WORKER)))
+            connection = open_ones.enter_context(tls_to(port, scene.identity()))
             attack = Stalled(connection)
             with contextlib.suppress(OSError):  # it may have enough before the end
-                attack.send(attack.begin(path), message, 8.0)
+                attack.send(attack.begin("/echo2.v1.Ingest/Report"), message, 8.0)
         time.sleep(3.0)  # real processes have no virtual clock
-    grown, worked = highest_bytes(pid) - before, cpu_s(pid) - worked
+    grown, worked = highest_bytes(pid) - before, cpu_seconds(pid) - worked
     print(f"at most {grown >> 20} MiB more, {worked:.1f} s of CPU")
     assert grown < EMPTY_BYTES_MAX + 4 * size
-    assert ports.cluster.processes["learner"].poll() is None
-    assert "Traceback" not in ports.cluster.log("learner")
+    assert cluster.processes["learner"].poll() is None
+    assert "Traceback" not in cluster.log("learner")
 
 
 def highest_bytes(pid: int) -> int:
