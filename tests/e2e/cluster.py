@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from echo2.cli.demo import model
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 
@@ -43,7 +42,8 @@ def environment_of(home: Path) -> dict[str, str]:
 
 def made_models() -> Path:
     """Where models that tests have made are kept for the next tests of this checkout: a folder for each source that makes them."""
-    return ROOT / "build" / "models" / hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()[:12]
+    source = (ROOT / "echo2" / "cli" / "demo" / "model.py").read_bytes()
+    return ROOT / "build" / "models" / hashlib.sha256(source).hexdigest()[:12]
 
 
 def error_line(code: int, stderr: str) -> str:

@@ -18,8 +18,10 @@ import grpc.aio
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
-from tests.e2e.cluster import ROOT, Cluster, environment_of
+from tests.e2e.cluster import ROOT, Cluster, environment_of, small_run
+from tests.redteam.hostile import cpu_seconds, resident_bytes
 from tests.redteam.scene import Scene, last_step
+from tests.unit.learner.tiny import make_tiny_model
 
 DAEMONS = ("coordinator", "learner", "w0")
 PROBE_PAUSE_S = 0.1
@@ -27,17 +29,16 @@ ANSWER_S = 20.0
 INSIDE = Path(__file__).parent / "inside"
 
 
-def _kernel(pid: int, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_text()
-
-
-def rss_bytes(pid: int) -> int:
-    return int(_kernel(pid, "statm").split()[1]) * 4096
-
-
 def held_bytes(cluster: Cluster) -> dict[str, int]:
     """In RAM, by daemon."""
-    return {name: rss_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None}
+    return {name: resident_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None}
+
+
+def idle_run(folder: Path) -> str:
+    """The configuration of a run that does not end and has little work: what it costs meanwhile is the attack."""
+    model = make_tiny_model(folder / "model")
+    config = small_run(folder, model, steps=100_000, rollouts=2, eval_prompts=2, eval_every_steps=100_000)
+    return config + "emulated_step = 3.0\n"
 
 
 def count_live_bytes(cluster: Cluster) -> None:
@@ -61,15 +62,9 @@ def live_bytes(cluster: Cluster) -> dict[str, int]:
     return {name: int(path.read_text()) for name, path in files.items()}
 
 
-def cpu_s(pid: int) -> float:
-    """Of all threads."""
-    user, system = _kernel(pid, "stat").rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / 100
-
-
 def loop_cpu_s(pid: int) -> float:
     """Of the thread that runs the loop, to the nanosecond."""
-    return int(_kernel(pid, f"task/{pid}/schedstat").split()[0]) / 1e9
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @dataclass
@@ -171,8 +166,8 @@ async def cost_of(cluster: Cluster, scene: Scene, attack: Attacking | None, seco
     """The run for so long, with an attacker or without; memory is looked at once it has settled."""
     cost, pids = Cost(), {name: cluster.processes[name].pid for name in DAEMONS}
     probing = asyncio.create_task(_probe(scene, pids["coordinator"], cost))
-    kept = {name: rss_bytes(pid) for name, pid in pids.items()}
-    spent = {name: cpu_s(pid) for name, pid in pids.items()}
+    kept = {name: resident_bytes(pid) for name, pid in pids.items()}
+    spent = {name: cpu_seconds(pid) for name, pid in pids.items()}
     loop = asyncio.get_running_loop()
     begun, step = loop.time(), last_step(scene.folder)
     try:
@@ -188,6 +183,6 @@ async def cost_of(cluster: Cluster, scene: Scene, attack: Attacking | None, seco
     cost.ended = [name for name in DAEMONS if cluster.processes[name].poll() is not None]
     for name, pid in pids.items():
         if name not in cost.ended:
-            cost.kept_bytes[name] = rss_bytes(pid) - kept[name]
-            cost.cpu_s[name] = cpu_s(pid) - spent[name]
+            cost.kept_bytes[name] = resident_bytes(pid) - kept[name]
+            cost.cpu_s[name] = cpu_seconds(pid) - spent[name]
     return cost

@@ -25,9 +25,7 @@ from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certifica
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket
-from tests.e2e.cluster import small_run
 from tests.redteam.grammar import Grammar
-from tests.unit.learner.tiny import make_tiny_model
 
 
 @dataclass
@@ -92,13 +90,6 @@ def attacker(name: str) -> Callable[[Attacker], Attacker]:
         return attack
 
     return register
-
-
-def idle_run(folder: Path) -> str:
-    """The configuration of a run that does not end and has little work: what it costs meanwhile is the attack."""
-    model = make_tiny_model(folder / "model")
-    config = small_run(folder, model, steps=100_000, rollouts=2, eval_prompts=2, eval_every_steps=100_000)
-    return config + "emulated_step = 3.0\n"
 
 
 async def scene_of(folder: Path) -> Scene:

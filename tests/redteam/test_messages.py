@@ -11,8 +11,8 @@ import pytest
 
 from tests.e2e.cluster import Cluster
 from tests.redteam.attacking import ATTACKERS
-from tests.redteam.cost import DAEMONS, Cost, attacking, cost_of, count_live_bytes, live_bytes
-from tests.redteam.scene import idle_run, scene_of
+from tests.redteam.cost import DAEMONS, Cost, attacking, cost_of, count_live_bytes, idle_run, live_bytes
+from tests.redteam.scene import scene_of
 
 GRAMMARS = [name for name in ATTACKERS if "by grammar" in name]
 FLOODS = ["flood of whole have-maps", "flood of the largest reports"]
@@ -27,14 +27,23 @@ HELD_MS_MAX = 50
 async def attacked(cluster: Cluster, attackers: list[str], seconds: float) -> dict[str, Cost]:
     scene = await scene_of(cluster.run_folder)
     costs: dict[str, Cost] = {}
-    for name in attackers:
+
+    async def attack_with(name: str, for_s: float) -> Cost:
         with attacking(cluster, name) as attack:
-            await cost_of(cluster, scene, attack, 0.5)  # what is made on first use is not kept of an attack
-            before = await settled(cluster)
-            cost = costs[name] = await cost_of(cluster, scene, attack, seconds)
-        if not cost.ended:  # the attacker is gone, and with it its connections, which have bounds of their own
-            after = await settled(cluster)
-            cost.live_bytes = {daemon: after[daemon] - before[daemon] for daemon in DAEMONS}
+            return await cost_of(cluster, scene, attack, for_s)
+
+    for name in attackers:
+        await attack_with(name, 0.5)  # what is made on first use is not kept of an attack
+    before = await settled(cluster)
+    for name in attackers:
+        cost = costs[name] = await attack_with(name, seconds)
+        if cost.ended:
+            break
+        after = await settled(
+            cluster
+        )  # the attacker is gone, and with it its connections, which have bounds of their own
+        cost.live_bytes = {daemon: after[daemon] - before[daemon] for daemon in DAEMONS}
+        before = after
     return costs
 
 
@@ -55,9 +64,10 @@ def costs_of(folder: Path, attackers: list[str], seconds: float, first_step: int
             lambda: cluster.step() >= first_step, "the first steps: a run that has just begun grows by itself"
         )
         costs = asyncio.run(attacked(cluster, attackers, seconds))
+        print("\n".join(f"{name}: {cost}" for name, cost in costs.items()))
+        check(costs)
         after = cluster.step()
         cluster.wait_until(lambda: cluster.step() > after, "a step after the attacks")
-        print("\n".join(f"{name}: {cost}" for name, cost in costs.items()))
         for name in ("coordinator", "learner", "w0"):
             assert "Traceback" not in cluster.log(name), cluster.log(name)[-4000:]
     return costs
@@ -77,19 +87,16 @@ SOME = ["control streams by grammar", "reports by grammar", "peer messages by gr
 
 def test_a_few_thousand_messages_end_no_daemon_nor_hold_it_up_nor_stay_in_its_memory(tmp_path: Path) -> None:
     costs = costs_of(tmp_path, SOME, 1.5, first_step=2)
-    check(costs)
     assert sum(cost.messages for cost in costs.values()) > 300
 
 
 @pytest.mark.soak
 def test_no_message_ends_a_daemon_nor_holds_it_up_nor_stays_in_its_memory(tmp_path: Path) -> None:
     costs = costs_of(tmp_path, [*GRAMMARS, *FLOODS], 2.0)
-    check(costs)
     assert sum(cost.messages for cost in costs.values()) > 1000
 
 
 @pytest.mark.soak
 def test_a_hundred_thousand_messages_end_nobody(tmp_path: Path) -> None:
     costs = costs_of(tmp_path, GRAMMARS, 70.0)
-    check(costs)
     assert sum(cost.messages for cost in costs.values()) >= 100_000

@@ -21,8 +21,9 @@ from echo2.trust import tls
 from tests.e2e.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
+from tests.redteam.cost import idle_run
 from tests.redteam.hostile import HEADERS, RST_STREAM, Stalled, cpu_seconds, idle_connections, still_open, tls_to
-from tests.redteam.scene import Scene, idle_run, scene_of
+from tests.redteam.scene import Scene, scene_of
 from tests.redteam.target import ELSEWHERE
 
 DEADLINE_S = 25.0
