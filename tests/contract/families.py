@@ -216,7 +216,9 @@ def table(before: dict[str, list[str]], *, is_vllm: bool) -> str:
         assert not found.misplaced, f"{family}: {found.misplaced} are not as in the model's files"
         assert isinstance(found.ratio_off, str) or found.ratio_off <= RATIO_OFF_MAX, f"{family}: {found.ratio_off}"
         said = str(found.ratio_off)
-        ratio = "1e-5" if isinstance(found.ratio_off, float) else "GPU" if "expected a GPU" in said else "refused"
+        refusals = {"did not start": "does not start", "got CPU": "GPU", "": "refused"}
+        ratio = next(text for mark, text in refusals.items() if mark in said)
+        ratio = "1e-5" if isinstance(found.ratio_off, float) else ratio
         *_, embedded, vllm = before.get(family, ["untried", "untried"])
         cells = [embedded, ratio] if is_vllm else [ratio, vllm]
         print(family, *cells, said, flush=True)
