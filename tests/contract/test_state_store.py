@@ -268,9 +268,7 @@ async def test_a_coordinator_says_that_its_database_was_removed_and_goes_on(tmp_
             await asyncio.sleep(0.1)
         while not any("was removed while" in event.text for event in daemon.hub.state.events):
             await asyncio.sleep(0.1)
-    with closing(
-        SqlStore(f"sqlite:///{database}", daemon_tests.RUN, tmp_path / "coordinator" / "state.mark")
-    ) as store:
+    with closing(SqlStore(f"sqlite:///{database}", daemon_tests.RUN, tmp_path / "coordinator" / "state.mark")) as store:
         assert [event.kind for event in store.load().events][-2:] == ["state", "stop"]
 
 

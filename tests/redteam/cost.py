@@ -31,7 +31,9 @@ INSIDE = Path(__file__).parent / "inside"
 
 def held_bytes(cluster: Cluster) -> dict[str, int]:
     """In RAM, by daemon."""
-    return {name: resident_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None}
+    return {
+        name: resident_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None
+    }
 
 
 def idle_run(folder: Path) -> str:
