@@ -86,6 +86,7 @@ class Cell:
     fault: Fault | None = None
     is_bbr_offered: bool = True
     is_second: bool = False
+    versions: int = 1
     is_ipv6: bool = False
     swing_s: float = 0.0
     queue_s: float = QUEUE_S
@@ -105,6 +106,7 @@ class Cell:
             nodes=nodes,
             is_bbr_offered=self.is_bbr_offered,
             is_second=self.is_second,
+            versions=self.versions,
             is_ipv6=self.is_ipv6,
             swing_s=self.swing_s,
             queue_s=self.queue_s,
@@ -136,6 +138,7 @@ TABLE = (
     *(Cell("satellite", 6, method, 64) for method in ("echo2", "libtorrent tuned")),
     *(Cell("small delta", 8, method, 2) for method in ("echo2", "libtorrent tuned")),
     Cell("small delta", 8, mib=2, is_second=True),
+    Cell("homogeneous", 8, mib=48, versions=3),
     *(Cell(kind, 8, "star", mib=8) for kind in BOTH),  # its ratio does not depend on the size, its time does
     Cell("homogeneous", 8, "asyncio TLS", mib=8),
     # At the scale that two cores allow 16 workers, unequal ones would get chunks of 16 KiB, which cost twice the CPU.
@@ -181,6 +184,10 @@ def kept(cell: Cell, scene: Scene, outcomes: list[Outcome]) -> list[dict[str, An
         ratio = statistics.median([got.slowest_s / (got.bound_s + way_s) for got in outcomes])
         bound = "x fluid bound + one way over a relay" if way_s else "x fluid bound"
         rows.append(row(f"{where}/{cell.method}", ratio, f"{bound} ({conditions})", scene.target if is_ours else None))
+    for number in range(1, cell.versions):
+        ratio = statistics.median([got.version_ratios[number - 1] for got in outcomes])
+        bound = f"x fluid bound of {number}/{cell.versions} of the bytes"
+        rows.append(row(f"{where}/{cell.method}, version {number}", ratio, bound, scene.target))
     if cell.kind == "slow downlink":
         own = scene.own_earliest_s(scene.overhead)
         others = [name for name, time_s in own.items() if time_s < 0.99 * max(own.values())]
@@ -226,6 +233,8 @@ def measured(cell: Cell, options: argparse.Namespace, in_lab: bool) -> list[dict
         else:
             outcomes.append(got)
             print(printed(cell, scene, got), flush=True)
+            if got.versions_s:
+                print("versions: " + ", ".join(f"{ratio:.3f}" for ratio in got.version_ratios), flush=True)
     if outcomes:
         return kept(cell, scene, outcomes)
     target = scene.target if cell.method == "echo2" else None

@@ -24,7 +24,7 @@ from echo2.base.errors import DiskFull
 from echo2.base.ids import Version
 from echo2.base.link_shape import LinkShape
 from echo2.broadcast import uplink
-from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.artifact import UNSEALED_DELTA_SHARE, ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactSealed, BlockArrived
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.broadcast.plan import BroadcastPlan, NodeLink
@@ -46,10 +46,11 @@ def make_plan(scene: dict[str, Any]) -> BroadcastPlan:
     if scene["method"] == "star":
         return BroadcastPlan(1, tuple(links), star(links), "star")
     chunk_bytes = scene["chunk_bytes"] or 128 << 10
+    size_bytes = scene["size_bytes"] // scene["versions"]
     if scene["method"] == "all alike":
-        return plan(links, 1, scene["size_bytes"], chunk_bytes)
+        return plan(links, 1, size_bytes, chunk_bytes)
     needs = Needs(tuple(node["weight"] for node in scene["nodes"][1:]), scene["share"])
-    return weighted_plan(links, needs, 1, scene["size_bytes"], chunk_bytes)
+    return weighted_plan(links, needs, 1, size_bytes, chunk_bytes)
 
 
 async def run(folder: Path, index: int) -> None:
@@ -81,8 +82,7 @@ async def run(folder: Path, index: int) -> None:
     await line()
     cpu_before = cpu_s()
     gc.freeze()
-    count = 2 if scene["is_second"] else 1
-    result = await (_publish(node, folder / "source", count) if index == 0 else _receive(node, count))
+    result = await (_publish(node, folder / "source", scene) if index == 0 else _receive(node, scene))
     print(json.dumps(result | {"name": mine["name"], "topology": made.topology}), flush=True)
     await line()  # stays and relays until all are done
     stats = node.stats()
@@ -106,38 +106,41 @@ async def line() -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 
 
-async def _publish(node: BroadcastNode, path: Path, count: int) -> dict[str, Any]:
-    """`count` versions of the same bytes, of which the last is measured."""
+async def _publish(node: BroadcastNode, path: Path, scene: dict[str, Any]) -> dict[str, Any]:
+    """A keyframe and its deltas: one version's bytes each or, if only the second is measured, all of them both times."""
     source = path.read_bytes()
-    blocks = [source[i : i + BLOCK_BYTES] for i in range(0, len(source), BLOCK_BYTES)]
+    size = len(source) // scene["versions"]
+    parts = [source] * 2 if scene["is_second"] else [source[i : i + size] for i in range(0, len(source), size)]
     begun_at = time.monotonic()
-    await node.publish(KEYFRAME, iter(blocks), lambda: "print", len(source))
-    for version in range(1, count):
-        await asyncio.sleep(PAUSE_S)
-        begun_at = time.monotonic()
-        delta = ArtifactId(Version(version), Version(version - 1))
-        await node.publish(delta, iter(blocks), lambda: "print", len(source))
+    for version, part in enumerate(parts):
+        if version and scene["is_second"]:
+            await asyncio.sleep(PAUSE_S)
+            begun_at = time.monotonic()
+        artifact = ArtifactId(Version(version), Version(version - 1) if version else None)
+        weights_bytes = int(size / (UNSEALED_DELTA_SHARE if version else 1))
+        blocks = (part[i : i + BLOCK_BYTES] for i in range(0, len(part), BLOCK_BYTES))
+        await node.publish(artifact, blocks, lambda: "print", weights_bytes)
     return {"begun_at": begun_at}
 
 
-async def _receive(node: BroadcastNode, count: int) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
+async def _receive(node: BroadcastNode, scene: dict[str, Any]) -> dict[str, Any]:
+    digest, sealed_at = xxhash.xxh3_128(), list[float]()
     try:
         async for step in node.progress():
             match step:
-                case ArtifactBegun():
+                case ArtifactBegun() if scene["is_second"]:
                     digest = xxhash.xxh3_128()
                 case BlockArrived():
                     digest.update(step.payload)
                 case ArtifactSealed():
-                    count -= 1
-                    if not count:
+                    sealed_at.append(time.monotonic())
+                    if len(sealed_at) == (2 if scene["is_second"] else scene["versions"]):
                         break
                 case _:
                     pass
     except DiskFull:
         return {}  # the node tells of it
-    return {"done_at": time.monotonic(), "digest": digest.hexdigest()}
+    return {"done_at": sealed_at[-1], "sealed_at": sealed_at, "digest": digest.hexdigest()}
 
 
 def cpu_s() -> float:

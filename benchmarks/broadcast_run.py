@@ -58,6 +58,13 @@ class Outcome:
     connections: int
     topology: str
     times: dict[str, float]
+    versions_s: tuple[float, ...] = ()  # when the last worker was done with each version; empty of one version
+
+    @property
+    def version_ratios(self) -> list[float]:
+        """Of each version's time to the bound of its bytes and those before it."""
+        count = len(self.versions_s)
+        return [count * done_s / (number * self.bound_s) for number, done_s in enumerate(self.versions_s, start=1)]
 
     @property
     def ratio(self) -> float:
@@ -273,6 +280,7 @@ class _Processes:
 def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: dict[str, Any]) -> Outcome:
     begun = results[0]["begun_at"]
     times = {r["name"]: r["done_at"] - begun for r in results[1:] if "done_at" in r}
+    sealed = [r["sealed_at"] for r in results[1:] if scene.versions > 1 and "sealed_at" in r]
     living = [r for r in results if r]
     count = 2 if scene.is_second else 1  # artifacts that the counters have in them
     return Outcome(
@@ -286,4 +294,5 @@ def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: di
         ) if stats else 0,
         rss_mib=max(r["rss_mib"] for r in living),
         connections=max(r.get("connections", 0) for r in living), topology=results[0]["topology"], times=times,
+        versions_s=tuple(max(at) - begun for at in zip(*sealed, strict=True)),
     )  # fmt: skip

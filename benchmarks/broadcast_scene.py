@@ -47,7 +47,7 @@ TARGETS = {
     ("homogeneous, one dies at 0.5 of the time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
     ("homogeneous, 2 behind NAT, 0.1 % loss, without BBR", 8): 1.20,
     ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08, ("small delta", 8): 1.30,
-    ("small delta, the second", 8): 1.30,
+    ("small delta, the second", 8): 1.30, ("homogeneous, 3 versions at once", 8): 1.15,
     ("heterogeneous, 3 behind NAT, 0.3 % loss", 10): 1.15, ("homogeneous, the learner behind NAT", 8): 1.10,
     ("homogeneous, IPv6", 8): 1.10, ("thin pipe", 8): 1.15, ("satellite", 6): 1.15,
     ("homogeneous, uplinks change every 4 s", 8): 1.15, ("homogeneous, queues of 10 ms", 8): 1.15,
@@ -91,6 +91,7 @@ class Scene:
     is_bbr_offered: bool = True
     share: float = 1.0
     is_second: bool = False  # an artifact of the same size went before, PAUSE_S earlier, over the same connections
+    versions: int = 1  # that these bytes are of, each as large, published one right after the other
     is_ipv6: bool = False
     pipe: float = 0.0  # bytes/s that all traffic from one region to another shares; 0: nothing does
     swing_s: float = 0.0  # how often the workers' uplinks change twofold
@@ -122,6 +123,8 @@ class Scene:
             kind += ", without BBR"
         if self.is_second:
             kind += ", the second"
+        if self.versions > 1:
+            kind += f", {self.versions} versions at once"
         if self.is_ipv6:
             kind += ", IPv6"
         if self.swing_s:
