@@ -25,6 +25,7 @@ from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import FairShare
 from echo2.outside.streams import Remote, Stream
+from echo2.outside.tls_streams import PLAIN_BYTES_MAX
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role
 from echo2.trust.ports import DOORS
 from echo2.wire.broadcast import FRAME_BYTES_MAX
@@ -38,7 +39,7 @@ READ_BYTES = 256 << 10  # one chunk of the usual size
 _ROOM_BYTES_MIN = 32 << 10  # two TLS records; a smaller read costs more than moving
 UNSENT_BYTES_MAX = 256 << 10
 """Encrypted, in this process; what the kernel holds is limited by uplink.py."""
-WRITE_BYTES = 68 << 10
+WRITE_BYTES = 4 * PLAIN_BYTES_MAX
 """Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
 UNREAD_BYTES_MAX = 1 << 20
 """Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
@@ -295,17 +296,18 @@ class StreamConnection:
         self.peer, self._is_proven = peer, True
 
     async def send(self, *parts: bytes | memoryview) -> None:
-        """Of the last part no more than WRITE_BYTES are copied before encryption. Large frames are written in pieces: a connection
-        whose send was cancelled must be closed, and only one task sends frames beyond WRITE_BYTES."""
+        """What is more than full TLS records goes first: the other end knows from the first segment how much is to come.
+        Large frames are written in pieces: a connection whose send was cancelled must be closed, and only one task sends frames
+        beyond WRITE_BYTES."""
         stream, (*small, large) = self.stream, parts
         self._is_sending = True
-        before, whole = b"".join((HEAD.pack(sum(map(len, parts))), *small)), memoryview(large)
-        for begin in range(0, max(1, len(whole)), WRITE_BYTES):
+        whole, before = memoryview(large), len(large) % PLAIN_BYTES_MAX
+        first: tuple[bytes, ...] = (b"".join((HEAD.pack(sum(map(len, parts))), *small, whole[:before])),)
+        for begin in range(before, max(before + 1, len(whole)), WRITE_BYTES):
             if not self._is_open():
                 raise Unreachable(f"peer {self.peer.peer_id}: the connection ended")
-            piece = whole[begin : begin + WRITE_BYTES]
-            stream.write(b"".join((before, piece)) if before else piece)
-            before = b""
+            stream.writelines((*first, whole[begin : begin + WRITE_BYTES]))
+            first = ()
             if not self._may_write.is_set():
                 await self._may_write.wait()
         self._said_at, self._is_sending = self._loop.time(), False

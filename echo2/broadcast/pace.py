@@ -176,13 +176,8 @@ LOWER_MAX = 0.03  # per look of 0.1 s, while the queue is beyond its aim
 RAISE_FIRST, RAISE_MAX, RAISE_FASTER = 0.008, 0.08, 1.3
 """Per look that found a short queue: little near the rate at which the queue was last full, so that short queues lose little, then
 faster and faster: an uplink that has become twice as fast is full again after 1.7 s."""
-FULL_SHARE, EMPTYING_SHARE = (
-    0.97,
-    0.9,
-)  # of what was delivered while the queue was full: it empties, at most as fast as this
-LOST_SHARE = (
-    0.025  # of what is sent: a queue that is too short for its delay to be seen; paths that lose 1 % have no more
-)
+FULL_SHARE, EMPTYING_SHARE = 0.97, 0.9  # of what was delivered while the queue was full: it empties, at most so fast
+LOST_SHARE = 0.025  # of what is sent: a queue too short for its delay to be seen; paths that lose 1 % have no more
 FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
 FLOOR_SHARE = 0.25  # a queue that others fill must not stop us
 DELIVERY_SPAN_S = 0.35  # over which delivery is averaged: three looks

@@ -218,7 +218,7 @@ class Peer:
 
     @property
     def is_queued(self) -> bool:
-        return bool(self.queued)
+        return bool(self.relay_queue or self.pull_queue or self.leaf_queue)
 
     @property
     def queued(self) -> int:

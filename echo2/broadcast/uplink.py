@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import UplinkSeen
@@ -32,24 +32,15 @@ if TYPE_CHECKING:  # the codec, and with it torch, which a coordinator's machine
 _TCP_INFO, _TCP_CONGESTION = getattr(socket, "TCP_INFO", 11), getattr(socket, "TCP_CONGESTION", 13)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 SO_MAX_PACING_RATE = 47  # of Linux; the socket module does not name it
-_INFO_BYTES, _NAME_BYTES = 152, 16  # of struct tcp_info up to min_rtt; TCP_CA_NAME_MAX
-_SEGMENT_AT, _SACKED_AT, _RTT_AT, _RETRANSMITTED_AT = (
-    16,
-    28,
-    68,
-    100,
-)  # of struct tcp_info: bytes, segments, us, segments
-_ACKED_AT, _MIN_RTT_AT = 120, 148  # bytes, us
+_NAME_BYTES = 16  # TCP_CA_NAME_MAX
+_TCP_INFO_PARTS = struct.Struct("=16xI8xI36xI28xI16xQ20xI")
+"""Of struct tcp_info: snd_mss in bytes, sacked in segments, rtt in us, total_retrans in segments, bytes_acked, min_rtt in us."""
 SOCKETS_MAX = 16_384  # a look at each takes microseconds
 SCAN_EVERY = 20  # 2 s: /proc costs more than the looks
-UNSENT_S, UNSENT_BYTES_MIN = (
-    0.015,
-    32 << 10,
-)  # seconds of the uplink's rate that the kernel may buffer unsent per connection
+UNSENT_S, UNSENT_BYTES_MIN = 0.015, 32 << 10  # of the uplink's rate, that the kernel may buffer unsent per connection
 UPLINK_STEP = 0.1  # the options are set on every socket
-PACED_SHARE = (
-    1.1  # of the uplink's rate, for each connection: one alone can fill it, and rates rise before the option does
-)
+PACED_SHARE = 1.1
+"""Of the uplink's rate, for each connection: one alone can fill it, and rates rise before the option does."""
 SEGMENT_BYTES = 1448  # of an MTU of 1,500, with timestamps
 
 
@@ -74,8 +65,7 @@ class SocketTotals:
     paths: Mapping[Remote, PathSent] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _TcpInfo:
+class _TcpInfo(NamedTuple):
     rtt_us: int
     least_rtt_us: int
     confirmed_bytes: int
@@ -240,24 +230,17 @@ def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
         host, port = raw = view.getpeername()[:2]
         if raw != known and (not _is_tcp(fd) or is_loopback(host)):
             return None
-        info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+        info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_PARTS.size)
     except (OSError, ValueError):  # of a Unix socket, getpeername tells a path
         return None
     finally:
         view.detach()
-    if len(info) < _INFO_BYTES:
+    if len(info) < _TCP_INFO_PARTS.size:
         return None
-    rtt_us = struct.unpack_from("=I", info, _RTT_AT)[0]
-    least_us = struct.unpack_from("=I", info, _MIN_RTT_AT)[0]
-    beyond_loss = struct.unpack_from("=I", info, _SACKED_AT)[0] * struct.unpack_from("=I", info, _SEGMENT_AT)[0]
-    return _TcpInfo(
-        rtt_us,
-        least_us if 0 < least_us < 0xFFFFFFFF else rtt_us,
-        struct.unpack_from("=Q", info, _ACKED_AT)[0] + beyond_loss,
-        struct.unpack_from("=I", info, _RETRANSMITTED_AT)[0],
-        (as_ipv4(host), port),
-        raw,
-    )
+    segment_bytes, sacked, rtt_us, retransmitted, acked_bytes, least_us = _TCP_INFO_PARTS.unpack(info)
+    least_us = least_us if 0 < least_us < 0xFFFFFFFF else rtt_us
+    confirmed_bytes = acked_bytes + sacked * segment_bytes
+    return _TcpInfo(rtt_us, least_us, confirmed_bytes, retransmitted, (as_ipv4(host), port), raw)
 
 
 def _is_tcp(fd: int) -> bool:

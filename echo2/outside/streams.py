@@ -6,6 +6,7 @@ against the run's authority; a dialler reaches exactly the node that it names; w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from echo2.outside.net import Shown
@@ -19,6 +20,10 @@ class Stream(Protocol):
 
     def write(self, data: bytes | memoryview) -> None:
         """Takes all of it; the reader is asked to pause writing while much is unsent."""
+        ...
+
+    def writelines(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Takes all of them; the first can be read before anything of the second has come."""
         ...
 
     def set_write_buffer_limits(self, high: int) -> None: ...

@@ -16,7 +16,7 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from echo2.outside.net import Dialled, Shown, accepted, listened, listening_sock
 from echo2.outside.streams import StreamReader
 
 BUFFER_BYTES = 128 << 10  # eight full TLS records
-WAKE_BYTES_MAX = 48 << 10  # the kernel wakes the loop when so much has arrived, not for each segment
+WAKE_BYTES_MAX = (
+    72 << 10
+)  # the kernel wakes the loop when so much has arrived: a chunk of 64 KiB, not each of its segments
 ROOM_BYTES = 192 << 10
 """A new connection's receive window is 64 KiB. Bytes that wait for the loop take room of it, and too little is left for what a
 long path has under way. Asking once to be woken at so many bytes makes the kernel's buffer hold twice as many. It still grows by
@@ -272,12 +274,17 @@ class TlsStream(asyncio.BufferedProtocol):
     # ---- what its reader calls
 
     def write(self, data: bytes | memoryview) -> None:
+        self.writelines((data,))
+
+    def writelines(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Each part begins a record."""
         if self._is_closing:
             return
-        written = 0
         try:
-            while written < len(data):
-                written += self._tls.write(memoryview(data)[written:] if written else data)
+            for part in parts:
+                written = 0
+                while written < len(part):
+                    written += self._tls.write(memoryview(part)[written:] if written else part)
         except ssl.SSLError as error:
             self._fail(error)
             return

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -99,6 +99,9 @@ class MemoryStream:
             for frame in self._said.took(count):
                 self._say(frame)
         self._look_at_backlog()
+
+    def writelines(self, parts: Iterable[bytes | memoryview]) -> None:
+        self.write(b"".join(parts))
 
     def _say(self, frame: bytes) -> None:
         message_filter, wires = self._end.process.machine.message_filter, self._end.wire.wires
