@@ -1,12 +1,12 @@
 """Reads problems from local files: JSON lines or a JSON array, by gzip too, parquet, or a folder in Hugging Face layout.
 
 Guarantees: rows come in a fixed order (files by name, rows in file order); a missing column, an empty cell or a broken line raises
-a `TaskError` that names the file, the row and what was found; a prompt that comes again is left out, so that no problem is both
-held out and trained on.
+a `TaskError` that names the file, the row and what was found; a prompt that comes again, in other spaces or capitals too, is left
+out, so that no problem is both held out and trained on.
 
 Columns. The prompt is `prompt`, `problem` or `question`: text, or a chat as a list of {role, content}, where content is text or
-parts of type text. The answer is `answer`, `ground_truth`, `reward_model.ground_truth`, `final_answer` or `target`; if it is a
-worked answer that ends in `#### 42`, only the part after the mark counts. `data_source` is kept if present.
+parts of type text. The answer is `answer`, `ground_truth`, `reward_model.ground_truth`, `final_answer`, `expected_answer` or
+`target`; if it is a worked answer that ends in `#### 42`, only the part after the mark counts. `data_source` is kept if present.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from echo2.tasks.task import ChatMessage, Prompt
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")  # names in common data sets, most specific first
 # As above; `reward_model.ground_truth` is verl's.
-ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target")
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer", "target")
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")  # the hub's, `save_to_disk`'s, text
 ROWS_MAX = 5_000_000  # some GB as Python objects: the learner keeps all rows
 LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
@@ -60,21 +60,23 @@ def read_math_rows(
 ) -> list[MathRow]:
     """Reads all problems under `path`. In a folder, reads the files of `split`, and of `subset` if there are several."""
     choice = columns or ColumnChoice()
-    rows: dict[Prompt, MathRow] = {}
-    repeated = 0
+    rows: dict[str, MathRow] = {}
+    repeated = contrary = 0
     for file in data_files(path, split, subset):
         for number, row in enumerate(_rows_of(file), start=1):
             read = _math_row(row, f"{file.name} row {number}", choice)
-            repeated += read.prompt in rows
-            rows.setdefault(read.prompt, read)
+            first = rows.setdefault(" ".join(str(read.prompt).casefold().split()), read)
+            repeated += first is not read
+            contrary += first.answer != read.answer
             if len(rows) > ROWS_MAX:
                 raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
     if not rows:
         raise TaskError(f"data set {path}: expected rows, found none in split {split!r}")
     if repeated:
         _log.warning(
-            "data set %s: %d of %d rows repeat an earlier prompt and are left out", path, repeated, repeated + len(rows)
-        )
+            "data set %s: %d of %d rows repeat an earlier prompt and are left out, %d of them with another answer",
+            path, repeated, repeated + len(rows), contrary,
+        )  # fmt: skip
     return list(rows.values())
 
 
@@ -178,8 +180,11 @@ def _columnar_rows(file: Path) -> Iterator[Row]:
             for batch in parquet.ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
             return
-        with ipc.open_stream(str(file)) as reader:
-            for batch in reader:
+        with file.open("rb") as start:
+            is_file = start.read(6) == b"ARROW1"  # what pyarrow and pandas write; datasets writes streams
+        with (ipc.open_file if is_file else ipc.open_stream)(str(file)) as reader:
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
                 yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise TaskError(f"data file {file}: expected whole {file.suffix[1:]}, got something else ({error})") from error
@@ -190,6 +195,8 @@ def _math_row(row: Row, where: str, choice: ColumnChoice) -> MathRow:
     answer = _answer(_cell(row, choice.answer, ANSWER_COLUMNS, "answer_column", where), where)
     if _WORKED_ANSWER_MARK in answer:
         answer = answer.rpartition(_WORKED_ANSWER_MARK)[2]
+        if not answer.strip():
+            raise TaskError(f"{where}: expected the answer after {_WORKED_ANSWER_MARK}, found none")
     return MathRow(prompt, answer.strip(), str(row.get("data_source") or ""), where)
 
 
@@ -224,9 +231,9 @@ def _prompt(value: object, where: str) -> Prompt:
         return _text(value, where)
     if isinstance(value, list):
         messages = [
-            ChatMessage(m["role"], _content(m["content"], where))
+            ChatMessage(role, _content(m.get("content", m.get("value")), where))
             for m in value
-            if isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m
+            if isinstance(m, Mapping) and (role := _ROLES.get(str(m.get("role") or m.get("from"))))
         ]
         if messages and messages[-1].role == "assistant":
             raise TaskError(

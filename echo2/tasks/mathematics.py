@@ -70,6 +70,8 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     except ImportError as error:
         raise TaskError(f"math: the package math-verify is not installed ({error})") from error
     # math-verify's own time limits use SIGALRM, which only a main thread has; the reward pool has its own.
+    if (bare := _bare(reference)) and bare == _bare(_final(completion_text)):
+        return True
     gold = _plain(reference)
     if not any(mark in gold for mark in ("$", "\\boxed", "\\[", "\\(")):
         gold = f"${gold}$"  # as the parser needs; data sets have both forms
@@ -81,7 +83,7 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
 
 
 # A repeating decimal in LaTeX, in pieces of bounded length.
-_REPEATING = re.compile(r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?")
+_REPEATING = re.compile(r"(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*\{?|\()(\d{1,30})[})]?")
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own
     "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5), "⅗": (3, 5), "⅘": (4, 5),
@@ -97,6 +99,8 @@ _SIGNS = {
     "∪": r"\cup ",
     "∩": r"\cap ",
     "∅": r"\emptyset ",
+    "·": r"\cdot ",
+    "°": r"^\circ ",
 }
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")  # superscripts
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -104,7 +108,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<!text\{)\b(true|false)\b", re.IGNORECASE), r"\\text{\1}"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"(?<=\d)\.(?=\})"), ""),
-    (re.compile(r"\\\$(?=\s*[\d.])|[€£¥](?=\s*[\d.])"), ""),
+    (re.compile(r"\\\$(?=\s*[\d.])|(?:[€£¥₹]|\b(?:USD|EUR|GBP))(?=\s*[\d.])|(?<=\d)\s*[€£¥₹]"), ""),
+    (re.compile(r"\\dot\{(\d)\}(\d{0,28})\\dot\{(\d)\}"), r"\\overline{\1\2\3}"),
+    (re.compile(r"(?<=\d) million\b"), r"\\times 10^6"),
+    (re.compile(r"(?<=\d) billion\b"), r"\\times 10^9"),
+    (re.compile(r"\\(?:text|mathrm)(?:bf)?\{\(?([A-E])[.)]{0,2}\}\\? .{1,200}(?=\}$)"), r"\\text{\1}"),
     (re.compile(r"(?<![\w)}\]])[–‒](?=\s*[\d.\\])"), "-"),
     (re.compile(r"√\s*\(([^()]{1,60})\)"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*(\w{1,30})"), r"\\sqrt{\1}"),
@@ -115,15 +123,17 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
 """What the parser does not know, as what it knows: tags, truth, currencies, dashes, mixed numbers, powers of ten, units."""
 _GROUPED = (
     re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?![\w])"),
-    re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?![\w])"),
+    re.compile(r"(?<![\w.,])\d{1,3}(?:([._])\d{3})(?:\1\d{3})+(?![\w])"),
+    re.compile(r"(?<![\w.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\w,])"),
 )
-"""Numbers with thousands apart: by a space of any width or TeX's, or, twice at least, by points. So (3 100) is one
+"""Numbers with thousands apart: by a space of any width or TeX's, twice at least by points or _, or as in India. So (3 100) is one
 number: the members of a pair are apart by a comma."""
 _SMALL = 1e-4  # below this, six decimal places, which are what math-verify compares, say little about a number
 
 
 def _plain(text: str) -> str:
     """Writes what the parser does not know as what it knows: 0.\\overline{3} as a fraction, \\$18 and ١٨ as 18."""
+    text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text)  # full width
     text = "".join(_SIGNS.get(c, str(unicodedata.decimal(c, c))) for c in text)
     text = re.sub(r"(?<=[\w)}])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9})", lambda found: f"^{{{found[1].translate(_POWERS)}}}", text)
     for sign, (top, bottom) in _FRACTIONS.items():
@@ -133,6 +143,12 @@ def _plain(text: str) -> str:
     for pattern in _GROUPED:
         text = pattern.sub(lambda found: "".join(re.findall(r"\d", found[0])), text)
     return _REPEATING.sub(_as_fraction, _GOES_ON.sub(_as_fraction, text))
+
+
+def _bare(text: str) -> str:
+    """The words of an answer, without box, text marks and a last point: words mean what they say."""
+    text = re.sub(r"^\\boxed\{(.{1,200})\}[$.\s]*$", r"\1", text.strip(" $"))
+    return re.sub(r"^\\(?:text|mathrm|textbf)\{([^{}]{1,200})\}$", r"\1", text).rstrip(".").strip()
 
 
 def _as_fraction(match: re.Match[str]) -> str:

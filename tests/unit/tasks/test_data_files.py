@@ -36,9 +36,13 @@ def test_the_usual_columns_are_found_in_json_lines(tmp_path: Path) -> None:
 
 
 def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tmp_path: Path) -> None:
+    (row,) = read_math_rows(
+        write_jsonl(tmp_path / "shared.jsonl", [{"prompt": [{"from": "human", "value": "2+2?"}], "answer": 4}])
+    )
+    assert row.prompt == (ChatMessage("user", "2+2?"),) and row.answer == "4"
     parts = [{"type": "text", "text": "How much "}, {"type": "text", "text": "is 2+2?"}]
     (row,) = read_math_rows(
-        write_jsonl(tmp_path / "x.jsonl", [{"prompt": [{"role": "user", "content": parts}], "final_answer": ["$4$"]}])
+        write_jsonl(tmp_path / "x.jsonl", [{"prompt": [{"role": "user", "content": parts}], "expected_answer": ["$4$"]}])
     )
     assert row.prompt == (ChatMessage("user", "How much is 2+2?"),) and row.answer == "$4$"
 
@@ -68,9 +72,10 @@ def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_tr
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows: list[dict[str, object]] = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(12)]
-    read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 20))
+    spaced: list[dict[str, object]] = [{**row, "question": f" {row['question']}\n", "answer": "?"} for row in rows]
+    read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 19 + spaced))
     assert [row.prompt for row in read] == [row["question"] for row in rows]
-    assert "228 of 240 rows repeat an earlier prompt" in caplog.text
+    assert "228 of 240 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
 
 
 def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(tmp_path: Path) -> None:
@@ -143,6 +148,8 @@ def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
         ("version https://git-lfs.example/spec/v1\noid sha256:ab\n", "x.jsonl: expected its content, got the pointer"),
         ('{"prompt": " ", "answer": "1"}\n', "row 1: expected a column prompt"),
         ('{"prompt": "x", "answer": "  "}\n', "row 1: expected a column answer"),
+        ('{"prompt": "x", "answer": "2\\n####"}\n', "row 1: expected the answer after ####"),
+        ('{"prompt": [{"role": "robot", "content": "x"}], "answer": "1"}\n', "row 1: expected a prompt as text or as a list"),
         ('{"prompt": "x", "answer": NaN}\n', "row 1: expected one answer as text or number, got 'nan'"),
         ('{"prompt": "x", "answer": true}\n', "row 1: expected one answer as text or number, got 'True'"),
         ('{"prompt": "\\ud83d", "answer": "1"}\n', "row 1: expected text of whole characters"),
