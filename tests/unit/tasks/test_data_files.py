@@ -42,7 +42,9 @@ def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tm
     assert row.prompt == (ChatMessage("user", "2+2?"),) and row.answer == "4"
     parts = [{"type": "text", "text": "How much "}, {"type": "text", "text": "is 2+2?"}]
     (row,) = read_math_rows(
-        write_jsonl(tmp_path / "x.jsonl", [{"prompt": [{"role": "user", "content": parts}], "expected_answer": ["$4$"]}])
+        write_jsonl(
+            tmp_path / "x.jsonl", [{"prompt": [{"role": "user", "content": parts}], "expected_answer": ["$4$"]}]
+        )
     )
     assert row.prompt == (ChatMessage("user", "How much is 2+2?"),) and row.answer == "$4$"
 
@@ -149,7 +151,10 @@ def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
         ('{"prompt": " ", "answer": "1"}\n', "row 1: expected a column prompt"),
         ('{"prompt": "x", "answer": "  "}\n', "row 1: expected a column answer"),
         ('{"prompt": "x", "answer": "2\\n####"}\n', "row 1: expected the answer after ####"),
-        ('{"prompt": [{"role": "robot", "content": "x"}], "answer": "1"}\n', "row 1: expected a prompt as text or as a list"),
+        (
+            '{"prompt": [{"role": "robot", "content": "x"}], "answer": "1"}\n',
+            "row 1: expected a prompt as text or as a list",
+        ),
         ('{"prompt": "x", "answer": NaN}\n', "row 1: expected one answer as text or number, got 'nan'"),
         ('{"prompt": "x", "answer": true}\n', "row 1: expected one answer as text or number, got 'True'"),
         ('{"prompt": "\\ud83d", "answer": "1"}\n', "row 1: expected text of whole characters"),
