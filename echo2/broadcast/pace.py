@@ -62,8 +62,8 @@ class RelayWindow:
     """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy.
 
     Each acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s`
-    (or than two chunks at each hop), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
-    round trip has to be known, and a relay's queue stays near `slack_s`.
+    (or than one chunk at each hop), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
+    round trip has to be known, and a relay's queue stays near `slack_s`: so long the last chunks of a version wait there.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class RelayWindow:
         if self._last_ack_at is not None and backlog:
             self._interval_s = 0.8 * self._interval_s + 0.2 * min(1.0, now - self._last_ack_at)
         self._last_ack_at = now
-        enough = max(2.0 * self.slack_s / RELAY_SLACK_S, self.slack_s / max(self._interval_s, 1e-3))
+        enough = max(self.slack_s / RELAY_SLACK_S, self.slack_s / max(self._interval_s, 1e-3))
         if backlog < enough:
             self._window = min(self._largest, self._window + 0.5)
         elif backlog > 2 * enough:
@@ -179,6 +179,7 @@ faster and faster: an uplink that has become twice as fast is full again after 1
 FULL_SHARE, EMPTYING_SHARE = 0.97, 0.9  # of what was delivered while the queue was full: it empties, at most so fast
 LOST_SHARE = 0.025  # of what is sent: a queue too short for its delay to be seen; paths that lose 1 % have no more
 FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
+LOWER_AT_ONCE = 0.75  # of the rate: a look that came late, or bytes that were held up, may tell of too little
 FLOOR_SHARE = 0.25  # a queue that others fill must not stop us
 DELIVERY_SPAN_S = 0.35  # over which delivery is averaged: three looks
 LOSS_SPAN_S = 0.8  # over which losses are counted: several round trips
@@ -191,6 +192,7 @@ class UplinkGovernor:
         self._limit = limit_bytes_per_s
         self._rate = 0.0
         self._highest = 0.0
+        self._full = 0.0  # what was delivered when the queue was last beyond its aim
         self._raise, self._raise_max = RAISE_FIRST, RAISE_MAX
         self._recent: deque[tuple[float, UplinkSeen]] = deque()
         self.capacity_bytes_per_s = 0.0
@@ -221,19 +223,24 @@ class UplinkGovernor:
             self._lower(max(FULL_SHARE * delivered, (1 - lost_share) * self._rate))
             self._raise_max = RAISE_MAX if seen.queue_s > aim_s else RAISE_FIRST
             self._recent.clear()  # what was lost before says nothing about the new rate
+            self._full = 0.0
         elif seen.queue_s > aim_s:  # what gets through is then all that the uplink carries
+            self._full = delivered
             share = LOWER_MAX * min(1.0, seen.queue_s / aim_s - 1)
             if seen.queue_s > QUEUE_MAX_S and is_waiting and delivered:
                 self._lower(FULL_SHARE * delivered)
                 self._raise_max = RAISE_MAX
             else:
                 self._lower(max(EMPTYING_SHARE * delivered, (1 - share) * self._rate))
+        elif is_waiting and FULL_SHARE * self._full > self._rate:  # it has emptied
+            self._hold(FULL_SHARE * self._full)
+            self._full = 0.0
         elif is_waiting:
             self._hold((1 + self._raise * (1 - seen.queue_s / aim_s)) * self._rate)
             self._raise = min(self._raise_max, RAISE_FASTER * self._raise)
 
     def _lower(self, rate: float) -> None:
-        self._hold(min(self._rate, max(rate, FLOOR_SHARE * self._highest)))
+        self._hold(min(self._rate, max(rate, LOWER_AT_ONCE * self._rate, FLOOR_SHARE * self._highest)))
         self._raise, self.capacity_bytes_per_s = RAISE_FIRST, self._rate
 
     def _hold(self, rate: float) -> None:
@@ -241,10 +248,11 @@ class UplinkGovernor:
         self._highest = max(rate, 0.999 * self._highest)
 
     def _delivered_per_s(self, now: float) -> float:
-        """0 where the samples do not span enough."""
+        """0 where the samples are too few: if the last one came late, this process stood still and had nothing under way."""
         recent = [(at, seen) for at, seen in self._recent if now - at <= DELIVERY_SPAN_S]
-        span_s = now - recent[0][0]
-        return sum(seen.delivered_bytes for _, seen in recent[1:]) / span_s if span_s > 0.2 else 0.0
+        if len(recent) < 3:
+            return 0.0
+        return sum(seen.delivered_bytes for _, seen in recent[1:]) / (now - recent[0][0])
 
     def _lost_share(self, now: float) -> float:
         """0 where the samples do not span enough."""

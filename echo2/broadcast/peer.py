@@ -147,6 +147,7 @@ class Peer:
     is_stuck: bool = False
     served_at: int = 0
     requests: dict[Ref, OpenRequest] = field(default_factory=dict)
+    answer_s: float = float("inf")  # the least that it took to answer one
     asked: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that we ever requested from it
     given: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that it ever sent us
     sent: dict[Ref, float] = field(default_factory=dict)  # chunks sent to it recently, and when

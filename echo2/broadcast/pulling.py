@@ -61,8 +61,9 @@ def due_chunks(artifact: Artifact, now: float) -> list[int]:
 
 
 def window_chunks(peer: Peer, artifact: Artifact) -> int:
-    """How many open requests a peer may have at once."""
-    by_rate = int(peer.rate.bytes_per_s * PULL_WINDOW_S / artifact.mean_chunk_bytes)
+    """How many open requests a peer may have at once. A window shorter than a satellite's round trip would shrink ever more."""
+    window_s = PULL_WINDOW_S if peer.answer_s == float("inf") else max(PULL_WINDOW_S, 2 * peer.answer_s)
+    by_rate = int(peer.rate.bytes_per_s * window_s / artifact.mean_chunk_bytes)
     return max(2, min(PULL_CHUNKS_MAX, by_rate))
 
 

@@ -234,7 +234,8 @@ class BroadcastSession:
         peer.given[event.key] = peer.given.get(event.key, 0) | bit
         peer.note(event.key, event.index)
         peer.rate.add(event.size_bytes, now)
-        peer.requests.pop((event.key, event.index), None)
+        if (request := peer.requests.pop((event.key, event.index), None)) is not None and event.is_answer:
+            peer.answer_s = min(peer.answer_s, now - request.since)
         self.pulled_chunks += event.is_answer
 
     def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:

@@ -27,9 +27,7 @@ from echo2.outside.net import Dialled, Shown, accepted, listened, listening_sock
 from echo2.outside.streams import StreamReader
 
 BUFFER_BYTES = 128 << 10  # eight full TLS records
-WAKE_BYTES_MAX = (
-    72 << 10
-)  # the kernel wakes the loop when so much has arrived: a chunk of 64 KiB, not each of its segments
+WAKE_BYTES_MAX = 72 << 10  # the kernel wakes the loop when so much has arrived, not for each segment: a chunk of 64 KiB
 ROOM_BYTES = 192 << 10
 """A new connection's receive window is 64 KiB. Bytes that wait for the loop take room of it, and too little is left for what a
 long path has under way. Asking once to be woken at so many bytes makes the kernel's buffer hold twice as many. It still grows by

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2.base.ids import PeerId
+from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.pace import (
     FLOOR_SHARE,
     IDLE_S,
+    RELAY_SLACK_S,
     START_S,
     CongestionChooser,
     Control,
@@ -20,6 +23,8 @@ from echo2.broadcast.pace import (
     RelayWindow,
     UplinkGovernor,
 )
+from echo2.broadcast.peer import Artifact, Peer
+from echo2.broadcast.pulling import window_chunks
 
 TICK_S = 0.1
 GBIT, LAP_AND_SLACK_S = 125e6, 0.25
@@ -50,6 +55,35 @@ def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_n
     assert room(whole, 84) == RelayWindow.LARGEST, "a container's header is a chunk of 84 bytes"
     assert room(whole, 84, 256 << 10) == room(whole, 256 << 10)
     assert room(1e12, 256 << 10) == RelayWindow.LARGEST_PLANNED
+
+
+@pytest.mark.parametrize("chunk_s", [0.05, 0.15, 0.3])
+def test_a_relay_is_kept_busy_and_its_queue_is_short(chunk_s: float) -> None:
+    """It takes `chunk_s` to forward a chunk, at first a quarter of that; one way to it takes 40 ms."""
+    window, way_s, now = RelayWindow(RELAY_SLACK_S), 0.04, 0.0
+    came, done = list[float](), [0.0]
+    for index in range(600):
+        while window.has_room(now):
+            window.given((b"k", len(came)), 1, True, now)
+            came.append(now + way_s)
+            done.append(max(done[-1], came[-1]) + (chunk_s if len(came) > 300 else chunk_s / 4))
+        at = done[index + 1]
+        now = at + way_s
+        window.passed_on((b"k", index), sum(other <= at for other in came[index + 1 :]), now)
+    settled = range(400, 600)
+    assert sum(max(0.0, came[index] - done[index]) for index in settled) == 0.0, "it never waits for a chunk"
+    assert max(done[index] - came[index] for index in settled) <= 2 * max(RELAY_SLACK_S, chunk_s)
+
+
+def test_a_window_of_requests_grows_over_any_round_trip_until_the_link_is_full() -> None:
+    artifact = Artifact(ArtifactKey(b"k"), is_wanted=True)
+    artifact.holds(0, 64 << 10)
+    for round_trip_s in (0.05, 0.6):
+        peer, full = Peer(PeerId("p")), 1e6
+        peer.rate.bytes_per_s, peer.answer_s = 0.1e6, round_trip_s
+        for _ in range(20):
+            peer.rate.bytes_per_s = min(full, window_chunks(peer, artifact) * artifact.mean_chunk_bytes / round_trip_s)
+        assert peer.rate.bytes_per_s == full
 
 
 @dataclass
@@ -104,6 +138,19 @@ def test_an_uplink_that_changes_twofold_is_followed_within_two_seconds() -> None
         governed(governor, link, 2.0)
         settled = governed(governor, link, 2.0)
         assert 0.85 * rate <= sum(settled) / len(settled) <= 1.1 * rate
+
+
+def test_a_rate_that_emptied_a_queue_is_again_what_the_uplink_carries_and_a_late_look_says_little() -> None:
+    governor, now = UplinkGovernor(), 0.0
+    governor.planned(2.2e6)
+    for _ in range(8):
+        now += TICK_S
+        governor.sample(UplinkSeen(int(2e6 * TICK_S), 0.044), now, is_waiting=True)
+    assert governor.rate_bytes_per_s < 0.97 * 2e6, "its queue empties"
+    governor.sample(UplinkSeen(int(2e6 * TICK_S), 0.0), now + TICK_S, is_waiting=True)
+    assert 0.96 * 2e6 < governor.rate_bytes_per_s < 2e6
+    governor.sample(UplinkSeen(int(2e6 * TICK_S), 0.05), now + 5 * TICK_S, is_waiting=True)  # it stood still meanwhile
+    assert governor.rate_bytes_per_s > 0.9 * 2e6
 
 
 def test_a_queue_too_short_for_its_delay_to_be_seen_is_not_overrun() -> None:
