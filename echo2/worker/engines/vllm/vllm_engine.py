@@ -42,6 +42,8 @@ _FP8 = "fp8_per_channel"
 """vLLM's name of a rounding with one scale per row of a matrix, and one per token for the activations."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The fields of a model's config that announce experts, whose layers cannot be rounded."""
+_STATES = ("state_size", "ssm_state_size")
+"""Those that, as all that begin with mamba_, announce Mamba's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,14 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
     if rank := said.get("kv_lora_rank"):
         raise ConfigError(
             f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
+        )
+    # vLLM keeps -exp(A_log) of Mamba's layers, from which the published values cannot be read back for the fingerprint.
+    state = next((field for field in said if field.startswith("mamba_") or field in _STATES), "")
+    kinds = said.get("layer_types") or said.get("layers_block_type")
+    if state and not (isinstance(kinds, list) and all("attention" in str(kind) for kind in kinds)):
+        raise ConfigError(
+            f"model: vLLM's workers do not follow changes of Mamba's layers ({state} {said[state]!r}); expected a model without "
+            "them, or --worker.engine embedded"
         )
     if quantisation is Quantisation.NONE:
         return

@@ -15,10 +15,11 @@ from echo2.base.errors import ConfigError, EngineError, ResourceError
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
+from echo2.cost_model.sizing import Quantisation
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import NO_FINGERPRINT, SeveralEngines, fit_engine, make_engine
-from echo2.worker.engines.vllm.vllm_engine import only_gpus
+from echo2.worker.engines.vllm.vllm_engine import only_gpus, refuse_unsupported
 from echo2.worker.machine import WorkerMachine, parse_gpus
 from echo2.worker.options import WorkerOptions
 from tests.contract.engine_rig import delta_of, keyframe_of, make_versions, tiny_config
@@ -77,6 +78,8 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
         ("embedded", CONFIG, {"quantisation": "fp8"}, "worker.quantisation: fp8 is vLLM's.*expected none"),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
         ("vllm", CONFIG | {"kv_lora_rank": 8}, {}, "latent attention"),  # vLLM would not follow its changes
+        ("vllm", CONFIG | {"mamba_d_state": 8}, {}, r"Mamba's layers \(mamba_d_state 8\).*embedded"),
+        ("vllm", CONFIG | {"ssm_state_size": 8, "layer_types": ["mamba", "attention"]}, {}, "Mamba's layers"),
         *(
             ("vllm", CONFIG | {name: 8}, {"quantisation": "fp8"}, rf"fp8 is not for models with .* \({name} 8\)")
             for name in ("num_experts", "num_local_experts", "n_routed_experts")
@@ -89,6 +92,11 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
     asked = options(tmp_path, **worker)
     with pytest.raises(ConfigError, match=named):
         make_engine(choice, config, asked, fit_engine(choice, CONFIG, asked, FOUR_GPUS, 64))
+
+
+def test_a_hybrid_without_mambas_layers_is_for_vllm() -> None:
+    said = CONFIG | {"mamba_d_state": 8, "layer_types": ["attention", "attention"]}
+    refuse_unsupported(said, Quantisation.NONE, None)
 
 
 def test_rounded_weights_take_less_of_a_card_and_their_masters_the_hosts_memory(tmp_path: Path) -> None:
