@@ -36,6 +36,7 @@ from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
 from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
@@ -91,6 +92,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     torch.manual_seed(derived_seed(options.config.run.seed, "trainer"))
     device = pick_device(local_device(options.trainer.device))
     given = options.trainer
+    refuse_optimizer(given.optimizer_state, given.weights_dtype, ranks.count)
     model = PolicyModel(
         given.model_path, given.weights_dtype, device, options.config.sampling.temperature, ranks, _adapter_of(given),
         replays_routing=given.replays_routing, masters_on_host=given.optimizer_state == "host",

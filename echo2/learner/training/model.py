@@ -306,9 +306,8 @@ class PolicyModel:
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
         self.is_rounded = PRECISIONS[weights_dtype] is torch.bfloat16
+        assert self.is_rounded or not masters_on_host, "refused by refuse_optimizer"
         self.masters_on_host = masters_on_host
-        if masters_on_host and not self.is_rounded:
-            raise ConfigError("learner.optimizer_state: expected weights in bfloat16 for host, got float32")
         self._summed: list[Tensor | None] = [None] * len(self.parameters)
         if self.is_rounded:
             self.masters = self._masters()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,32 @@ PIECE_ELEMENTS = 16 << 20
 """Of masters on the device at a time: 64 MiB a tensor fill PCIe, and three tensors in two places take 0.4 GB."""
 
 
+def refuse_optimizer(state: OptimizerState, weights_dtype: str, rank_count: int) -> None:
+    """Raises `ConfigError`, before a model is read, for a state that cannot be had here: bitsandbytes steps on whole tensors."""
+    if state == "host" and weights_dtype == "float32":
+        raise ConfigError("learner.optimizer_state: expected weights in bfloat16 for host, got float32")
+    if state != "8bit":
+        return
+    if rank_count > 1:
+        raise ConfigError(f"learner.optimizer_state: expected float32 or host on {rank_count} ranks, got 8bit")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "learner.optimizer_state: expected the package of echo2[lean] for 8bit, bitsandbytes not found; install it from "
+            "echo2's checkout: pip install '.[lean]'"
+        )
+
+
 def adamw_of(
     state: OptimizerState, masters: Sequence[Tensor], device: torch.device, **settings: Any
 ) -> torch.optim.Optimizer:
     """Makes AdamW: fused on a GPU; on a CPU the plain one, because recorded runs depend on its exact bits. `settings`: lr, betas,
-    eps, weight_decay. Raises `ConfigError` if 8 bits are asked for without bitsandbytes or on sharded masters."""
+    eps, weight_decay. `refuse_optimizer` tells what is not to be had."""
     if state == "host":
         return HostAdamW(masters, device, **settings)
     if state == "float32":
         return torch.optim.AdamW(masters, fused=True if device.type == "cuda" else None, **settings)
-    if any(own_part(master) is not master for master in masters):
-        raise ConfigError("learner.optimizer_state: expected float32 or host on several ranks, got 8bit")
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise ConfigError(
-            "learner.optimizer_state: expected the package of echo2[lean] for 8bit, bitsandbytes not found; install it from "
-            "echo2's checkout: pip install '.[lean]'"
-        ) from None
+    import bitsandbytes
+
     found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(masters, **settings)
     return found
 

@@ -12,16 +12,19 @@ import torch
 from echo2.base.errors import ConfigError, TrainingError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.options import TrainerOptions
+from echo2.config.run import OptimizerState, RunConfig
+from echo2.learner.options import LearnerOptions, TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.startup import new_team
 from echo2.learner.training import model as model_module
 from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.loss import LossConfig
 from echo2.learner.training.model import PolicyModel, check_dtypes, host_copies, logit_bytes, selective_contexts
-from echo2.learner.training.optimiser import clip
+from echo2.learner.training.optimiser import clip, refuse_optimizer
 from echo2.learner.training.packing import PackedInputs
+from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.trainer import Trainer
 from echo2.weights.precision import round_parameters
 
@@ -409,3 +412,21 @@ def test_a_layer_keeps_half_of_its_products() -> None:
             torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, **how).sum().backward()
         counts.append(products)
     assert counts[0] - counts[1] == 2, "two of four products are not computed again"
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype", "ranks", "named"),
+    [
+        ("8bit", "bfloat16", 2, "expected float32 or host on 2 ranks, got 8bit"),
+        ("host", "float32", 1, "expected weights in bfloat16 for host, got float32"),
+    ],
+)
+def test_a_state_of_the_optimiser_that_cannot_be_had_is_refused_before_a_model_is_read(
+    state: OptimizerState, dtype: str, ranks: int, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        refuse_optimizer(state, dtype, ranks)
+    refuse_optimizer("float32", dtype, ranks)
+    given = TrainerOptions("no/model/here", device="cpu", optimizer_state="host", weights_dtype="float32")
+    with pytest.raises(ConfigError, match="for host"):
+        new_team(LearnerOptions(Path("nowhere"), RunConfig(), given), Ranks())
