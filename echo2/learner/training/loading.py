@@ -82,8 +82,8 @@ def read_config(path: str) -> Any:
         if kind == "yarn":
             original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             factor = rope["factor"]
-            if not isinstance(factor, int | float):
-                raise ValueError(f"rope_scaling: expected a number as its factor, got {factor!r}")
+            if not isinstance(factor, int | float) or not factor >= 1:
+                raise ValueError(f"rope_scaling: expected a number from 1 on as its factor, got {factor!r}")
             config.max_position_embeddings = max(config.max_position_embeddings, int(original * factor))
         if kind in (None, "default") and "factor" in rope:
             raise ValueError(f"rope_scaling: expected a type beside the factor {rope['factor']}, found none")
@@ -304,12 +304,14 @@ def digest_of(config_json: bytes, table: Iterable[tuple[str, Sequence[int]]], dt
 
 
 def stop_tokens_of(generation_config: Any, config: Any) -> tuple[int, ...]:
-    """Tokens that end a completion: those of the generation config and of the model's config."""
+    """Tokens that end a completion: those of the generation config and of the model's config, but those that it cannot sample, as
+    the -1 that says none."""
     found: list[Any] = []
     for ends in (getattr(generation_config, "eos_token_id", None), getattr(config, "eos_token_id", None)):
         found += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if odd := [end for end in found if not isinstance(end, int)]:
+    if odd := [end for end in found if not isinstance(end, int) or isinstance(end, bool)]:
         raise ConfigError(
             f"eos_token_id: expected token ids in the model's config and generation config, got {odd[0]!r}"
         )
-    return tuple(dict.fromkeys(found))
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    return tuple(dict.fromkeys(end for end in found if 0 <= end < vocabulary))

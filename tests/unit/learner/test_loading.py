@@ -131,7 +131,7 @@ def test_tensors_that_the_files_lack_or_have_too_many_of_are_told(
 
 def test_what_ends_a_completion_is_what_any_file_calls_its_end(tmp_path: Path) -> None:
     folder = changed(make_tiny_model(tmp_path / "model"), eos_token_id=7)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, -1, 9999]}))
     assert PolicyModel(str(folder), "bfloat16", CPU, 1.0).stop_token_ids == read_ends(str(folder)) == (1, 5, 7)
 
 
@@ -194,10 +194,12 @@ BY_LOADING: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: changed(folder, model_type="llama9"), "cannot be loaded as a causal LM: .*llama9"),
     (lambda folder: changed(folder, model_type="odd", auto_map={"AutoConfig": "odd.Odd"}), "cannot be loaded .* custom code"),
     (with_tensor(UP, lambda tensor: tensor * float("nan")), r"expected finite weights, .*up_proj\.weight holds NaN"),
-    (rope(type="yarn", factor="4"), "rope_scaling: expected a number as its factor, got '4'"),
+    (rope(type="yarn", factor="4"), "rope_scaling: expected a number from 1 on as its factor, got '4'"),
+    (rope(type="yarn", factor=-1.0), "rope_scaling: expected a number from 1 on as its factor, got -1.0"),
     (rope(type="yarn"), "cannot be loaded as a causal LM: .*factor"),
     (rope(factor=4.0), "rope_scaling: expected a type beside the factor"),
     (written("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id: expected token ids .* got '</s>'"),
+    (written("generation_config.json", '{"eos_token_id": true}'), "eos_token_id: expected token ids .* got True"),
     (written("generation_config.json", '{"eos_token_id": [[1], 5]}'), r"eos_token_id: expected token ids .* got \[1\]"),
 ]  # fmt: skip
 
