@@ -65,7 +65,10 @@ def read_math_rows(
     for file in data_files(path, split, subset):
         for number, row in enumerate(_rows_of(file), start=1):
             read = _math_row(row, f"{file.name} row {number}", choice)
-            first = rows.setdefault(" ".join(str(read.prompt).casefold().split()), read)
+            words = " ".join(str(read.prompt).split())
+            like = rows.get(words.casefold(), read)
+            is_other = like.answer != read.answer and " ".join(str(like.prompt).split()) != words  # X beside x
+            first = rows.setdefault(words if is_other else words.casefold(), read)
             repeated += first is not read
             contrary += first.answer != read.answer
             if len(rows) > ROWS_MAX:

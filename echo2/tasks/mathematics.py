@@ -82,8 +82,10 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     return bool(found) and bool(verify(gold, found, timeout_seconds=None)) and not _differ_in_the_small(gold, found)
 
 
-# A repeating decimal in LaTeX, in pieces of bounded length.
-_REPEATING = re.compile(r"(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*\{?|\()(\d{1,30})[})]?")
+# A repeating decimal, in pieces of bounded length: in LaTeX, or 0.1(6), where that is the end, since 0.5(10) = 5 is a product.
+_REPEATING = re.compile(
+    r"(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?|\((\d{1,30})\)(?=\s*(?:[$}.,;]|\\[)\]]|$)))"
+)
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own
     "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5), "⅗": (3, 5), "⅘": (4, 5),
@@ -124,10 +126,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
 _GROUPED = (
     re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?![\w])"),
     re.compile(r"(?<![\w.,])\d{1,3}(?:([._])\d{3})(?:\1\d{3})+(?![\w])"),
-    re.compile(r"(?<![\w.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\w,])"),
+    re.compile(r"(?<![\w.,(\[])(?<!\\\{)\d{1,2}(?:,\d{2})+,\d{3}(?![\w,])"),
 )
 """Numbers with thousands apart: by a space of any width or TeX's, twice at least by points or _, or as in India. So (3 100) is one
-number: the members of a pair are apart by a comma."""
+number, as the members of a pair are apart by a comma, but (1,23,456) is three."""
 _SMALL = 1e-4  # below this, six decimal places, which are what math-verify compares, say little about a number
 
 
@@ -152,7 +154,8 @@ def _bare(text: str) -> str:
 
 
 def _as_fraction(match: re.Match[str]) -> str:
-    whole, fixed, again = match[1], match[2], match[3]
+    whole, fixed, *repeated = match.groups()
+    again = next(filter(None, repeated))
     top = int(whole + fixed + again) - int(whole + fixed or "0")
     return f"\\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(again) - 1)}}}"
 

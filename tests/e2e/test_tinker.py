@@ -68,4 +68,4 @@ def test_the_stock_sdk_teaches_reinforces_saves_and_goes_on_after_a_kill(tmp_pat
         second = client_of(cluster, base_model, first["saved"])
         assert second["losses"][0] < losses[-1], "it goes on from what was saved, a step later"
         rewards = second["rewards"]
-        assert sum(rewards[:2]) / 2 < 0.3 and sum(rewards[-2:]) / 2 > 0.6
+        assert rewards[0] < 0.4 and sum(rewards[-2:]) / 2 > 0.7, rewards

@@ -30,14 +30,15 @@ def supervised(client: Any, steps: int) -> list[float]:
 
 
 def reinforced(client: Any, steps: int) -> list[float]:
-    """The mean reward by step: the share of sampled tokens that are 9. Each step samples from what the last one made."""
+    """The mean reward by step: the share of sampled tokens that are 6, a quarter at the base. Each step samples from what the last one
+    made."""
     rewards = []
     for _ in range(steps):
         sampler = client.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=6, stop=[])
         groups = [sampler.sample(types.ModelInput.from_ints(PROMPT), 16, params) for _ in range(2)]
         sequences = [sequence for group in groups for sequence in group.result().sequences]
-        scores = [sum(token == 9 for token in sequence.tokens) / 6 for sequence in sequences]
+        scores = [sum(token == 6 for token in sequence.tokens) / 6 for sequence in sequences]
         mean = sum(scores) / len(scores)
         rewards.append(mean)
         data = []

@@ -75,9 +75,12 @@ def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_tr
 ) -> None:
     rows: list[dict[str, object]] = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(12)]
     spaced: list[dict[str, object]] = [{**row, "question": f" {row['question']}\n", "answer": "?"} for row in rows]
-    read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 19 + spaced))
-    assert [row.prompt for row in read] == [row["question"] for row in rows]
-    assert "228 of 240 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
+    names: list[dict[str, object]] = [
+        {"question": f"{name} / x?", "answer": answer} for name, answer in ("x1", "X2", "X2")
+    ]
+    read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 19 + spaced + names))
+    assert [row.prompt for row in read] == [row["question"] for row in rows + names[:2]], "X is another than x"
+    assert "229 of 243 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
 
 
 def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(tmp_path: Path) -> None:
