@@ -30,8 +30,7 @@ def supervised(client: Any, steps: int) -> list[float]:
 
 
 def reinforced(client: Any, steps: int) -> list[float]:
-    """The mean reward by step: the share of sampled tokens that are 6, a quarter at the base. Each step samples from what the last one
-    made."""
+    """The mean reward by step: the share of sampled tokens that are 6, a quarter at first. Each step samples from the last one."""
     rewards = []
     for _ in range(steps):
         sampler = client.save_weights_and_get_sampling_client().result()
