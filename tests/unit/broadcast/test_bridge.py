@@ -99,12 +99,12 @@ def test_libp2p_is_started_until_it_runs_and_a_node_that_closes_leaves_none_of_i
         nat.use_relay(PeerId("relay"), "relay.example:1")
         await until(lambda: tries if is_closed_amid else relays)
         await nat.close()
+        await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "libp2p"])
 
     monkeypatch.setattr(libp2p, "P2pHost", Host)
     monkeypatch.setattr(reach, "START_PAUSE_S", 0.0)
     with caplog.at_level(logging.WARNING, "echo2.broadcast"):
         asyncio.run(main())
-    assert not [thread for thread in threading.enumerate() if thread.name == "libp2p"]
     warnings = [record.getMessage() for record in caplog.records]
     if is_closed_amid:
         assert tries == [0] and not warnings

@@ -11,6 +11,7 @@ import torch
 from echo2.base.errors import StateError
 from echo2.base.ids import Step
 from echo2.config.run import OptimizerState
+from echo2.learner import startup
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.run_folder import KEPT_MAX, RunFolder, keep_for_inspection
@@ -40,6 +41,7 @@ def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
 def test_a_run_goes_on_only_with_a_kind_of_optimiser_that_can_read_its_state(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(startup, "refuse_optimizer", lambda *_: None)  # the package for 8 bits may be missing
     monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
 
     def begin(run: str, optimizer_state: OptimizerState) -> None:
