@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_worker [--quick] [--only PART ...]
 
-Parts: `speed` (against transformers; streaming's share), `swaps`, `agreement` (of
+Parts: `speed` (against transformers; streaming's share), `bf16` (at SmolLM2's shape), `swaps`, `agreement` (of
 log-probabilities), `life` (join, cost beside generation, SIGTERM, kill -9, in a small real run on loopback), `soak` (200
 swaps under load). `--only` replaces the rows of its parts and leaves the others; `--quick` measures less and writes no
 results.
@@ -25,6 +25,7 @@ from benchmarks.worker_scene import Row
 RESULTS = Path(__file__).parent / "results" / "worker.json"
 PARTS = {
     "speed": "benchmarks.worker_speed:speed",
+    "bf16": "benchmarks.worker_narrow:narrow",
     "swaps": "benchmarks.worker_swaps:swaps",
     "agreement": "benchmarks.worker_swaps:agreement",
     "life": "benchmarks.worker_life:life",

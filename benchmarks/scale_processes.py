@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.bench_scale import PROMPT, SEQUENCES, TOKENS, config_of
 from echo2.cost_model.memory import PROCESS_BYTES, LearnerRun, checkpointing_of, learner_memory
-from echo2.cost_model.sizing import CPU_BYTES, CPU_PROCESS_BYTES, model_size
+from echo2.cost_model.sizing import CPU_PROCESS_BYTES, Quantisation, model_size
 from tests.e2e.cluster import Cluster, small_run
 
 STEPS, WITHIN_S = 2, 850.0
@@ -90,8 +90,8 @@ def needed_by(model: str, way: Way) -> Needed:
     keeps = checkpointing_of(way.is_checkpointed, size, way.budget, 4)
     found = learner_memory(size, way.budget, keeps, gpu_count=0, run=LearnerRun(adapter_rank=way.rank))
     learner = found.device_bytes + PROCESS_BYTES
-    cache = CPU_BYTES * size.kv_values_per_token * SEQUENCES * TOKENS
-    worker = (CPU_BYTES + 2) * size.parameters + cache + CPU_PROCESS_BYTES
+    cache = Quantisation.NONE.cpu_bytes * size.kv_values_per_token * SEQUENCES * TOKENS
+    worker = (Quantisation.NONE.cpu_bytes + 2) * size.parameters + cache + CPU_PROCESS_BYTES
     return Needed(learner, worker, learner + way.workers * worker)
 
 

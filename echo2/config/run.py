@@ -398,9 +398,9 @@ class WorkerSection(Section):
         0, "Tokens that vLLM drafts ahead; learner and workers need the same run file.",
         le=16, why="longer drafts are rejected more often than they help",
     )  # fmt: skip
-    quantisation: Literal["none", "fp8"] = opt(
+    quantisation: Literal["none", "bf16", "fp8"] = opt(
         "none",
-        "fp8: rounded weights in vLLM; coordinator and workers need the same run file.",
+        "bf16: embedded engine; fp8: vLLM, rounded weights. Coordinator and workers need the same run file.",
     )
     port: Port = opt(0, "Broadcast; 0: any free one.")
     uplink_limit: BytesPerSecond = opt(0.0, "Largest sending rate; 0: no limit.")

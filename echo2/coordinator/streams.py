@@ -90,7 +90,7 @@ class WorkerStream:
     ) -> None:
         hub, section = self._hub, self._hub.config.coordinator
         hub.learner.check_model(peer_id, hello)
-        if hello.quantisation and hub.config.worker.quantisation == "none":
+        if hello.quantisation not in ("", hub.config.worker.quantisation):
             raise ConfigError(
                 f"worker {hello.name}: expected weights as they are published, it generates by {hello.quantisation} "
                 "(worker.quantisation); a run allows that by worker.quantisation in its own file"

@@ -20,8 +20,6 @@ GPU_MEMORY_SHARE = 0.9
 """Share of GPU memory for weights and KV cache; the rest is for activations and the driver."""
 GPU_BYTES = 2
 """Bytes per weight and per cached value on a GPU: engines compute in bf16 there."""
-CPU_BYTES = 4
-"""Bytes per value on a CPU: the embedded engine computes and caches in float32, because bf16 is slow on CPUs."""
 CPU_PROCESS_BYTES = 512 << 20
 """A worker's own code and the activations between the layers of a step."""
 CPU_CACHE_SHARE = 0.5
@@ -51,7 +49,13 @@ class Quantisation(Enum):
     """How an engine quantises the weights it generates with; the published weights are kept as well."""
 
     NONE = "none"
+    BF16 = "bf16"  # the embedded engine, on processors that multiply it
     FP8 = "fp8"  # vLLM
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes per value on a CPU: the embedded engine computes and caches in float32, or in bf16."""
+        return 2 if self is Quantisation.BF16 else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +292,8 @@ def gpu_cache_tokens(size: ModelSize, memory_bytes: int, quantisation: Quantisat
 def cpu_fit(size: ModelSize, memory_bytes: int, run: RunLengths, published_bytes: int = 0) -> Fit:
     """Fits the embedded engine on this machine. `published_bytes`: size of the copy kept for applying deltas; 0: that of
     bf16 weights. Raises ResourceError if the model does not fit."""
-    longest, each = run.of(size), CPU_BYTES * size.kv_values_per_token
-    own = CPU_BYTES * size.parameters
+    width = run.quantisation.cpu_bytes
+    longest, each, own = run.of(size), width * size.kv_values_per_token, width * size.parameters
     held = own + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
     beside = memory_bytes - held
     tokens = int(CPU_CACHE_SHARE * beside) // each
@@ -353,7 +357,7 @@ def _gpu_refusal(size: ModelSize, count: int, least: int, run: RunLengths) -> st
 
 
 def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, run: RunLengths, tokens: int) -> str:
-    needed = held + int(CPU_BYTES * size.kv_values_per_token * longest / CPU_CACHE_SHARE)
+    needed = held + int(run.quantisation.cpu_bytes * size.kv_values_per_token * longest / CPU_CACHE_SHARE)
     would = [f"{format_bytes(needed)} of memory"]
     would += [f"sequences of at most {tokens} tokens (sampling.max_new_tokens)"] if tokens > 1 else []
     return (

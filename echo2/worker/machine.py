@@ -26,7 +26,7 @@ from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.hosts import joined
 from echo2.base.units import format_bytes
 from echo2.broadcast.artifact import store_bytes_min
-from echo2.cost_model.sizing import CPU_BYTES, CPU_CACHE_SHARE, ModelSize, handover_bytes
+from echo2.cost_model.sizing import CPU_CACHE_SHARE, ModelSize, Quantisation, handover_bytes
 
 DRIVER_MIN = 525  # the oldest NVIDIA driver that any CUDA 12 build runs on; builds for CUDA 13 need 580
 DRIVER_CUDA_13 = 580  # NVIDIA's table of drivers for CUDA 13
@@ -394,14 +394,19 @@ def chosen_engine(choice: str, machine: WorkerMachine) -> str:
 
 
 def check_room(
-    machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path, masters_bytes: int = 0
+    machine: WorkerMachine,
+    size: ModelSize,
+    published_bytes: int,
+    folder: Path,
+    quantisation: Quantisation = Quantisation.NONE,
+    engines: int = 1,
 ) -> int:
     """Returns the bytes of host memory left over; ResourceError if a keyframe would not fit in memory, /dev/shm or disk.
 
     With engines on GPUs the host holds the published weights, a version in transit, and the masters of rounded weights. The
     embedded engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes.
     """
-    own = masters_bytes if machine.gpus else CPU_BYTES * size.parameters
+    own = engines * size.masters_bytes(quantisation) if machine.gpus else quantisation.cpu_bytes * size.parameters
     needed = own + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:
         raise ResourceError(

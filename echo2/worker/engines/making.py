@@ -170,15 +170,13 @@ def fit_engine(
     `published_bytes`: size of what the learner publishes; 0: not told, so the model in bf16 is assumed.
     """
     size = model_size(config)
-    is_on_gpus = choice == "vllm" and bool(machine.gpus)
-    at_work = machine if is_on_gpus else replace(machine, gpus=())
+    at_work = machine if choice == "vllm" else replace(machine, gpus=())
     quantisation = Quantisation(options.config.worker.quantisation)
     run = RunLengths(longest_tokens, options.config.worker.slots, quantisation=quantisation)
     gpus = [gpu.memory_bytes for gpu in at_work.gpus]
     fit = worker_fit(size, gpus, machine.memory_bytes, run, published_bytes)
-    masters_bytes = fit.engine_count * size.masters_bytes(quantisation) if is_on_gpus else 0
     on_host = published_bytes or size.gpu_weight_bytes
-    spare = check_room(at_work, size, on_host, options.folder, masters_bytes)
+    spare = check_room(at_work, size, on_host, options.folder, quantisation, fit.engine_count)
     return replace(fit, loads_base=spare >= on_host)
 
 

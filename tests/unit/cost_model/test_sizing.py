@@ -141,6 +141,10 @@ def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
     with pytest.raises(ResourceError, match=r"one sequence of 4096 tokens .* at most 2048 tokens") as refused:
         cpu_fit(large, held + each, RunLengths(4096))
     assert f"{format_bytes(held + 2 * each)} of memory" in str(refused.value)
+    narrow = cpu_fit(large, 4 * large.parameters + CPU_PROCESS_BYTES + each * 5, RunLengths(4096, 0, Quantisation.BF16))
+    assert (narrow.sequences, narrow.whole_sequences) == (10, 5), (
+        "bf16: half the weights beside what is published, half the cache"
+    )
 
 
 def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_memory() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.coordinator.money.market import built_in_models
+from echo2.cost_model.sizing import Quantisation
 from echo2.wire.bounds import LOG_LINES_MAX, check
 from echo2.worker.heartbeat import LogTail
 from echo2.worker.machine import (
@@ -66,6 +67,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_it_needs(tmp_path: Path) -
     size = built_in_models()["qwen3-0.6b"]
     published = size.gpu_weight_bytes
     check_room(BARE, size, published, tmp_path)
+    check_room(replace(BARE, memory_bytes=4 << 30), size, published, tmp_path, Quantisation.BF16)
     with pytest.raises(ResourceError, match=r"memory: expected 4\.5 GB while a keyframe of 1\.2 GB is taken"):
         check_room(replace(BARE, memory_bytes=4 << 30), size, published, tmp_path)
     check_room(

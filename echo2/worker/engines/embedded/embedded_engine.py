@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
+
 from echo2.base import routing
 from echo2.base.errors import ConfigError, EchoError, EngineError
 from echo2.base.ids import Version
@@ -34,7 +36,7 @@ _log = logging.getLogger("echo2.worker")
 
 
 def _model_of(
-    given: Mapping[str, object], adapter: Adapter | None
+    given: Mapping[str, object], adapter: Adapter | None, quantisation: Quantisation
 ) -> tuple[LiveTensors, Callable[[BlockPool], Forward]]:
     """A model's weights, and how to make a forward pass over them."""
     config = {key: value for key, value in given.items() if key != routing.CONFIG_KEY}
@@ -43,8 +45,11 @@ def _model_of(
     if not reason:
         if tells_routing:
             raise ConfigError("routing: the learner asks for that of a mixture of experts, got a dense model")
-        live = LiveWeights(read_shape(config), adapter)
+        is_narrow = quantisation is Quantisation.BF16
+        live = LiveWeights(read_shape(config), adapter, torch.bfloat16 if is_narrow else torch.float32)
         return live, partial(CachedDecoder, live)
+    if quantisation is Quantisation.BF16:
+        raise ConfigError(f"worker.quantisation: bf16 is for the fused path; expected none ({reason})")
     from echo2.worker.engines.embedded.general import (
         GeneralDecoder,  # imported here because it imports transformers
         ModuleWeights,
@@ -54,6 +59,23 @@ def _model_of(
     weights = ModuleWeights(config, adapter, tells_routing=tells_routing)
     _log.warning("generating by transformers' own modules, slower than the fused path: %s", reason)
     return weights, partial(StateDecoder if weights.carries_state else GeneralDecoder, weights)
+
+
+def refuse_quantisation(quantisation: Quantisation, adapter: Adapter | None) -> None:
+    """Raises ConfigError for weights that this engine, this machine or the learner's adapter has not."""
+    whose = f"worker.quantisation: {quantisation.value}"
+    if quantisation is Quantisation.FP8:
+        raise ConfigError(f"{whose} is vLLM's; for the embedded engine expected none or bf16")
+    if quantisation is not Quantisation.BF16:
+        return
+    if adapter is not None:
+        raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
+    has = torch.cpu.get_capabilities()
+    if not (has.get("amx_bf16") or has.get("avx512_bf16")):
+        raise ConfigError(
+            f"{whose} needs a processor that multiplies it (amx_bf16 or avx512_bf16 among its flags), or is slower than "
+            "float32; expected none"
+        )
 
 
 class EmbeddedEngine:
@@ -72,10 +94,12 @@ class EmbeddedEngine:
         slowdown: float = 1.0,
         outbox: Outbox | None = None,
         adapter: Adapter | None = None,
+        quantisation: Quantisation = Quantisation.NONE,
     ) -> None:
         if slowdown < 1.0:
             raise ConfigError(f"slowdown: expected 1 or more, got {slowdown}")
-        self._weights, make_forward = _model_of(config, adapter)
+        refuse_quantisation(quantisation, adapter)
+        self._weights, make_forward = _model_of(config, adapter, quantisation)
         limit = self._weights.context_tokens
         self._context_tokens = context_tokens or limit
         if not 2 <= self._context_tokens <= limit:
@@ -151,9 +175,7 @@ class EmbeddedEngine:
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
     """Makes a worker's embedded engine, not started; it computes on the CPU and ignores `gpus`."""
-    if options.config.worker.quantisation == Quantisation.FP8.value:
-        raise ConfigError("worker.quantisation: fp8 is vLLM's; for the embedded engine expected none")
-    adapter = adapter_spec(config)
+    quantisation, adapter = Quantisation(options.config.worker.quantisation), adapter_spec(config)
     engine = EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.config.model.path, adapter), adapter),
@@ -162,6 +184,7 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         cache_tokens=fit.cache_tokens,
         slowdown=options.config.worker.slowdown,
         outbox=Outbox(linger_s=LINGER_S),
+        quantisation=quantisation,
     )
     if engine.carries_state and options.config.worker.swap_mode == SwapMode.KEEP_KV.value:
         raise ConfigError(

@@ -1,9 +1,12 @@
-"""The forward pass of the embedded engine: fused float32 layers over a cache in blocks, on one CPU thread.
+"""The forward pass of the embedded engine: fused layers over a cache in blocks, in float32 or bf16, on one CPU thread.
 
 Guarantees: `decode` returns the logits of one token per slot, `fill` only writes keys and values; both read the live weights at the
-moment of the call, so a swap between calls needs no further step. Agrees with the Hugging Face forward pass to float32 rounding.
+moment of the call, so a swap between calls needs no further step. Agrees with the Hugging Face forward pass to the dtype's
+rounding: in bf16 weights, cache and the operands of products are bf16; sums, norms, attention's weights and the residual stream are
+float32.
 torch multiplies float32 matrices with MKL, which leaves half the vector width of some processors unused; its other library, oneDNN,
-is slower on small batches: both are timed once on the model's own matrices, for each class of row counts (`Products`).
+is slower on small batches: both are timed once on the model's own matrices, for each class of row counts (`Products`). bf16 is
+always multiplied with oneDNN.
 
 Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; those of the cache are listed in kernels.py.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +32,7 @@ TRIALS = 5  # the least of five is free of other programs
 STEP_ROWS, PIECE_ROWS, BLOCK_ROWS = 8, 64, 256
 """oneDNN compiles and caches code for each new shape, so row counts are padded with zeros: up to `PIECE_ROWS` rows to a multiple of
 `STEP_ROWS`, above that to a multiple of `PIECE_ROWS`, at most `BLOCK_ROWS` at a time. oneDNN is so much faster than MKL on many
-rows that the zeros cost less. A layer, too, processes `BLOCK_ROWS` rows at a time, so that intermediate values stay in the
+rows that the zeros cost less. A layer's MLP, too, processes `BLOCK_ROWS` rows at a time, so that intermediate values stay in the
 processor's cache."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -49,7 +52,8 @@ class Products:
         count = rows.shape[0]
         if count > BLOCK_ROWS:
             return torch.cat([self.product(part, weight, bias) for part in torch.split(rows, BLOCK_ROWS)])
-        chosen = self._chosen[bisect.bisect_right(ROW_CLASSES, count) - 1]
+        is_narrow = rows.dtype == torch.bfloat16
+        chosen = _by_onednn if is_narrow else self._chosen[bisect.bisect_right(ROW_CLASSES, count) - 1]
         missing = -count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
         if chosen is F.linear or not missing:
             return chosen(rows, weight, bias)
@@ -57,7 +61,7 @@ class Products:
 
     def choose(self, weights: Sequence[torch.Tensor]) -> None:
         """Times both libraries on matrices of these sizes; keeps MKL where oneDNN is missing or not faster."""
-        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        if weights[0].dtype != torch.float32 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             return
         for at, rows in enumerate(ROW_CLASSES):
             if _spent_s(_by_onednn, weights, rows) < _spent_s(F.linear, weights, rows):
@@ -76,42 +80,14 @@ def _spent_s(product: Product, weights: Sequence[torch.Tensor], row_count: int) 
     return fastest
 
 
-_EMPTY = np.zeros(0, np.float32)
 SHORT_TOKENS = 256
 """Up to this context length our own kernel computes a prefill's attention: a torch call per sequence costs more than it saves."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Rows `rows` of a pass; they are the tokens of `runs`, one after another."""
-
-    rows: slice
-    runs: list[Fill]
-    slots_T: np.ndarray
-    positions_T: np.ndarray
-
-
-def _blocks(fills: Sequence[Fill]) -> Iterator[_Block]:
-    """Splits all fills, in their order, into blocks of BLOCK_ROWS rows; the last may be shorter."""
-    begin, runs, room = 0, list[Fill](), BLOCK_ROWS
-    for fill in fills:
-        done = 0
-        while done < len(fill.token_ids):
-            runs.append(Fill(fill.slot, fill.start + done, fill.token_ids[done : done + room]))
-            done += len(runs[-1].token_ids)
-            room -= len(runs[-1].token_ids)
-            if not room:
-                yield _block(begin, runs)
-                begin, runs, room = begin + BLOCK_ROWS, [], BLOCK_ROWS
-    if runs:
-        yield _block(begin, runs)
-
-
-def _block(begin: int, runs: list[Fill]) -> _Block:
-    counts = [len(run.token_ids) for run in runs]
-    positions = [np.arange(run.start, run.start + count) for run, count in zip(runs, counts, strict=True)]
-    slots_T = np.repeat([run.slot for run in runs], counts)
-    return _Block(slice(begin, begin + sum(counts)), runs, slots_T, np.concatenate(positions))
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """What the kernels read and write: float32, or the patterns of bf16."""
+    found: np.ndarray = tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
+    return found
 
 
 class CachedDecoder:
@@ -128,7 +104,8 @@ class CachedDecoder:
         # The system maps pages when they are first touched, 2 MB at a time because numpy requests huge pages. Each block is
         # contiguous here, and the lowest free block is taken first, so only blocks in use take memory.
         size = (blocks.block_count, shape.layer_count, 2, shape.kv_head_count, BLOCK_TOKENS, shape.head_dim)
-        self._cache = np.zeros(size, np.float32)
+        self._cache = np.zeros(size, _array(weights.embedding).dtype)
+        self._no_norm = _array(torch.zeros(0, dtype=weights.embedding.dtype))
         angles = np.arange(context_tokens, dtype=np.float32)[:, None] * shape.rope_frequencies[None, :]
         scale = np.float32(shape.rope_scale)
         self._angles = (np.cos(angles) * scale, np.sin(angles) * scale)
@@ -156,24 +133,21 @@ class CachedDecoder:
             is_last = index + 1 == len(self._weights.layers)
             norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
             normed = self._finish(layer, hidden, self._attend(index, qkv, *places), norm, normed)
-        return self._products.product(normed, self._weights.head)
+        return self._products.product(normed, self._weights.head).float()
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Computes keys and values of runs of tokens, all runs in one pass."""
-        blocks = list(_blocks(fills))
+        counts = [len(fill.token_ids) for fill in fills]
+        slots_T = np.repeat([fill.slot for fill in fills], counts)
+        positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
         hidden = self._embed([token for fill in fills for token in fill.token_ids])
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            # Attention is causal: a block needs only itself and the blocks before it, whose keys are cached by then.
-            for block in blocks:
-                rows, places = block.rows, (block.slots_T, block.positions_T)
-                if index == last:  # only its keys and values are needed
-                    self._project(index, layer, normed[rows], *places, has_queries=False)
-                    continue
-                attended = self._attend_block(index, self._project(index, layer, normed[rows], *places), block)
-                norm = self._weights.layers[index + 1].input_norm
-                self._finish(layer, hidden[rows], attended, norm, normed[rows])
+            qkv = self._project(index, layer, normed, slots_T, positions_T, has_queries=index < last)
+            if index < last:  # of the last layer only keys and values are needed
+                attended = self._attend_runs(index, qkv, slots_T, positions_T, fills)
+                self._finish(layer, hidden, attended, self._weights.layers[index + 1].input_norm, normed)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies cached positions between blocks, of all layers."""
@@ -181,11 +155,11 @@ class CachedDecoder:
             self._cache[copy.target, :, :, :, : copy.count] = self._cache[copy.source, :, :, :, : copy.count]
 
     def _embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64))
+        return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64)).float()
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(hidden)
-        kernels.rms_norm(hidden.numpy(), weight.numpy(), self._shape.norm_epsilon, out.numpy())
+        out = torch.empty_like(hidden, dtype=weight.dtype)
+        kernels.rms_norm(hidden.numpy(), _array(weight), self._shape.norm_epsilon, _array(out))
         return out
 
     def _project(
@@ -201,11 +175,11 @@ class CachedDecoder:
         skipped = 0 if has_queries else self._shape.head_count * self._shape.head_dim
         bias = None if layer.qkv_bias is None else layer.qkv_bias[skipped:]
         qkv = self._products.product(normed, layer.qkv[skipped:], bias)
-        q_norm = _EMPTY if layer.q_norm is None else layer.q_norm.numpy()
-        k_norm = _EMPTY if layer.k_norm is None else layer.k_norm.numpy()
+        q_norm = self._no_norm if layer.q_norm is None else _array(layer.q_norm)
+        k_norm = self._no_norm if layer.k_norm is None else _array(layer.k_norm)
         norms = (q_norm, k_norm, self._shape.norm_epsilon)
         places = (slots_T, positions_T, self._blocks.tables)
-        kernels.rotate_and_cache(qkv.numpy(), norms, self._angles, places, self._cache, index)
+        kernels.rotate_and_cache(_array(qkv), norms, self._angles, places, self._cache, index)
         return qkv
 
     def _finish(
@@ -217,41 +191,48 @@ class CachedDecoder:
             rows = slice(begin, begin + BLOCK_ROWS)
             residual, normed = hidden[rows].numpy(), out[rows]
             delta = product(attended[rows], layer.output, layer.output_bias)
-            kernels.add_and_norm(residual, delta.numpy(), layer.mlp_norm.numpy(), epsilon, normed.numpy())
+            kernels.add_and_norm(residual, _array(delta), _array(layer.mlp_norm), epsilon, _array(normed))
             gate, up = product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             delta = product(F.silu(gate).mul_(up), layer.down, layer.down_bias)
-            kernels.add_and_norm(residual, delta.numpy(), norm.numpy(), epsilon, normed.numpy())
+            kernels.add_and_norm(residual, _array(delta), _array(norm), epsilon, _array(normed))
         return out
 
     def _attend(self, index: int, qkv: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray) -> torch.Tensor:
-        out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim)
+        out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim, dtype=qkv.dtype)
         places = (slots_T, positions_T, self._blocks.tables)
-        kernels.attend(qkv.numpy(), places, self._cache, index, out.numpy(), self._scratch)
+        kernels.attend(_array(qkv), places, self._cache, index, _array(out), self._scratch)
         return out
 
-    def _attend_block(self, index: int, qkv: torch.Tensor, block: _Block) -> torch.Tensor:
-        if all(run.start + len(run.token_ids) <= SHORT_TOKENS for run in block.runs):
-            return self._attend(index, qkv, block.slots_T, block.positions_T)
-        out = torch.empty(qkv.shape[0], self._shape.head_count * self._shape.head_dim)
-        begin = 0
-        for run in block.runs:
-            rows = slice(begin, begin + len(run.token_ids))
-            out[rows] = self._attend_long(index, qkv[rows, : out.shape[1]], run)
-            begin = rows.stop
-        return out
+    def _attend_runs(
+        self, index: int, qkv: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray, fills: Sequence[Fill]
+    ) -> torch.Tensor:
+        if all(fill.start + len(fill.token_ids) <= SHORT_TOKENS for fill in fills):
+            return self._attend(index, qkv, slots_T, positions_T)
+        rows = qkv.split_with_sizes([len(fill.token_ids) for fill in fills])
+        return torch.cat([self._attend_long(index, part, fill) for part, fill in zip(rows, fills, strict=True)])
 
-    def _attend_long(self, index: int, query_TQ: torch.Tensor, run: Fill) -> torch.Tensor:
-        count, end = len(query_TQ), run.start + len(query_TQ)
-        query = query_TQ.reshape(1, count, self._shape.head_count, -1).transpose(1, 2)
-        key, value = (self._gathered(index, kind, run.slot, end) for kind in (0, 1))
-        mask = torch.arange(end) <= torch.arange(run.start, end)[:, None] if run.start else None
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=not run.start, enable_gqa=True
-        )
-        return attended.transpose(1, 2).reshape(count, -1)
+    def _attend_long(self, index: int, qkv: torch.Tensor, run: Fill) -> torch.Tensor:
+        count, shape = len(qkv), self._shape
+        heads = qkv.reshape(1, count, -1, shape.head_dim).transpose(1, 2)
+        query, key, value = heads.split_with_sizes([shape.head_count, shape.kv_head_count, shape.kv_head_count], dim=1)
+        if not run.start:
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return attended.transpose(1, 2).reshape(count, -1)
+        key, value = (self._gathered(index, kind, run.slot, run.start + count) for kind in (0, 1))
+        pieces = []
+        for begin in range(0, count, BLOCK_ROWS):  # what lies behind a piece's end is not computed and then masked
+            part = query[:, :, begin : begin + BLOCK_ROWS]
+            first, end = run.start + begin, run.start + begin + part.shape[2]
+            mask = torch.arange(end) <= torch.arange(first, end)[:, None]
+            pieces.append(
+                F.scaled_dot_product_attention(
+                    part, key[:, :, :end], value[:, :, :end], attn_mask=mask, enable_gqa=True
+                )
+            )
+        return torch.cat(pieces, dim=2).transpose(1, 2).reshape(count, -1)
 
     def _gathered(self, index: int, kind: int, slot: int, count: int) -> torch.Tensor:
         """Keys (`kind` 0) or values (1) of a slot's first `count` positions, contiguous, as [1, G, count, E]."""
         blocks = self._cache[self._blocks.tables[slot, : blocks_for(count)], index, kind]
-        run = blocks.transpose(1, 0, 2, 3).reshape(1, blocks.shape[1], -1, blocks.shape[3])
-        return torch.from_numpy(run[:, :, :count])
+        run = torch.from_numpy(blocks.transpose(1, 0, 2, 3).reshape(1, blocks.shape[1], -1, blocks.shape[3]))
+        return run.view(self._weights.embedding.dtype)[:, :, :count]

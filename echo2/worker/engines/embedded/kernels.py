@@ -1,7 +1,8 @@
-"""Fused float32 loops for one CPU thread: norms, rotary embedding with cache writes, attention over blocks of the cache.
+"""Fused loops for one CPU thread: norms, rotary embedding with cache writes, attention over blocks of the cache.
 
-Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to others: matrix
-products (torch), attention of long prefills (torch), which slots and positions.
+Every loop computes in float32. The residual stream is float32; the other arrays are float32, or bf16 as the uint16 patterns of its
+values. Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to others:
+matrix products (torch), attention of long prefills (torch), which slots and positions.
 
 Shapes: T tokens of one step, D hidden, R rows of q, k and v together, Q rows of all query heads, H query heads, G key-value heads,
 C context, E head dimension, S slots, N blocks per sequence. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], so
@@ -15,6 +16,9 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LANES = 32
@@ -30,6 +34,35 @@ def _compiled_exactly(function: _F) -> _F:
     return cast(_F, numba.njit(cache=True, nogil=True, fastmath={"contract", "nsz"})(function))
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _float(typing: Any, value: Any) -> Any:
+    """The float32 of a value: itself, or a bf16 pattern widened."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == types.float32:
+            return args[0]
+        wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(value), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _element(typing: Any, value: Any, like: Any) -> Any:
+    """A float32 as an element of an array that holds `like`: itself, or the pattern of the nearest bf16, ties to even."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.float32:
+            return args[0]
+        word = ir.IntType(32)
+        bits, half = builder.bitcast(args[0], word), ir.Constant(word, 16)
+        is_odd = builder.and_(builder.lshr(bits, half), ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(is_odd, ir.Constant(word, 0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, half), ir.IntType(16))
+
+    return like(types.float32, like), code
+
+
 @_compiled
 def rms_norm(x_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, out_TD: np.ndarray) -> None:
     """`out = x / rms(x) * weight`."""
@@ -40,7 +73,7 @@ def rms_norm(x_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, out_TD: np.
             total += x_TD[token, i] * x_TD[token, i]
         scale = np.float32(1.0 / np.sqrt(total / width + epsilon))
         for i in range(width):
-            out_TD[token, i] = x_TD[token, i] * scale * weight_D[i]
+            out_TD[token, i] = _element(x_TD[token, i] * scale * _float(weight_D[i]), out_TD[token, i])
 
 
 @_compiled
@@ -52,12 +85,12 @@ def add_and_norm(
     for token in range(count):
         total = np.float32(0.0)
         for i in range(width):
-            value = x_TD[token, i] + delta_TD[token, i]
+            value = x_TD[token, i] + _float(delta_TD[token, i])
             x_TD[token, i] = value
             total += value * value
         scale = np.float32(1.0 / np.sqrt(total / width + epsilon))
         for i in range(width):
-            out_TD[token, i] = x_TD[token, i] * scale * weight_D[i]
+            out_TD[token, i] = _element(x_TD[token, i] * scale * _float(weight_D[i]), out_TD[token, i])
 
 
 @_compiled
@@ -89,7 +122,7 @@ def rotate_and_cache(
         for h in range(heads + kv_heads):
             at = h * width
             for i in range(width):
-                head[i] = row[at + i]
+                head[i] = _float(row[at + i])
             if has_norm:
                 norm = q_norm_E if h < heads else k_norm_E
                 total = np.float32(0.0)
@@ -97,10 +130,10 @@ def rotate_and_cache(
                     total += head[i] * head[i]
                 scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
                 for i in range(width):
-                    head[i] *= scale * norm[i]
+                    head[i] *= scale * _float(norm[i])
             for i in range(half):
-                row[at + i] = head[i] * cos[i] - head[half + i] * sin[i]
-                row[at + half + i] = head[half + i] * cos[i] + head[i] * sin[i]
+                low, high = head[i] * cos[i] - head[half + i] * sin[i], head[half + i] * cos[i] + head[i] * sin[i]
+                row[at + i], row[at + half + i] = _element(low, row[at]), _element(high, row[at])
         for g in range(kv_heads):
             at = (heads + g) * width
             key, value = cache[block, layer, 0, g, row_in_block], cache[block, layer, 1, g, row_in_block]
@@ -134,7 +167,7 @@ def exp_in_place(x: np.ndarray, bits: np.ndarray, count: int) -> None:
 def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     total = np.float32(0.0)
     for i in range(a.shape[0]):
-        total += a[i] * b[i]
+        total += a[i] * _float(b[i])
     return total
 
 
@@ -147,10 +180,10 @@ def _score(query_E: np.ndarray, key_CE: np.ndarray, length: int, scaling: np.flo
         dot0 = dot1 = dot2 = dot3 = np.float32(0.0)
         for i in range(query_E.shape[0]):
             q = query_E[i]
-            dot0 += q * key0[i]
-            dot1 += q * key1[i]
-            dot2 += q * key2[i]
-            dot3 += q * key3[i]
+            dot0 += q * _float(key0[i])
+            dot1 += q * _float(key1[i])
+            dot2 += q * _float(key2[i])
+            dot3 += q * _float(key3[i])
         scores_C[c], scores_C[c + 1] = dot0 * scaling, dot1 * scaling
         scores_C[c + 2], scores_C[c + 3] = dot2 * scaling, dot3 * scaling
         c += 4
@@ -167,12 +200,13 @@ def _mix(weights_C: np.ndarray, value_CE: np.ndarray, length: int, out_E: np.nda
         w0, w1, w2, w3 = weights_C[c], weights_C[c + 1], weights_C[c + 2], weights_C[c + 3]
         value0, value1, value2, value3 = value_CE[c], value_CE[c + 1], value_CE[c + 2], value_CE[c + 3]
         for i in range(out_E.shape[0]):
-            out_E[i] += w0 * value0[i] + w1 * value1[i] + w2 * value2[i] + w3 * value3[i]
+            out_E[i] += w0 * _float(value0[i]) + w1 * _float(value1[i])
+            out_E[i] += w2 * _float(value2[i]) + w3 * _float(value3[i])
         c += 4
     while c < length:
         w0, value0 = weights_C[c], value_CE[c]
         for i in range(out_E.shape[0]):
-            out_E[i] += w0 * value0[i]
+            out_E[i] += w0 * _float(value0[i])
         c += 1
 
 
@@ -193,12 +227,14 @@ def attend(
     heads = out_TQ.shape[1] // width
     group = heads // kv_heads
     scaling = np.float32(1.0 / np.sqrt(np.float64(width)))
+    query, out = np.empty(width, np.float32), np.empty(width, np.float32)
     for token in range(qkv_TR.shape[0]):
         slot, length = slots_T[token], positions_T[token] + 1
         padded = (length + LANES - 1) // LANES * LANES  # elements beyond the length are computed but not read
         for h in range(heads):
-            query, g = qkv_TR[token, h * width : (h + 1) * width], h // group
-            out = out_TQ[token, h * width : (h + 1) * width]
+            g = h // group
+            for i in range(width):
+                query[i], out[i] = _float(qkv_TR[token, h * width + i]), np.float32(0.0)
             for begin in range(0, length, block_tokens):
                 count = min(block_tokens, length - begin)
                 key_CE = cache[blocks_SN[slot, begin // block_tokens], layer, 0, g]
@@ -214,8 +250,9 @@ def attend(
                 total += scores[c]
             for c in range(length):
                 scores[c] /= total
-            out[:] = np.float32(0.0)
             for begin in range(0, length, block_tokens):
                 count = min(block_tokens, length - begin)
                 value_CE = cache[blocks_SN[slot, begin // block_tokens], layer, 1, g]
                 _mix(scores[begin : begin + count], value_CE, count, out)
+            for i in range(width):
+                out_TQ[token, h * width + i] = _element(out[i], out_TQ[token, h * width + i])

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer, read from its Hugging Face config, and its live float32 weights.
+"""The shape of a decoder-only transformer, read from its Hugging Face config, and its live weights, in float32 or bf16.
 
 Guarantees: a shape is complete and supported by the fused path, otherwise reading fails and names the field. An update is checked
 completely before a bit is touched; applying it either succeeds or leaves every weight as it was; bits read back are the published
@@ -154,7 +154,7 @@ _BF16 = element_type_of("", torch.zeros(0, dtype=torch.bfloat16))
 
 
 class LiveTensors:
-    """`tensors` are what the forward pass reads, by Hugging Face name: float32, contiguous and on the CPU.
+    """`tensors` are what the forward pass reads, by Hugging Face name: float32 or bf16, contiguous and on the CPU.
 
     With an `adapter`, its tensors are published and checked instead, and `tensors` are computed from the adapter and its base.
     """
@@ -169,7 +169,7 @@ class LiveTensors:
         self._adapter = adapter
         self._published = tensors if adapter is None else adapter.tensors
         self._check = UpdateCheck(model_type, {name: tuple(t.shape) for name, t in self._published.items()})
-        self._bits = {name: tensor.numpy().reshape(-1).view(np.uint32) for name, tensor in self._published.items()}
+        self._bits = {name: patterns_of(tensor).reshape(-1) for name, tensor in self._published.items()}
         if adapter is not None:
             adapter.lay_base(tensors)
 
@@ -178,6 +178,11 @@ class LiveTensors:
         version's are in memory at the same time."""
         updates = []
         for update in self._check.checked(staged):
+            if update.bits.itemsize > self._bits[update.name].itemsize:
+                raise EngineError(
+                    f"version {staged.version}, tensor {update.name}: expected bfloat16 (model.weights_dtype) for an engine in "
+                    f"bf16, got {update.dtype}; or worker.quantisation none"
+                )
             places = update.indices
             if places is None or not len(places) or places[-1] > np.iinfo(np.uint32).max:
                 updates.append(update)
@@ -200,11 +205,12 @@ class LiveTensors:
                 else:
                     old = live[update.indices]
                     undo.append((update, old if update.bits.dtype == old.dtype else _upper_halves(old)))
-                    live[update.indices] = _widened(update.bits)
+                    live[update.indices] = _as_in(live, update.bits)
                 written.append(update)
         except (IndexError, ValueError, MemoryError) as error:
             for changed, old in reversed(undo):
-                self._bits[changed.name][changed.indices] = _widened(old)
+                live = self._bits[changed.name]
+                live[changed.indices] = _as_in(live, old)
             raise EngineError(
                 f"tensor {update.name}: the update did not apply, old weights are back: {error}"
             ) from error
@@ -237,7 +243,12 @@ class LiveTensors:
 
     def _is_widened(self, name: str) -> bool:
         """Whether a tensor was published in bf16 and is held in float32."""
-        return self._check.dtypes.get(name) == "bfloat16"
+        return self._check.dtypes.get(name) == "bfloat16" and self._bits[name].itemsize == 4
+
+
+def patterns_of(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bits as numpy sees them, without a copy: uint16 of bf16, uint32 of float32."""
+    return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32).numpy()
 
 
 def _upper_halves(bits: np.ndarray) -> np.ndarray:
@@ -245,9 +256,9 @@ def _upper_halves(bits: np.ndarray) -> np.ndarray:
     return bits.view(np.uint16)[1::2].copy()
 
 
-def _widened(bits: np.ndarray) -> np.ndarray:
-    """The patterns in float32."""
-    return bits if bits.dtype == np.uint32 else bits.astype(np.uint32) << 16
+def _as_in(live: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """The patterns in the dtype of the live ones: the same, or bf16 widened to float32."""
+    return bits if bits.dtype == live.dtype else bits.astype(np.uint32) << 16
 
 
 def _put_whole(live: np.ndarray, bits: np.ndarray) -> None:
@@ -282,7 +293,8 @@ class LayerWeights:
 class LiveWeights(LiveTensors):
     """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage that the forward pass reads."""
 
-    def __init__(self, shape: ModelShape, adapter: Adapter | None = None) -> None:
+    def __init__(self, shape: ModelShape, adapter: Adapter | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self.shape, self.context_tokens, self.vocab_count = shape, shape.context_tokens, shape.vocab_count
         self.tensors: dict[str, torch.Tensor] = {}
         self.embedding = self._whole("model.embed_tokens.weight", shape.vocab_count, shape.hidden)
@@ -293,11 +305,11 @@ class LiveWeights(LiveTensors):
         super().__init__(shape.model_type, self.tensors, adapter)
 
     def _whole(self, name: str, *size: int) -> torch.Tensor:
-        self.tensors[name] = torch.zeros(size)
+        self.tensors[name] = torch.zeros(size, dtype=self._dtype)
         return self.tensors[name]
 
     def _fused(self, rows: dict[str, int], *columns: int) -> torch.Tensor:
-        fused = torch.zeros(sum(rows.values()), *columns)
+        fused = torch.zeros(sum(rows.values()), *columns, dtype=self._dtype)
         start = 0
         for name, count in rows.items():
             self.tensors[name] = fused[start : start + count]

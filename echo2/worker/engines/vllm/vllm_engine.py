@@ -72,7 +72,7 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
             f"model: vLLM's workers do not follow changes of Mamba's layers ({state} {said[state]!r}); expected a model without "
             "them, or --worker.engine embedded"
         )
-    if quantisation is Quantisation.NONE:
+    if quantisation is not Quantisation.FP8:  # vLLM computes in bf16 anyhow
         return
     whose = f"worker.quantisation: {quantisation.value}"
     if adapter is not None:
@@ -90,7 +90,7 @@ def refuse_device(quantisation: Quantisation, config: Mapping[str, object]) -> N
             f"model: vLLM's CPU kernels cap the scores of attention roughly (attn_logit_softcapping {cap!r}), which moves "
             "probabilities by up to a hundredth; expected a GPU, or --worker.engine embedded"
         )
-    if quantisation is Quantisation.NONE or is_cpu():
+    if quantisation is not Quantisation.FP8 or is_cpu():
         return
     from vllm.platforms import current_platform
 
@@ -208,7 +208,7 @@ class VllmEngine:
             self._rpc,
             str(self._config.get("model_type")),
             None if adapter is None else adapter.spec,
-            is_rounded=quantisation is not Quantisation.NONE,
+            is_rounded=quantisation is Quantisation.FP8,
         )
         self._swap_order = asyncio.Lock()
         self._counters = _VllmCounters()

@@ -76,6 +76,12 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
     ("choice", "config", "worker", "named"),
     [
         ("embedded", CONFIG, {"quantisation": "fp8"}, "worker.quantisation: fp8 is vLLM's.*expected none"),
+        (
+            "embedded",
+            HYBRID,
+            {"quantisation": "bf16"},
+            "worker.quantisation: bf16 is for the fused path; expected none",
+        ),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
         ("vllm", CONFIG | {"kv_lora_rank": 8}, {}, "latent attention"),  # vLLM would not follow its changes
         ("vllm", CONFIG | {"mamba_d_state": 8}, {}, r"Mamba's layers \(mamba_d_state 8\).*embedded"),
