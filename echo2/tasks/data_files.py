@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import json
 import logging
 import os
@@ -60,15 +61,16 @@ def read_math_rows(
 ) -> list[MathRow]:
     """Reads all problems under `path`. In a folder, reads the files of `split`, and of `subset` if there are several."""
     choice = columns or ColumnChoice()
-    rows: dict[str, MathRow] = {}
+    rows: dict[bytes, MathRow] = {}
     repeated = contrary = 0
     for file in data_files(path, split, subset):
         for number, row in enumerate(_rows_of(file), start=1):
             read = _math_row(row, f"{file.name} row {number}", choice)
             words = " ".join(str(read.prompt).split())
-            like = rows.get(words.casefold(), read)
+            key = _digest(words.casefold())
+            like = rows.get(key, read)
             is_other = like.answer != read.answer and " ".join(str(like.prompt).split()) != words  # X beside x
-            first = rows.setdefault(words if is_other else words.casefold(), read)
+            first = rows.setdefault(_digest(words) if is_other else key, read)
             repeated += first is not read
             contrary += first.answer != read.answer
             if len(rows) > ROWS_MAX:
@@ -171,6 +173,11 @@ def _array_rows(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise TaskError(f"{file.name} row {number}: expected a JSON object, got {type(row).__name__}")
         yield row
+
+
+def _digest(words: str) -> bytes:
+    """Kept instead of the words: millions of prompts are in memory once already."""
+    return hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _columnar_rows(file: Path) -> Iterator[Row]:

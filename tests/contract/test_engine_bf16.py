@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from echo2.base.errors import ConfigError, EngineError
+from echo2.base.errors import EngineError
 from echo2.base.staged import TensorUpdate
 from echo2.cost_model.sizing import Quantisation
 from echo2.weights.fingerprint import fingerprint
-from echo2.worker.engines.adapter import Adapter
-from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine, refuse_quantisation
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.embedded.live_weights import LiveWeights, read_shape
 from echo2.worker.engines.engine import SwapMode
 from tests.contract.engine_rig import Collected, Rig, Staged, refused, tiny_config
@@ -78,7 +76,7 @@ def test_log_probabilities_are_as_near_as_bf16_rounds_and_a_swap_makes_the_new_w
         fresh.close()
 
 
-def test_what_it_cannot_hold_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_in_float32_is_refused_by_name() -> None:
     rig = make_rig()
 
     async def body() -> None:
@@ -97,12 +95,6 @@ def test_what_it_cannot_hold_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         rig.run(body)
     finally:
         rig.close()
-    refuse_quantisation(Quantisation.BF16, None)
-    with pytest.raises(ConfigError, match="learner publishes an adapter alone; expected none"):
-        refuse_quantisation(Quantisation.BF16, MagicMock(spec=Adapter))
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    with pytest.raises(ConfigError, match="bf16 needs a processor that multiplies it .amx_bf16 or avx512_bf16"):
-        refuse_quantisation(Quantisation.BF16, None)
 
 
 def test_its_weights_take_half_the_memory() -> None:

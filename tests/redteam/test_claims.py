@@ -13,6 +13,7 @@ from typing import Any
 
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Activation, Member
+from echo2.coordinator.fleet.record import PICKS_MAX
 from echo2.coordinator.leases.waits import waits
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -272,6 +273,8 @@ async def test_a_worker_that_hands_back_hard_prompts_gets_none_for_a_while_and_o
         record = run.hub.book.records.of(picky.credentials.peer_id)
         await run.until(lambda: record.barred_until > run.hub.clock.now())
         assert "handed back" in record.why
+        finished = sum(name in run.made_by for name in run.handed_back)
+        assert finished <= 6 * PICKS_MAX, "as many as another finished count, not those that still wait for it"
         held_back, before = sum(record.ways.values()), run.done
         await run.until(lambda: run.done >= before + 48)
         assert sum(record.ways.values()) == held_back, "it was given nothing since"

@@ -171,6 +171,8 @@ async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_ch
         assert (await learner.hello()).WhichOneof("kind") == "welcome"
         welcome = (await worker.hello(engine="vllm", quantisation="fp8")).welcome
         assert (welcome.learner.address, welcome.relay_address) == ("127.0.0.1:9", ""), "no relay on loopback"
+        other = await Node.join(daemon, Role.WORKER)
+        assert "it generates by bf16" in (await other.hello(quantisation="bf16")).refusal.message, "the run allows fp8"
         activation = await worker.until("activation")
         assert activation.is_active and activation.reason
         nodes = [learner.credentials.peer_id, worker.credentials.peer_id]

@@ -80,6 +80,7 @@ def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_tr
     ]
     read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 19 + spaced + names))
     assert [row.prompt for row in read] == [row["question"] for row in rows + names[:2]], "X is another than x"
+    assert len(read_math_rows(write_jsonl(tmp_path / "half.jsonl", [{"question": "\ud800?", "answer": "1"}]))) == 1
     assert "229 of 243 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
 
 
@@ -97,6 +98,9 @@ def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_f
     with ipc.new_stream(str(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
     assert [row.answer for row in read_math_rows(tmp_path / "saved")] == ["2", "4"]
+    with ipc.new_file(str(tmp_path / "pandas.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    assert [row.answer for row in read_math_rows(tmp_path / "pandas.arrow")] == ["2", "4"]
 
 
 def hub_cache(home: Path, rows: list[dict[str, object]]) -> Path:

@@ -22,7 +22,7 @@ from echo2.base.ids import Version
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.outside.allocator import give_back
-from echo2.worker.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
+from echo2.worker.engines.adapter import CONFIG_KEY, Adapter, AdapterSpec, adapter_spec, load_base
 from echo2.worker.engines.embedded.forward import CachedDecoder
 from echo2.worker.engines.embedded.live_weights import LiveTensors, LiveWeights, read_shape, why_not_fused
 from echo2.worker.engines.embedded.loop import Forward, LiveSwap, StepLoop
@@ -61,7 +61,7 @@ def _model_of(
     return weights, partial(StateDecoder if weights.carries_state else GeneralDecoder, weights)
 
 
-def refuse_quantisation(quantisation: Quantisation, adapter: Adapter | None) -> None:
+def refuse_quantisation(quantisation: Quantisation, adapter: AdapterSpec | None) -> None:
     """Raises ConfigError for weights that this engine, this machine or the learner's adapter has not."""
     whose = f"worker.quantisation: {quantisation.value}"
     if quantisation is Quantisation.FP8:
@@ -98,7 +98,6 @@ class EmbeddedEngine:
     ) -> None:
         if slowdown < 1.0:
             raise ConfigError(f"slowdown: expected 1 or more, got {slowdown}")
-        refuse_quantisation(quantisation, adapter)
         self._weights, make_forward = _model_of(config, adapter, quantisation)
         limit = self._weights.context_tokens
         self._context_tokens = context_tokens or limit
@@ -176,6 +175,7 @@ class EmbeddedEngine:
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
     """Makes a worker's embedded engine, not started; it computes on the CPU and ignores `gpus`."""
     quantisation, adapter = Quantisation(options.config.worker.quantisation), adapter_spec(config)
+    refuse_quantisation(quantisation, adapter)
     engine = EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.config.model.path, adapter), adapter),

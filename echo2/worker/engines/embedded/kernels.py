@@ -16,9 +16,8 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import overload
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LANES = 32
@@ -34,33 +33,31 @@ def _compiled_exactly(function: _F) -> _F:
     return cast(_F, numba.njit(cache=True, nogil=True, fastmath={"contract", "nsz"})(function))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _float(typing: Any, value: Any) -> Any:
+def _float(value: Any) -> Any:
     """The float32 of a value: itself, or a bf16 pattern widened."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if value == types.float32:
-            return args[0]
-        wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
 
-    return types.float32(value), code
+@overload(_float, strict=False)  # type: ignore[untyped-decorator]
+def _float_by_type(value: Any) -> Any:
+    if value == types.float32:
+        return lambda value: value
+    return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _element(typing: Any, value: Any, like: Any) -> Any:
+def _element(value: Any, like: Any) -> Any:
     """A float32 as an element of an array that holds `like`: itself, or the pattern of the nearest bf16, ties to even."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if like == types.float32:
-            return args[0]
-        word = ir.IntType(32)
-        bits, half = builder.bitcast(args[0], word), ir.Constant(word, 16)
-        is_odd = builder.and_(builder.lshr(bits, half), ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(is_odd, ir.Constant(word, 0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, half), ir.IntType(16))
 
-    return like(types.float32, like), code
+@overload(_element, strict=False)  # type: ignore[untyped-decorator]
+def _element_by_type(value: Any, like: Any) -> Any:
+    if like == types.float32:
+        return lambda value, like: value
+
+    def rounded(value: Any, like: Any) -> Any:
+        bits = np.float32(value).view(np.uint32)
+        return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+    return rounded
 
 
 @_compiled

@@ -72,9 +72,13 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
             f"model: vLLM's workers do not follow changes of Mamba's layers ({state} {said[state]!r}); expected a model without "
             "them, or --worker.engine embedded"
         )
-    if quantisation is not Quantisation.FP8:  # vLLM computes in bf16 anyhow
+    if quantisation is Quantisation.NONE:
         return
     whose = f"worker.quantisation: {quantisation.value}"
+    if quantisation is Quantisation.BF16:
+        raise ConfigError(
+            f"{whose} is the embedded engine's; for vLLM, which computes in bf16 on a GPU, expected none or fp8"
+        )
     if adapter is not None:
         raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
     for field in _EXPERTS:
@@ -90,7 +94,7 @@ def refuse_device(quantisation: Quantisation, config: Mapping[str, object]) -> N
             f"model: vLLM's CPU kernels cap the scores of attention roughly (attn_logit_softcapping {cap!r}), which moves "
             "probabilities by up to a hundredth; expected a GPU, or --worker.engine embedded"
         )
-    if quantisation is not Quantisation.FP8 or is_cpu():
+    if quantisation is Quantisation.NONE or is_cpu():
         return
     from vllm.platforms import current_platform
 
@@ -208,7 +212,7 @@ class VllmEngine:
             self._rpc,
             str(self._config.get("model_type")),
             None if adapter is None else adapter.spec,
-            is_rounded=quantisation is Quantisation.FP8,
+            is_rounded=quantisation is not Quantisation.NONE,
         )
         self._swap_order = asyncio.Lock()
         self._counters = _VllmCounters()

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from echo2.base.errors import ConfigError, EngineError, ResourceError
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Quantisation
+from echo2.worker.engines.adapter import CONFIG_KEY
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import NO_FINGERPRINT, SeveralEngines, fit_engine, make_engine
@@ -69,6 +71,7 @@ def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_pa
         fit_engine("embedded", QWEN3_8B, options(tmp_path), CPU)
 
 
+ADAPTED = CONFIG | {CONFIG_KEY: {"rank": 8, "scale": 1.0, "dtype": "bfloat16", "base_fingerprint": "0" * 16}}
 HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
 
 
@@ -82,6 +85,13 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
             {"quantisation": "bf16"},
             "worker.quantisation: bf16 is for the fused path; expected none",
         ),
+        (
+            "embedded",
+            ADAPTED,
+            {"quantisation": "bf16"},
+            "bf16 is for whole weights, .* publishes an adapter",
+        ),  # before its base
+        ("vllm", CONFIG, {"quantisation": "bf16"}, "bf16 is the embedded engine's; .*expected none or fp8"),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
         ("vllm", CONFIG | {"kv_lora_rank": 8}, {}, "latent attention"),  # vLLM would not follow its changes
         ("vllm", CONFIG | {"mamba_d_state": 8}, {}, r"Mamba's layers \(mamba_d_state 8\).*embedded"),
@@ -93,11 +103,26 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
     ],
 )
 def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
-    tmp_path: Path, choice: str, config: dict[str, object], worker: dict[str, str], named: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: str,
+    config: dict[str, object],
+    worker: dict[str, str],
+    named: str,
 ) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     asked = options(tmp_path, **worker)
     with pytest.raises(ConfigError, match=named):
         make_engine(choice, config, asked, fit_engine(choice, CONFIG, asked, FOUR_GPUS, 64))
+
+
+def test_bf16_is_refused_on_a_processor_that_does_not_multiply_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False})
+    asked = options(tmp_path, quantisation="bf16")
+    with pytest.raises(ConfigError, match="bf16 needs a processor that multiplies it .amx_bf16 or avx512_bf16"):
+        make_engine("embedded", CONFIG, asked, fit_engine("embedded", CONFIG, asked, CPU, 64))
 
 
 def test_a_hybrid_without_mambas_layers_is_for_vllm() -> None:
