@@ -48,7 +48,7 @@ LAG_LOOK_S, QUIET_S = 0.01, 3.0
 _SERVE = """
 import asyncio, pathlib, sys
 from echo2.config.run import RunConfig, RunSection
-from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.coordinator import CoordinatorDaemon
 async def main():
     section = timed_section(enrol_port=0, port=0, dashboard_port=0, planner_mode="advise", heartbeat_interval=float(sys.argv[2]),

@@ -31,14 +31,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from echo2.base.rng import derived_rng, derived_seed
-from echo2.learner.training.advantage import group_advantages, minimum_variance_weights
 from echo2.learner.training.loss import (
     BatchTotals,
     LossConfig,
     PackedTokens,
     Segments,
+    group_advantages,
     learning_rate_scale,
     loss_metrics,
+    minimum_variance_weights,
     policy_loss,
     score_norm_sq_proxy,
 )

@@ -25,7 +25,7 @@ from benchmarks.bench_coordinator import HEARTBEAT_S, RUN
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.config.run import RunConfig, RunSection
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.coordinator.hub import CoordinatorOptions, timed_section
 
 RESULTS = Path(__file__).parent / "results" / "dashboard.json"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

@@ -29,7 +29,7 @@ from echo2.gateway.app import GatewayPort
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.request_pool import RequestPool
-from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import Ledger
 
 RESULTS = Path(__file__).parent / "results" / "doors.json"
 CLIENTS, PROMPT, SAMPLED, VOCABULARY = 64, 512, 128, 150_000

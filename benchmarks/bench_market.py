@@ -29,11 +29,10 @@ from benchmarks.bench_capacity import Row, keep, random_fleet, show
 from benchmarks.market_day import days
 from benchmarks.market_fleets import hard_world, random_machines, random_world, spot, told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
-from echo2.cost_model.estimates import RobustEstimator
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Limit, Plan
 from echo2.cost_model.planner import plan, priced, sent_gib_per_hour
 from echo2.cost_model.rehearsal import confirmed, rehearsed
-from echo2.cost_model.relations import Evaluation, FleetModel
+from echo2.cost_model.relations import Evaluation, FleetModel, RobustEstimator
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState
 from echo2.cost_model.solver import QUEUE_SHARE, UTILISATION_LEAST
 

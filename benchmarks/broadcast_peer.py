@@ -22,7 +22,7 @@ from benchmarks import priority
 from benchmarks.broadcast_scene import PAUSE_S
 from echo2.base.errors import DiskFull
 from echo2.base.ids import Version
-from echo2.base.link_shape import LinkShape
+from echo2.base.units import LinkShape
 from echo2.broadcast import uplink
 from echo2.broadcast.artifact import UNSEALED_DELTA_SHARE, ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactSealed, BlockArrived

@@ -18,8 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bench_scale import PROMPT, SEQUENCES, TOKENS, config_of
-from echo2.cost_model.memory import PROCESS_BYTES, LearnerRun, checkpointing_of, learner_memory
-from echo2.cost_model.sizing import CPU_PROCESS_BYTES, Quantisation, model_size
+from echo2.cost_model.sizing import (
+    CPU_PROCESS_BYTES,
+    PROCESS_BYTES,
+    LearnerRun,
+    Quantisation,
+    checkpointing_of,
+    learner_memory,
+    model_size,
+)
 from tests.e2e.cluster import Cluster, small_run
 
 STEPS, WITHIN_S = 2, 850.0

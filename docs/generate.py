@@ -21,7 +21,7 @@ from echo2.base import errors
 from echo2.cli import coordinator, learner, main, worker
 from echo2.config.load import PRESETS, to_toml
 from echo2.config.run import RunConfig
-from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "reference"

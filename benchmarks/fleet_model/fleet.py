@@ -23,8 +23,7 @@ from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import VersionSpan
 from echo2.cost_model.plan import Plan
-from echo2.staleness.ledger import Ledger
-from echo2.staleness.rule import is_admissible
+from echo2.staleness.rule import Ledger, is_admissible
 
 Planner = Callable[["FleetSim", str], Plan]
 

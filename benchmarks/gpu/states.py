@@ -15,7 +15,7 @@ from benchmarks.gpu.setup import QWEN3_4B, SMALL, Row, Setup, Shape, not_measure
 from benchmarks.gpu.stepping import batch_of, trainer_of
 from echo2.base.ids import Version
 from echo2.config.run import OptimizerState
-from echo2.cost_model.memory import Checkpointing, LearnerRun, learner_memory
+from echo2.cost_model.sizing import Checkpointing, LearnerRun, learner_memory
 from echo2.learner.options import LearnerLimits
 from echo2.learner.publishing.checkpoint import CheckpointStore, put_back, take
 from echo2.learner.rollouts.groups import Batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 from echo2.base.errors import ConfigError
 
@@ -89,3 +90,16 @@ def format_seconds(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 86_400:.3g} days" if seconds < float("inf") else "never"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """Limits of the link; 0: not limited. A node delays everything that it sends by half of `rtt_s`."""
+
+    uplink_bytes_per_s: float = 0.0
+    downlink_bytes_per_s: float = 0.0
+    rtt_s: float = 0.0
+
+    @property
+    def is_off(self) -> bool:
+        return not (self.uplink_bytes_per_s or self.downlink_bytes_per_s or self.rtt_s)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from echo2.base.ids import PeerId, Version
-from echo2.base.link_shape import LinkShape
+from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey, BlockAssembler, Header
 from echo2.broadcast.library import Entry, Library
 from echo2.broadcast.pace import Meter

@@ -22,8 +22,7 @@ from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.events import SendChunk
 from echo2.outside import monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import FairShare
+from echo2.outside.guard import FairShare, cancel_all
 from echo2.outside.streams import Remote
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire

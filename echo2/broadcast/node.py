@@ -16,8 +16,8 @@ from pathlib import Path
 
 from echo2.base.errors import CorruptChunk, EchoError, StateError
 from echo2.base.ids import PeerId, Version
-from echo2.base.link_shape import LinkShape
 from echo2.base.staged import FORMAT_VERSION
+from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import (
     ArtifactId,
     ArtifactKey,
@@ -30,8 +30,7 @@ from echo2.broadcast.artifact import (
 )
 from echo2.broadcast.catch_up import ArtifactReader, ArtifactSealed, CatchUpPlanner, Progress
 from echo2.broadcast.connection import Connection
-from echo2.broadcast.connections import Connections
-from echo2.broadcast.dialling import Dialling
+from echo2.broadcast.connections import Connections, Dialling
 from echo2.broadcast.events import ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Wanted
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import RECENT_BYTES_MAX, AvailableArtifact, Library, restored
@@ -44,7 +43,7 @@ from echo2.broadcast.store import ChunkStore
 from echo2.broadcast.stripes import LinkStatus
 from echo2.broadcast.uplink import UplinkWatch
 from echo2.outside import unix_now
-from echo2.outside.ending import cancel_all
+from echo2.outside.guard import cancel_all
 from echo2.trust.identity import Role
 from echo2.trust.tls import Credentials
 

@@ -21,12 +21,11 @@ from typing import Any, TypeVar
 from echo2.base.errors import EchoError, Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.base.link_shape import LinkShape
+from echo2.base.units import LinkShape
 from echo2.broadcast.connection import Connection, StreamConnection
 from echo2.broadcast.reachability import LinkWay
 from echo2.outside import here, monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import FairShares, Refusals
+from echo2.outside.guard import FairShares, Refusals, cancel_all
 from echo2.outside.net import Dialled
 from echo2.outside.streams import Remote, StreamCaller, StreamListener
 from echo2.trust.identity import PeerIdentity, dns_name_of

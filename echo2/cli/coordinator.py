@@ -9,7 +9,7 @@ from pathlib import Path
 from echo2.base.errors import EchoError
 from echo2.cli.options import Parser, add_config_arguments, add_log_arguments, parse
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
-from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.hub import CoordinatorOptions
 
 
 @ended_by_interrupt()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import ConfigError, EchoError, PortBusy, ResourceError
 from echo2.base.units import format_bytes
-from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
+from echo2.broadcast.nat.reach import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
 from echo2.cli.options import MODULES, config_of, link_text
 from echo2.cli.process import wrapped

@@ -68,8 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if own.is_served:
             return run_daemon(lambda: _serving(options, trains=own.trains), folder)
         if not is_follower:
-            from echo2.learner.rollouts.conversations import read_conversations_of  # slow imports, needed only here
-            from echo2.learner.rollouts.prompts import check_rewards_of, check_teacher
+            from echo2.learner.rollouts.prompts import (
+                check_rewards_of,
+                check_teacher,
+                read_conversations_of,  # slow imports, needed only here
+            )
 
             read_conversations_of(config)
             check_teacher(config)

@@ -33,7 +33,7 @@ from echo2.cli.learner import learner_options
 from echo2.cli.options import make_importable, require_extra
 from echo2.config.load import load_config
 from echo2.config.run import RunConfig
-from echo2.cost_model.memory import STEPS_MAX
+from echo2.cost_model.sizing import STEPS_MAX
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, OwnTrainerFollower, TrainerLeft
 from echo2.learner.publishing.checkpoint import CheckpointStore

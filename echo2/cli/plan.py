@@ -29,9 +29,8 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.cost_model.machines import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.market import EGRESS_USD_PER_GIB
-from echo2.cost_model.memory import CHECKPOINT_BYTES_PER_S, checkpoint_bytes, steps_between
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, parse_what_if
-from echo2.cost_model.sizing import ModelSize, size_by_billions
+from echo2.cost_model.sizing import CHECKPOINT_BYTES_PER_S, ModelSize, checkpoint_bytes, size_by_billions, steps_between
 from echo2.cost_model.snapshot import JOIN_S, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48  # more of one kind than a run of the documented sizes rents, so that price decides, not stock

@@ -23,8 +23,11 @@ from echo2.base.units import format_bytes, format_seconds
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.cost_model.machines import CPU, GpuType, WorkerPrior, worker_prior
-from echo2.cost_model.memory import (
+from echo2.cost_model.question import billions_in
+from echo2.cost_model.sizing import (
     CHECKPOINTING_FROM_BYTES,
+    DENSE,
+    GPU_MEMORY_SHARE,
     GPUS_MAX,
     REPLAY_S,
     STEPS_MAX,
@@ -34,22 +37,17 @@ from echo2.cost_model.memory import (
     Checkpointing,
     LearnerMemory,
     LearnerRun,
+    ModelSize,
+    Quantisation,
+    RunLengths,
     activation_bytes,
     checkpointing_of,
     fewest_gpus,
     learner_memory,
-    token_budget_for,
-)
-from echo2.cost_model.question import billions_in
-from echo2.cost_model.sizing import (
-    DENSE,
-    GPU_MEMORY_SHARE,
-    ModelSize,
-    Quantisation,
-    RunLengths,
     longest_sequence,
     model_size,
     size_by_billions,
+    token_budget_for,
 )
 from echo2.worker.machine import local_gpus, memory_total_bytes
 

@@ -104,7 +104,7 @@ def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
 
     limit_arenas()  # before the first thread
     from echo2.worker.heartbeat import LogTail
-    from echo2.worker.progress import progress_for
+    from echo2.worker.weights import progress_for
     from echo2.worker.worker import WorkerDaemon  # imports gRPC, so only after bad arguments were refused
 
     tail = LogTail()

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from echo2.base.errors import ConfigError
-from echo2.base.link_shape import LinkShape
+from echo2.base.units import LinkShape
 from echo2.config.run import RATE, RunConfig
 
 ERRORS_SHOWN_MAX = 10  # half a screen

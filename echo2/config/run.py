@@ -22,8 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from echo2.base.errors import ConfigError
 from echo2.base.hosts import is_loopback
-from echo2.base.link_shape import LinkShape
-from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
+from echo2.base.units import LinkShape, parse_duration_s, parse_rate_bytes_per_s
 
 _T = TypeVar("_T")
 

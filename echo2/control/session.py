@@ -28,8 +28,7 @@ from echo2.base import errors
 from echo2.base.errors import EchoError, MalformedMessage, ProtocolError, Unreachable
 from echo2.control.waits import Backoff, Waits
 from echo2.outside import monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import handling
+from echo2.outside.guard import cancel_all, handling
 from echo2.trust.enrolment import FAILURES_BEFORE_SEARCH, enrol
 from echo2.trust.identity import Identity, JoinLink, Role
 from echo2.trust.tls import Credentials, error_of, open_channel

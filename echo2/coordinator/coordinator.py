@@ -28,20 +28,18 @@ from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.fleet.probe import ProbeService
 from echo2.coordinator.fleet.tokens import token_hash
-from echo2.coordinator.fleet.wheel import SetupService
-from echo2.coordinator.hub import Hub
+from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.learner import LearnerReachability
-from echo2.coordinator.leases.long_tail import is_quiet, moves, pace_of
+from echo2.coordinator.leases.book import is_quiet, moves, pace_of
 from echo2.coordinator.money.offers import MakeProvider, Renting, load_offers, make_provider
+from echo2.coordinator.money.providers.machine_setup import SetupService
 from echo2.coordinator.operator import Commands, OperatorService
-from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore
 from echo2.coordinator.streams import CoordinatorService
 from echo2.coordinator.web.page import Dashboard
 from echo2.outside import monotonic, unix_now
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import noting
+from echo2.outside.guard import cancel_all, noting
 from echo2.trust import tls
 from echo2.trust.enrolment import LOOK_S_MAX, renewal_due_unix_s
 from echo2.trust.identity import JoinLink, Role, RunAuthority

@@ -16,14 +16,17 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from echo2.base.clock import Clock
 from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
+from echo2.config.run import CoordinatorSection, RunConfig
 from echo2.coordinator.fleet.members import (
     ON_TRIAL,
     Activation,
@@ -40,10 +43,8 @@ from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.leases.requests import LeaseRules
 from echo2.coordinator.money.costs import Money, meter
-from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.planning.board import LearnerBoard
-from echo2.coordinator.planning.corrections import Corrections
-from echo2.coordinator.planning.parts import PlanParts
+from echo2.coordinator.planning.board import Corrections, LearnerBoard
+from echo2.coordinator.planning.input import PlanParts
 from echo2.coordinator.planning.pool_plan import PlanProcess
 from echo2.coordinator.run_end import RunEnding
 from echo2.coordinator.sessions import StreamSession
@@ -58,6 +59,42 @@ from echo2.wire.rollout import Ticket, group_to_message, sign_ticket
 
 if TYPE_CHECKING:
     from echo2.broadcast.nat.reach import Nat
+
+
+# The section's rules of timing, which `timed_section` overrides.
+TIMING = ("heartbeat_interval", "suspect_after", "gone_after", "lease_timeout", "report_interval", "plan_interval")
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """`folder`: the run's folder, for state and join links. `config`: a coordinator reads its sections coordinator, run, staleness,
+    model, worker (whether weights may be rounded) and learner (steps). `exit_when_finished`: the process exits once the learner has
+    finished, all workers have gone and all rented machines are released; else the page stays up. `takes_free_ports`: a port that is
+    taken is replaced by any free one."""
+
+    folder: Path
+    config: RunConfig = field(default_factory=RunConfig)
+    exit_when_finished: bool = False
+    takes_free_ports: bool = False
+
+    @property
+    def run_id(self) -> RunId:
+        return RunId(self.config.run.name)
+
+    @property
+    def link_host(self) -> str:
+        """The host named in join links and in the replies that carry certificates."""
+        host = (self.config.coordinator.advertise or self.config.coordinator.host).strip("[]")
+        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)
+
+
+def timed_section(**values: Any) -> CoordinatorSection:
+    """A section with these options and `TIMING`, for simulated time, benchmarks and tests."""
+    timing = {name: values.pop(name) for name in TIMING if name in values}
+    fixed = {"__annotations__": dict.fromkeys(timing, ClassVar[float]), "__module__": __name__, **timing}
+    section: CoordinatorSection = type("TimedSection", (CoordinatorSection,), fixed)(**values)
+    return section
+
 
 WorkerSession = StreamSession[pb.WorkerOrder]
 MEMBERS_KEPT_TICKS = 60

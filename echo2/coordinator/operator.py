@@ -3,7 +3,7 @@
 An action of `ACTIONS` takes the JSON object of its request and returns the JSON object of its answer, None for an empty one.
 Guarantees: an action is carried out whole or refused with an error that says what was expected; what it changes is saved and in the
 event log before it returns. A gRPC caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the
-reason. Leaves to others: who may act on the page (web/access).
+reason. Leaves to others: who may act on the page (web/page).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 
 LINE_CHARS_MAX = 300  # a line or two in the log
 TEXT_CHARS_MAX = 1000  # no reason, name or id is longer
-PEERS_AT_ONCE = 1000  # what fits in the body of a request (web/access)
+PEERS_AT_ONCE = 1000  # what fits in the body of a request (web/page)
 MACHINES_QUOTED_MAX = 1000  # as many as an offer may have
 SILENT_BEATS = 3  # as many as make a worker suspect
 SETTLING_S = 5.0  # until the next plan

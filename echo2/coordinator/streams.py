@@ -28,8 +28,7 @@ from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.waits import bar_text
 from echo2.coordinator.sessions import Order, StreamSession, check_hello, refusal_of
 from echo2.outside import monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import FairShare, FairShares, Refusals, handling
+from echo2.outside.guard import FairShare, FairShares, Refusals, cancel_all, handling
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.tls import peer_of
 from echo2.wire import coordinator as wire

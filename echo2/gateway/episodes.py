@@ -30,8 +30,7 @@ from echo2.base.errors import EchoError
 from echo2.gateway.harness import Episode, Harness, cause_of, past_proxies
 from echo2.gateway.requests import ID_BYTES, CallRequest
 from echo2.gateway.tree import ChatCodec, Node, TokenTree, TreePlace
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import MISHAPS, Refusals
+from echo2.outside.guard import MISHAPS, Refusals, cancel_all
 
 PIECES_S = 0.5  # least time between two pieces of one stream, in seconds: every piece decodes the whole text again
 TICK_S = 1.0  # episodes are timed in minutes, so a second late is early enough

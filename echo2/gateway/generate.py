@@ -23,10 +23,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from echo2.base.errors import EchoError, MalformedMessage
-from echo2.base.rollout import Rollout
-from echo2.base.routing import RoutingShape, unpacked
-from echo2.gateway.access import MASTER, AccessCheck, Bodies
-from echo2.gateway.app import KEEP_ALIVE_S, PARSED_AT_ONCE_BYTES_MAX, answered, error_answer, models_answer
+from echo2.base.rollout import Rollout, RoutingShape, unpacked
+from echo2.gateway.app import (
+    KEEP_ALIVE_S,
+    MASTER,
+    PARSED_AT_ONCE_BYTES_MAX,
+    AccessCheck,
+    Bodies,
+    answered,
+    error_answer,
+    models_answer,
+)
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, body_of, shown, stop_texts, whole_number

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 from echo2.gateway.episodes import CallRefused
-from echo2.outside.ending import cancel_all
+from echo2.outside.guard import cancel_all
 
 RESULTS_MAX = 16384  # a few rounds of the 2,000 samples that one sampling client has under way at most
 READ_MAX = 64  # whose answer may be lost and asked for again: one of an SDK's connections each

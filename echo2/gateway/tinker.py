@@ -32,9 +32,8 @@ from tinker.types.session_heartbeat_response import SessionHeartbeatResponse
 from tinker.types.try_again_response import TryAgainResponse
 
 from echo2.base.errors import EchoError, MalformedMessage
-from echo2.base.examples import LOSS_COLUMNS, AdamStep, ClientLoss, Example
-from echo2.base.rollout import FinishReason
-from echo2.gateway.access import Bodies, error_response, key_of
+from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
+from echo2.gateway.app import Bodies, error_response, key_of
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.gateway.operations import InOrder, Operations

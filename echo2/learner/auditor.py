@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
-from echo2.cost_model.memory import audit_versions
+from echo2.cost_model.sizing import audit_versions
 from echo2.learner.audit import (
     Accusation,
     AuditDraw,

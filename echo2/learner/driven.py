@@ -21,9 +21,8 @@ from starlette.routing import Route
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.base.examples import AdamStep, ClientLoss, Example
 from echo2.base.ids import Step, Version
-from echo2.base.routing import RoutingShape
+from echo2.base.rollout import AdamStep, ClientLoss, Example, RoutingShape
 from echo2.config.run import AgentSection
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.tinker import Terms, TinkerApi

@@ -33,9 +33,8 @@ from echo2.learner.auditor import auditor_of
 from echo2.learner.loop import EVALUATION, TrainingLoop
 from echo2.learner.metrics import PrometheusEndpoint, number_in, open_sinks
 from echo2.learner.options import LearnerOptions
-from echo2.learner.publishing.publisher import PublishedArtifact, VersionPublisher
+from echo2.learner.publishing.publisher import PublishedArtifact, SeedNode, VersionPublisher
 from echo2.learner.publishing.schedule import SettingChoice, encode_cores
-from echo2.learner.publishing.seed import SeedNode
 from echo2.learner.recent import answer
 from echo2.learner.rollouts.agents import Agents
 from echo2.learner.rollouts.groups import TrainGroup
@@ -45,8 +44,7 @@ from echo2.learner.rollouts.workers import NEWS_S
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.under_way import under_way
+from echo2.outside.guard import cancel_all, under_way
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import (
@@ -56,7 +54,7 @@ from echo2.trust.tls import (
     load_or_create_identity,
     save_credentials,
 )
-from echo2.wire.by_name import message_of
+from echo2.wire.bounds import message_of
 from echo2.wire.coordinator import FINISHED, STOPPED, leaving_reason
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc

@@ -21,7 +21,7 @@ from torch import Tensor
 from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.base.units import format_seconds
-from echo2.cost_model.memory import CHECKPOINT_BYTES_PER_S, STEPS_MAX, steps_between
+from echo2.cost_model.sizing import CHECKPOINT_BYTES_PER_S, STEPS_MAX, steps_between
 from echo2.learner.auditor import Auditor
 from echo2.learner.metrics import (
     RunFacts,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import Step, Version
-from echo2.base.routing import CONFIG_KEY, RoutingShape
+from echo2.base.rollout import ROUTING_KEY, RoutingShape
 from echo2.config.run import AgentSection
 from echo2.gateway.app import GatewayPort
 from echo2.gateway.episodes import CallRefused
@@ -78,7 +78,7 @@ class ServedModel(DeclaredModel):
                 self.routing = Routers(AutoModelForCausalLM.from_config(self.config), f"model {path}").shape
 
     def config_json(self) -> bytes:
-        return config_json_of(self.config, self.size, {CONFIG_KEY: True} if self.routing else None)
+        return config_json_of(self.config, self.size, {ROUTING_KEY: True} if self.routing else None)
 
     def read(self, folder: str) -> dict[str, Tensor]:
         """Loads the tensors of a model folder, in the published dtype. Raises `ConfigError` unless they are this model's."""

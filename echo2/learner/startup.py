@@ -29,10 +29,9 @@ from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions,
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
 from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
-from echo2.learner.rollouts.conversations import Conversations
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.journal import History, Journal, SegmentBegan, has_journal, read_journal
-from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
+from echo2.learner.rollouts.prompts import Conversations, Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.model import PolicyModel
@@ -43,7 +42,7 @@ from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
 from echo2.outside import monotonic
 from echo2.outside.allocator import give_back, map_large
-from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import Ledger
 from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 

@@ -28,27 +28,25 @@ from echo2.base.rng import derived_rng
 from echo2.broadcast.node import BroadcastNode, NodeCalls
 from echo2.config.run import LearnerSection, RunConfig, RunSection, StalenessSection
 from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.money.offers import make_provider
-from echo2.coordinator.options import CoordinatorOptions, timed_section
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
-from echo2.learner.publishing.seed import SeedNode
+from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.journal import Record
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.cloud import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, VirtualCloud
-from echo2.sim.inspector import Daemon, Inspector
+from echo2.sim.inspector import Daemon, EventLog, Inspector, Observer
 from echo2.sim.liars import Liar
 from echo2.sim.memory_net import MemoryNet
-from echo2.sim.observer import EventLog, Observer
 from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.scenario import Scenario
 from echo2.sim.simulated_engine import EngineFaults, VirtualEngines
-from echo2.sim.tiny_model import base_weights, copied, fingerprint_of
-from echo2.sim.tiny_trainer import TinyTrainer, tiny_source
+from echo2.sim.tiny_model import TinyTrainer, base_weights, copied, fingerprint_of, tiny_source
 from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires

@@ -177,7 +177,7 @@ def _array_rows(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
 
 def _digest(words: str) -> bytes:
     """Kept instead of the words: millions of prompts are in memory once already."""
-    return hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
 def _columnar_rows(file: Path) -> Iterator[Row]:

@@ -26,7 +26,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from echo2.outside.ending import cancel_all
+from echo2.outside.guard import cancel_all
 from echo2.outside.net import accepted
 from echo2.trust.ports import DOORS, HttpLimits
 

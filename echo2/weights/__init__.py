@@ -21,7 +21,6 @@ reads their raw bits and never converts them. `fingerprint(weights, key)` tells 
 from echo2.weights.compose import compose
 from echo2.weights.container import CodecSetting, DeltaHeader, FrameReader, join_frames, parse_frame
 from echo2.weights.decode import ContainerDecoder, DecodeLimits, StagedDelta
-from echo2.weights.device import apply_updates
 from echo2.weights.elements import WeightSet, untied
 from echo2.weights.encode import (
     Encoding,
@@ -32,7 +31,7 @@ from echo2.weights.encode import (
     section_fingerprint,
 )  # fmt: skip
 from echo2.weights.fingerprint import fingerprint, fingerprint_tensor
-from echo2.weights.host import HostWeights, table_of
+from echo2.weights.host import HostWeights, apply_updates, table_of
 from echo2.weights.warm import warm_up
 
 __all__ = [

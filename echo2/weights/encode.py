@@ -29,7 +29,6 @@ from echo2.weights.container import (
     encode_end,
     encode_header,
 )
-from echo2.weights.device import encode_block_on_device
 from echo2.weights.elements import (
     Bits,
     Block,
@@ -41,7 +40,7 @@ from echo2.weights.elements import (
     shard_range,
 )
 from echo2.weights.fingerprint import MODULUS, fingerprint_part, sum_bits, whole_fingerprint
-from echo2.weights.host import local_of, table_of
+from echo2.weights.host import encode_block_on_device, local_of, table_of
 from echo2.weights.marks import Finds
 
 if TYPE_CHECKING:

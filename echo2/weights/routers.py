@@ -2,7 +2,7 @@
 
 Guarantees: recording changes no number; with given experts, each router weighs those by its own scores, with their gradient;
 a router chooses itself where the given expert is negative; layers recomputed in a backward pass get the same experts.
-Leaves to others: packing (base/routing), which row belongs to which position (worker/engines/embedded/general,
+Leaves to others: packing (base/rollout), which row belongs to which position (worker/engines/embedded/general,
 learner/training/packing).
 
 Shapes: T tokens of one forward pass, in the order in which the model flattens them; L routers, K chosen experts, E experts.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from echo2.base.errors import ConfigError
-from echo2.base.routing import RoutingShape
+from echo2.base.rollout import RoutingShape
 
 # The two forms in which transformers' routers choose.
 _TOPK: tuple[Callable[..., Any], ...] = (torch.topk, torch.Tensor.topk)

@@ -28,11 +28,10 @@ from echo2.broadcast.events import Route
 from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.broadcast.reachability import Access
-from echo2.wire.bounds import PEER_FRAME, parsed, read_varint
-from echo2.wire.by_name import core_of, message_of
+from echo2.wire.bounds import PEER_FRAME, core_of, message_of, parsed, read_varint
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
-# Of an access: a host name has 253 characters, a node a few addresses, two relays and at most 48 links (broadcast/dialling).
+# Of an access: a host name has 253 characters, a node a few addresses, two relays and at most 48 links (broadcast/connections).
 HOST_CHARS_MAX, ADDRESSES_MAX, RELAYS_MAX, MET_MAX = 256, 8, 8, 64
 # Protobuf tags of a chunk: field number << 3 | wire type.
 _CHUNK, _KEY, _INDEX, _ENDS_BLOCK, _SIGNATURE, _PAYLOAD = 0x1A, 0x0A, 0x10, 0x18, 0x22, 0x2A

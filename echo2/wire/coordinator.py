@@ -12,7 +12,7 @@ from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.leases.lease import HeldLease, WorkerDelivery
-from echo2.wire.by_name import core_of
+from echo2.wire.bounds import core_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import group_from_message, verify_ticket

@@ -19,16 +19,15 @@ from echo2.base.rollout import (
     GroupSpec,
     Rollout,
     RolloutSegment,
+    Routing,
     SamplingParams,
     SegmentVerdict,
     Verdict,
     VersionSpan,
     Work,
 )
-from echo2.base.routing import Routing
 from echo2.trust.identity import Identity, verify_signature
-from echo2.wire.bounds import MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX
-from echo2.wire.by_name import core_of, message_of
+from echo2.wire.bounds import MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX, core_of, message_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 
 REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16  # of one report, or of one segment: processed without yielding

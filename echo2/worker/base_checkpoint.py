@@ -29,7 +29,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.route import BaseCheckpoint
 from echo2.outside import monotonic
-from echo2.outside.under_way import far_text, under_way
+from echo2.outside.guard import far_text, under_way
 from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 

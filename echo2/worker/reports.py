@@ -21,8 +21,7 @@ from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rollout import RolloutSegment
 from echo2.control.waits import Backoff, Waits
 from echo2.outside import monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import handling
+from echo2.outside.guard import cancel_all, handling
 from echo2.trust.tls import Credentials, open_channel
 from echo2.wire import rollout as wire
 from echo2.wire.bounds import check

@@ -17,17 +17,20 @@ from typing import cast
 from echo2.base.errors import EngineError
 from echo2.base.ids import GroupId, LeaseId, Version
 from echo2.base.rollout import (
+    NO_ROUTING,
+    PROMPT_ROUTING_BYTES_MAX,
+    ROLLOUT_ROUTING_BYTES_MAX,
     STOP_STRING_BYTES_MAX,
     FinishReason,
     GroupSpec,
     Rollout,
     RolloutSegment,
+    Routing,
     SamplingParams,
     SegmentVerdict,
     Verdict,
     spans_of,
 )
-from echo2.base.routing import NO_ROUTING, PROMPT_ROUTING_BYTES_MAX, ROLLOUT_ROUTING_BYTES_MAX, Routing
 from echo2.worker.engines.engine import TokenChunk
 
 SIBLING_WEIGHT = 4.0  # lengths of one prompt are like each other

@@ -27,7 +27,7 @@ from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.control.session import ControlSession, unless
 from echo2.control.waits import Backoff, Waits
 from echo2.outside import SteadyClock, monotonic
-from echo2.outside.ending import cancel_all
+from echo2.outside.guard import cancel_all
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink
 from echo2.trust.tls import Credentials, save_credentials
@@ -51,9 +51,8 @@ from echo2.worker.machine import (
     watch,
 )
 from echo2.worker.options import WorkerOptions
-from echo2.worker.progress import ProgressLines, ShowsProgress, shown
 from echo2.worker.reports import Reports
-from echo2.worker.weights import WeightReceiver, Weights
+from echo2.worker.weights import ProgressLines, ShowsProgress, WeightReceiver, Weights, shown
 
 LEAVE_S = 0.5  # the farewell is one message; without it the coordinator waits out its own limit
 _log = logging.getLogger("echo2.worker")

@@ -10,7 +10,7 @@ import pytest
 
 from echo2.base.errors import DiskFull, LimitExceeded
 from echo2.base.ids import Version
-from echo2.base.link_shape import LinkShape
+from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeOptions
 from tests.contract.fleet import blocks_of, fleet, gathered, until

@@ -17,7 +17,7 @@ import yaml
 
 from echo2.cli import coordinator, learner, worker
 from echo2.config.load import load_config
-from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -20,7 +20,7 @@ import pytest
 
 from echo2.cli import coordinator, learner, main, worker
 from echo2.config.load import option_names
-from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])

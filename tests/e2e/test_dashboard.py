@@ -17,7 +17,7 @@ import pytest
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.patience import WAIT_S

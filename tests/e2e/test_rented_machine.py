@@ -14,7 +14,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-from echo2.coordinator.fleet.wheel import running_wheel
+from echo2.coordinator.money.providers.machine_setup import running_wheel
 from tests.contract.command_cloud import CommandCloud
 from tests.e2e.cluster import ROOT, Cluster, environment_of
 from tests.packaging.installed import link_libraries

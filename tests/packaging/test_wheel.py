@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.coordinator.fleet.wheel import running_wheel
+from echo2.coordinator.money.providers.machine_setup import running_wheel
 from tests.e2e.cluster import made_models
 from tests.packaging.installed import Environment, build, install
 

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialling import GRACE_S
+from echo2.broadcast.connections import GRACE_S
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.broadcast.plan import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import PlanPace

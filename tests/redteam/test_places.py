@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialling import LINKS_MAX, PER_TOKEN_MAX
+from echo2.broadcast.connections import LINKS_MAX, PER_TOKEN_MAX
 from echo2.broadcast.node import NodeOptions
 from echo2.broadcast.transport import Transport
 from echo2.coordinator.coordinator import CoordinatorDaemon

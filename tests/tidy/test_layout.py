@@ -62,7 +62,6 @@ for _room in ("learner.shell", "worker.shell"):
 SHELL_FILES = {
     f"echo2/gateway/{name}.py"
     for name in (
-        "access",
         "app",
         "episodes",
         "generate",
@@ -85,7 +84,7 @@ SHELL_FILES |= {
     f"echo2/broadcast/{name}.py"
     for name in (
         "catch_up", "connection", "connections", "exchange", "library", "link", "node", "store", "stripes", "transport", "uplink",
-        "nat/access", "nat/host", "nat/libp2p", "nat/pipes", "nat/probing", "nat/reach", "nat/relay",
+        "nat/access", "nat/host", "nat/libp2p", "nat/pipes", "nat/reach", "nat/relay",
     )
 }  # fmt: skip
 SHELL_FILES |= {
@@ -94,29 +93,29 @@ SHELL_FILES |= {
         "auditor", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "runtime", "serve",
         "startup",
         *(f"rollouts/{shell}" for shell in (
-            "agents", "conversations", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
+            "agents", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),
-        "training/adapter", "training/examples", "training/loading", "training/model", "training/model_files", "training/optimiser",
+        "training/adapter", "training/loading", "training/model", "training/model_files", "training/optimiser",
         "training/packing", "training/ranks", "training/scoring", "training/shards", "training/team", "training/token_scores",
         "training/trainer", "training/trials", "training/unit_attention",
-        "publishing/checkpoint", "publishing/publisher", "publishing/seed",
+        "publishing/checkpoint", "publishing/publisher",
     )
 }  # fmt: skip
 SHELL_FILES |= {
     f"echo2/coordinator/{name}.py"
     for name in (
         "coordinator", "hub", "last_transaction", "learner", "operator", "run_end",
-        "sessions", "store", "streams", "fleet/enrolment", "fleet/probe", "fleet/wheel", "money/market",
+        "sessions", "store", "streams", "fleet/enrolment", "fleet/probe", "money/market",
         "money/costs", "money/offers", "money/provisioner", "money/providers/command", "money/providers/fetch_wheel",
-        "money/providers/local", "money/providers/machine_setup", "money/providers/skypilot",
+        "money/providers/machine_setup", "money/providers/skypilot",
          "planning/pool_plan", "planning/service",
-        "web/access", "web/metrics", "web/page", "web/state",
+        "web/page", "web/state",
     )
 }  # fmt: skip
 SHELL_FILES |= {
     f"echo2/worker/{name}.py"
     for name in (
-        "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "progress", "reports", "weights",
+        "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "reports", "weights",
         "worker", "engines/adapter", "engines/making", "engines/outbox",
         *(f"engines/embedded/{name}" for name in ("embedded_engine", "forward", "general", "kernels", "live_weights", "loop")),
         *(f"engines/vllm/{name}" for name in ("extension", "vllm_engine", "vllm_weights", "weight_map")),
@@ -228,7 +227,7 @@ def test_nothing_on_the_wire_is_pickled() -> None:
 # They time real hardware or real subprocesses on threads of their own, or keep real sockets that no simulation opens.
 READS_THE_MACHINE = (
     "echo2/outside/", "echo2/cli/", "echo2/sim/", "echo2/tasks/rewards.py", "echo2/worker/engines/",
-    "echo2/learner/training/trainer.py", "echo2/broadcast/nat/probing.py", "echo2/broadcast/nat/relay.py",
+    "echo2/learner/training/trainer.py", "echo2/broadcast/nat/reach.py", "echo2/broadcast/nat/relay.py",
     "echo2/coordinator/web/", "echo2/coordinator/fleet/probe.py", "echo2/contain/",
 )  # fmt: skip
 MACHINE_CALLS = {"time", "monotonic", "perf_counter", "urandom", "token_bytes", "token_hex", "token_urlsafe", "fsync"}

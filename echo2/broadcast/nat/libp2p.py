@@ -26,7 +26,7 @@ from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.nat.relay import reset, write
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.transport import Accept
-from echo2.outside.ending import cancel_all
+from echo2.outside.guard import cancel_all
 from echo2.outside.streams import StreamReader
 from echo2.trust.identity import PeerIdentity
 from echo2.trust.tls import Credentials

@@ -29,8 +29,7 @@ from echo2.broadcast.nat.relay_book import PIPES_OF_LEARNER, RelayBook
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.transport import Transport
 from echo2.outside import here, monotonic
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import Refusals
+from echo2.outside.guard import Refusals, cancel_all
 from echo2.outside.net import accepted, readable, until_ready
 from echo2.outside.streams import Remote, StreamCaller
 from echo2.outside.tls_streams import SocketCaller, SocketListener, as_ipv4, keep_alive

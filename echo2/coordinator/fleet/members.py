@@ -23,7 +23,7 @@ from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.record import WorkerRecord, WorkerRecords
-from echo2.cost_model.estimates import Estimate, RobustEstimator
+from echo2.cost_model.relations import Estimate, RobustEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 TRIAL_S = 60.0  # long enough for a first rollout of a few thousand tokens

@@ -14,8 +14,7 @@ from typing import Any
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import RunId
-from echo2.coordinator.money.providers.command import CommandProvider
-from echo2.coordinator.money.providers.local import LocalProvider
+from echo2.coordinator.money.providers.command import CommandProvider, LocalProvider
 from echo2.coordinator.money.providers.machine_setup import ManualProvider, base_arguments
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
 from echo2.coordinator.money.provisioning import MachineOffer, Provider

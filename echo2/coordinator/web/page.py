@@ -17,6 +17,7 @@ import csv
 import io
 import json
 import math
+import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,33 +26,295 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from echo2.base.errors import EchoError, MalformedMessage, PortBusy, Unreachable
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId
+from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.coordinator.hub import Hub
 from echo2.coordinator.operator import ACTIONS, Commands
 from echo2.coordinator.planning.advice import WhatIf
+from echo2.coordinator.planning.board import PredictedQuantity
 from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.coordinator.planning.service import snapshot_of
-from echo2.coordinator.web.access import BodyRefused, WebGuard, body_refused
-from echo2.coordinator.web.metrics import exposition, families_of
 from echo2.coordinator.web.state import StateView, finite, plan_value
-from echo2.outside.ending import cancel_all
+from echo2.outside.guard import cancel_all
 from echo2.outside.net import listened, listening_socket
 from echo2.trust.http_port import HttpServer
 from echo2.trust.ports import PAGE
 from echo2.trust.tls import Credentials, read_secret, write_secret
 from echo2.wire.bounds import ROLLOUT_TOKENS_MAX
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+# Controls access to the page: who may look and who may act.
+#
+# On a loopback address the page is open to the machine's users; elsewhere it is served over TLS with the run's certificate and
+# requires the access token, which is in the run's folder (`links/dashboard.token`, mode 0600): first as `?token=` in the address,
+# after that as a cookie that scripts cannot read; or as a bearer token. Guarantees: on loopback, a request is answered only if its
+# one Host header is, byte for byte, one of our names with or without a port (DNS rebinding); an action needs a header whose value
+# only our own page can know, and, if the browser sends an origin, it must be ours (CSRF); secrets are compared in constant time. No
+# decision rests on a parsed address: a parser that gives up falls back to the name of this server.
+
+COOKIE = "echo2_access"  # its name is ours alone on this host
+CSRF_HEADER = "x-echo2-csrf"  # a header that no foreign page can set without asking
+OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token
+REQUEST_BYTES_MAX = 64 << 10  # a thousand peer ids and a reason
+BODY_S = 10.0  # for 64 KiB over any link
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'; "
+        "base-uri 'none'; form-action 'self'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+class WebGuard:
+    """ASGI middleware around the whole application. `access_token` empty: none is required, but the host must be in `hosts`: no
+    ports, no brackets around an IPv6 address."""
+
+    def __init__(self, app: ASGIApp, access_token: str, hosts: frozenset[str], csrf: str) -> None:
+        self._app, self._token, self._hosts, self._csrf = app, access_token, hosts, csrf
+        names = "|".join(re.escape(f"[{host}]" if ":" in host else host) for host in sorted(hosts))
+        self._own_host = re.compile(f"(?:{names})(?::[0-9]{{1,5}})?", re.IGNORECASE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        answer = self._refusal(request)
+        if answer is not None:
+            await answer(scope, receive, _with_headers(send))
+            return
+        await self._app(scope, _Body(receive).receive, _with_headers(send))
+
+    def _refusal(self, request: Request) -> Response | None:
+        hosts = request.headers.getlist("host")
+        if len(hosts) != 1:
+            return _problem(400, f"expected one Host header, got {len(hosts)}")
+        if not self._token and not self._own_host.fullmatch(hosts[0]):
+            return _problem(421, f"expected one of the hosts {', '.join(sorted(self._hosts))}, got {hosts[0][:80]!r}")
+        if request.scope["path"] in OPEN_PATHS:
+            return None
+        offered = request.query_params.get("token", "")
+        if self._token and offered and request.method == "GET" and self._is_token(offered):
+            return self._welcome(request)
+        if self._token and not self._is_known(request):
+            return _problem(401, "expected the access token: open the address that the coordinator printed")
+        if request.method not in ("GET", "HEAD"):
+            return self._action_refusal(request)
+        return None
+
+    def _action_refusal(self, request: Request) -> Response | None:
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != request.headers["host"]:
+            return _problem(403, f"expected an action from this page, got one from {origin[:80]!r}")
+        if not secrets.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), self._csrf.encode()):
+            return _problem(403, f"expected the header {CSRF_HEADER} as /api/session gives it")
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > REQUEST_BYTES_MAX:
+            return _problem(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
+        return None
+
+    def _is_token(self, offered: str) -> bool:
+        return secrets.compare_digest(offered.encode(), self._token.encode())
+
+    def _is_known(self, request: Request) -> bool:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer)
+
+    def _welcome(self, request: Request) -> Response:
+        response = RedirectResponse(_own_path(request), status_code=303)
+        is_secure = request.scope["scheme"] == "https"
+        response.set_cookie(
+            COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure, max_age=30 * 86_400
+        )
+        return response
+
+
+def _own_path(request: Request) -> str:
+    """The request's path, which a browser must not take for the name of another host."""
+    return "/" + str(request.scope["path"]).lstrip("/\\")
+
+
+class BodyRefused(Exception):
+    """A body is too long or too slow, whatever its headers declare."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Body:
+    """A request's body, limited in size and time."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left_bytes = REQUEST_BYTES_MAX
+        self._until = asyncio.get_running_loop().time() + BODY_S
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyRefused(408, f"expected the whole body within {BODY_S:.0f} s") from None
+        self._left_bytes -= len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._left_bytes < 0:
+            raise BodyRefused(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
+        return message
+
+
+async def body_refused(request: Request, error: Exception) -> Response:
+    """The answer to a refused body; without this handler it would be a 500."""
+    assert isinstance(error, BodyRefused)
+    return _problem(error.status, str(error))
+
+
+def _problem(status: int, message: str) -> Response:
+    return JSONResponse({"error": message}, status)
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.start":
+            headers = message["headers"]
+            assert isinstance(headers, list)
+            known = {name for name, _ in headers}
+            headers += [(k.encode(), v.encode()) for k, v in _HEADERS.items() if k.encode() not in known]
+        await send(message)
+
+    return sending  # type: ignore[return-value]
+
+
+# Prometheus metrics, read from the hub at each scrape. The list is stable and documented (docs/reference/metrics.md).
+#
+# Guarantees: every metric of `METRICS` is present at each scrape, 0 while unknown; the only label is `worker` (its name), so
+# the fleet's limit bounds the number of series.
+
+METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
+    "echo2_step": ("Completed optimiser steps.", lambda h: h.board.report.step),
+    "echo2_version": ("Newest published version.", lambda h: h.board.newest_version if h.board.hello else 0),
+    "echo2_reward_mean": ("Mean reward of the last batch.", lambda h: h.board.report.reward_mean),
+    "echo2_learner_connected": ("1 while the learner's stream stands.", lambda h: float(h.board.is_connected)),
+    "echo2_learner_utilisation": (
+        "Measured share of time it trains.",
+        lambda h: h.board.report.utilisation,
+    ),
+    "echo2_learner_utilisation_predicted": (
+        "The plan's prediction of it.",
+        lambda h: h.plan.predicted_utilisation if h.plan is not None else 0.0,
+    ),
+    "echo2_train_seconds": ("Seconds that a step trains, smoothed.", lambda h: h.board.train_s),
+    "echo2_broadcast_seconds": (
+        "Publication to live on the whole pool, last complete version.",
+        lambda h: (h.board.newest_complete.complete_s or 0.0) if h.board.newest_complete else 0.0,
+    ),
+    "echo2_broadcast_seconds_predicted": (
+        "Its prediction.",
+        lambda h: h.board.newest_complete.predicted_s if h.board.newest_complete else 0.0,
+    ),
+    "echo2_utilisation_prediction_error": (
+        "Mean distance of measured from predicted utilisation.",
+        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.UTILISATION) or 0.0,
+    ),
+    "echo2_broadcast_prediction_error_seconds": (
+        "Mean distance of measured from predicted broadcast seconds.",
+        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.BROADCAST_S) or 0.0,
+    ),
+    "echo2_usd_per_hour_prediction_error": (
+        "Mean distance of what the pool cost from what the plan said.",
+        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.USD_PER_HOUR) or 0.0,
+    ),
+    "echo2_over_stale_tokens_trained": (
+        "Tokens trained over the staleness bound; must be 0.",
+        lambda h: h.board.report.over_stale_tokens_trained,
+    ),
+    "echo2_rollouts_trained": ("Rollouts trained on.", lambda h: h.board.report.trained_rollouts),
+    "echo2_rollouts_dropped_stale": ("Rollouts dropped as stale.", lambda h: h.board.report.dropped_stale_rollouts),
+    "echo2_artifact_bytes_published": ("Bytes of all published versions.", lambda h: h.board.totals.artifact_bytes),
+    "echo2_snapshot_bytes_published": ("What whole snapshots would have been.", lambda h: h.board.totals.full_bytes),
+    "echo2_workers_alive": ("Workers that are alive.", lambda h: _count(h, Liveness.ALIVE)),
+    "echo2_workers_suspect": ("Workers that are suspect.", lambda h: _count(h, Liveness.SUSPECT)),
+    "echo2_workers_active": (
+        "Workers that may be given leases.",
+        lambda h: sum(m.last_activation is Activation.ACTIVE for m in h.membership.living()),
+    ),
+    "echo2_leases_open": ("Leases out.", lambda h: len(h.book.leases)),
+    "echo2_groups_queued": ("Groups that wait for a worker.", lambda h: h.book.queued),
+    "echo2_leases_granted": ("Leases granted since the start.", lambda h: h.book.counts.granted),
+    "echo2_leases_continued": ("Of them, continuations.", lambda h: h.book.counts.continued),
+    "echo2_leases_expired": ("Leases that expired without progress.", lambda h: h.book.counts.expired),
+    "echo2_leases_moved": ("Stragglers moved to faster workers.", lambda h: h.book.counts.moved),
+    "echo2_machines": (
+        "Machines rented and not given back.",
+        lambda h: sum(machine.is_open for machine in h.money.machines.values()),
+    ),
+    "echo2_usd_spent": ("The bill: all machines, those on standby too.", lambda h: h.money.sums().usd_spent),
+    "echo2_usd_useful": ("Of the bill, what workers cost while they worked.", lambda h: h.money.sums().usd_useful),
+    "echo2_usd_per_hour": ("What all machines that are there cost now.", lambda h: h.money.sums().usd_per_hour),
+}
+
+WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {
+    "echo2_worker_tokens_per_second": ("Tokens per busy second.", lambda h, m: m.heartbeat.tokens_per_s),
+    "echo2_worker_lag_versions": (
+        "Newest version minus the worker's.",
+        lambda h, m: h.board.newest_version - (m.heartbeat.version or 0),
+    ),
+    "echo2_worker_leases": ("Leases it holds.", lambda h, m: h.book.lease_count(m.peer_id)),
+    "echo2_worker_usd_spent": ("What it has cost.", lambda h, m: m.usd_spent),
+}
+
+
+def _count(hub: Hub, state: Liveness) -> int:
+    return sum(member.last_liveness is state for member in hub.membership.members.values())
+
+
+def families_of(hub: Hub) -> list[Metric]:
+    """All metrics with their present values."""
+    families: list[Metric] = [
+        GaugeMetricFamily(name, text, value=float(read(hub))) for name, (text, read) in METRICS.items()
+    ]
+    for name, (text, read_worker) in WORKER_METRICS.items():
+        family = GaugeMetricFamily(name, text, labels=["worker"])
+        for member in hub.membership.living():
+            family.add_metric([f"{member.name}/{member.peer_id[-6:]}"], float(read_worker(hub, member)))
+        families.append(family)
+    return families
+
+
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def exposition(families: list[Metric]) -> bytes:
+    """The metrics in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(families))
+    return generate_latest(registry)
+
 
 STOP_GRACE_S = 1  # for answers under way; streams end at once
 STATIC = Path(__file__).parent / "static"

@@ -16,11 +16,10 @@ from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.leases.waits import why_no_lease
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.advice import RunAdvice
-from echo2.coordinator.planning.board import VersionRow
-from echo2.coordinator.planning.corrections import PredictedQuantity, PredictionLog
+from echo2.coordinator.planning.board import PredictedQuantity, PredictionLog, VersionRow
 from echo2.coordinator.planning.input import plan_config
-from echo2.cost_model.estimates import Estimate
 from echo2.cost_model.plan import Plan
+from echo2.cost_model.relations import Estimate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:

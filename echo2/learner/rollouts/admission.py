@@ -46,8 +46,7 @@ from echo2.learner.rollouts.groups import (
     root_of,
 )
 from echo2.learner.rollouts.workers import SenderRecords
-from echo2.staleness.ledger import Ledger
-from echo2.staleness.rule import is_admissible
+from echo2.staleness.rule import Ledger, is_admissible
 
 STEPS_REMEMBERED = 256
 """For so many steps, the ledger remembers a trained group, whose late copies are answered DUPLICATE and afterwards CLOSED; and so

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import (
+    NO_ROUTING,
     FinishReason,
     GroupSpec,
     Rollout,
@@ -21,9 +22,9 @@ from echo2.base.rollout import (
     SamplingParams,
     VersionSpan,
     Work,
+    joined_routing,
     joined_spans,
 )
-from echo2.base.routing import NO_ROUTING, joined_routing
 
 NOBODY = PeerId("")
 

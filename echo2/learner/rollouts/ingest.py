@@ -21,8 +21,7 @@ import grpc
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.hosts import joined
 from echo2.base.ids import LeaseId, PeerId, RunId
-from echo2.base.rollout import Verdict
-from echo2.base.routing import NO_ROUTING
+from echo2.base.rollout import NO_ROUTING, Verdict
 from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.learner.audit import Habits
 from echo2.learner.options import LearnerOptions

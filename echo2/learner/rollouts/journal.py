@@ -36,7 +36,7 @@ from echo2.base.rollout import GroupSpec, Rollout, Work
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, Draw, Group, SentTokens, is_driven, is_later_turn, root_of, turn_of
 from echo2.outside import here
-from echo2.wire.by_name import core_of, message_of
+from echo2.wire.bounds import core_of, message_of
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
 

@@ -52,8 +52,7 @@ from echo2.learner.rollouts.journal import (
 )
 from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
 from echo2.learner.rollouts.workers import WORKERS_MAX, FailureStreak
-from echo2.outside.ending import cancel_all
-from echo2.outside.guard import Mishaps
+from echo2.outside.guard import Mishaps, cancel_all
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.visible import remedy
 

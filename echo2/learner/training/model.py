@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from echo2.base import routing
 from echo2.base.errors import ConfigError, StateError
-from echo2.base.routing import RoutingShape
+from echo2.base.rollout import ROUTING_KEY, RoutingShape
 from echo2.learner.training import unit_attention
 from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.training.loading import (
@@ -463,7 +462,7 @@ class PolicyModel:
         """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
         more: dict[str, object] = {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else {}
         if self.policy.routers is not None:
-            more[routing.CONFIG_KEY] = True
+            more[ROUTING_KEY] = True
         return config_json_of(self.config, self.size, more)
 
     def digest(self) -> str:

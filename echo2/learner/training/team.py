@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echo2.base.errors import MalformedMessage, StateError
 from echo2.base.ids import Step, Version
-from echo2.cost_model.memory import checkpoint_bytes
+from echo2.cost_model.sizing import checkpoint_bytes
 from echo2.learner.audit import Scorer
 from echo2.learner.publishing.checkpoint import (
     Checkpoint,

@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, TrainingError
-from echo2.base.examples import LOSS_COLUMNS, AdamStep, ClientLoss, Example
-from echo2.base.rollout import FinishReason
-from echo2.cost_model.memory import ROW_WIDTHS
+from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
+from echo2.cost_model.sizing import ROW_WIDTHS
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.adapter import without_adapter
-from echo2.learner.training.advantage import Advantages, group_advantages, minimum_variance_weights
-from echo2.learner.training.examples import client_losses, collate_examples, example_lengths
 from echo2.learner.training.loss import (
     SUM_NAMES,
+    Advantages,
     BatchTotals,
     LossConfig,
     PackedTokens,
     PolicyLoss,
     Segments,
     believed,
+    group_advantages,
     learning_rate_scale,
     loss_metrics,
     masked_log_ratio,
+    minimum_variance_weights,
     policy_loss,
     score_norm_sq_proxy,
 )
@@ -55,7 +55,10 @@ from echo2.learner.training.packing import (
     PackedInputs,
     PackingLimits,
     cheapest,
+    client_losses,
+    collate_examples,
     collated,
+    example_lengths,
     lengths_of,
     plan_microbatches,
 )

@@ -18,8 +18,7 @@ import numpy as np
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
-from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.base.routing import NO_ROUTING, Routing
+from echo2.base.rollout import NO_ROUTING, FinishReason, Routing, SamplingParams
 from echo2.base.staged import StagedVersion, TensorUpdate
 
 

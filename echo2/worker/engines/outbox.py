@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from echo2.base.errors import EchoError, EngineError, LimitExceeded
 from echo2.base.ids import Version
-from echo2.base.rollout import FinishReason
-from echo2.base.routing import NO_ROUTING, Routing
+from echo2.base.rollout import NO_ROUTING, FinishReason, Routing
 from echo2.worker.engines.engine import TokenChunk
 
 TOKENS_MAX = 65_536  # some seconds of the fastest engine

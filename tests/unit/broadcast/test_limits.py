@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import LimitExceeded, Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialling import LINKS_MAX, NEWCOMERS_MAX, PER_HOST_MAX, PER_TOKEN_MAX, Slot, giving_way
+from echo2.broadcast.connections import LINKS_MAX, NEWCOMERS_MAX, PER_HOST_MAX, PER_TOKEN_MAX, Slot, giving_way
 from echo2.broadcast.nat.access import STRANGERS_PER_HOST, Places
 from echo2.broadcast.nat.relay_book import HOUR_S, RelayBook, RelayLimits
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialling import GRACE_S, Dialling
+from echo2.broadcast.connections import GRACE_S, Dialling
 from echo2.broadcast.plan import BroadcastPlan, NodeLink
 from echo2.broadcast.reachability import (
     BLOCK_BYTES,

@@ -18,8 +18,7 @@ from echo2.cli.plan import learner_gpus, load_catalogue
 from echo2.cli.sizing import LearnerMachine, gpus_text, learner_line, learner_needs, learner_run
 from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.money.market import built_in_models
-from echo2.cost_model.memory import Checkpointing, checkpoint_bytes, learner_memory
-from echo2.cost_model.sizing import model_size
+from echo2.cost_model.sizing import Checkpointing, checkpoint_bytes, learner_memory, model_size
 from echo2.learner.auditor import auditor_of
 from echo2.learner.options import LearnerOptions, TrainerOptions
 from echo2.learner.startup import new_team

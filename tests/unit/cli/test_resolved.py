@@ -11,7 +11,7 @@ from echo2.cli.main import main
 from echo2.cli.sizing import LearnerMachine, learner_needs, resolved, threads
 from echo2.config.load import load_config
 from echo2.coordinator.money.market import built_in_models
-from echo2.cost_model.memory import Checkpointing, token_budget_for
+from echo2.cost_model.sizing import Checkpointing, token_budget_for
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 

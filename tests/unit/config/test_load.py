@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
-from echo2.base.link_shape import LinkShape
+from echo2.base.units import LinkShape
 from echo2.config.load import FORMER, PRESETS, load_config, option_names, parse_overrides, to_toml
 from echo2.config.run import RunConfig
 

@@ -28,8 +28,8 @@ from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
 from echo2.coordinator.coordinator import SWITCH_S, CoordinatorDaemon, collected_garbage
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.operator import Commands
-from echo2.coordinator.options import CoordinatorOptions, timed_section
 from echo2.coordinator.sessions import StreamSession
 from echo2.coordinator.store import SqlStore
 from echo2.coordinator.streams import CoordinatorService

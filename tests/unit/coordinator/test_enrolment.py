@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, EnrolmentService, RenewalService
-from echo2.coordinator.fleet.wheel import SetupService
+from echo2.coordinator.money.providers.machine_setup import SetupService
 from echo2.coordinator.operator import Commands
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, RunAuthority, TlsKey, certificate_request
 from echo2.trust.tls import PROTOCOL_VERSION

@@ -15,8 +15,7 @@ from echo2.broadcast.trees import weighted_plan
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.planning.board import LearnerBoard
-from echo2.coordinator.planning.corrections import RATIO_LEAST, Corrections
+from echo2.coordinator.planning.board import RATIO_LEAST, Corrections, LearnerBoard
 from echo2.coordinator.planning.input import broadcast_nodes, needs_of
 from echo2.coordinator.planning.service import snapshot_of
 from echo2.cost_model.plan import Plan

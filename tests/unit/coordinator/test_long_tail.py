@@ -9,9 +9,8 @@ import pytest
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.leases.book import LeaseBook
+from echo2.coordinator.leases.book import MOVES_PER_GROUP_MAX, QUIET_S, LeaseBook, WorkerPace, is_quiet, moves
 from echo2.coordinator.leases.lease import LeaseRequest
-from echo2.coordinator.leases.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, WorkerPace, is_quiet, moves
 from echo2.coordinator.leases.requests import LeaseRules
 from tests.unit.coordinator.test_lease_book import ends, grants, ready
 

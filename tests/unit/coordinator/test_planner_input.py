@@ -14,8 +14,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, WorkerMeasures
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.planning.board import LearnerBoard
-from echo2.coordinator.planning.corrections import Corrections, PredictedQuantity
+from echo2.coordinator.planning.board import Corrections, LearnerBoard, PredictedQuantity
 from echo2.coordinator.planning.input import (
     RATE_MARGIN,
     Speed,

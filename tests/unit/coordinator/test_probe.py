@@ -16,7 +16,7 @@ import pytest
 
 from echo2.base.errors import BadToken, LimitExceeded, PortBusy, TrustError
 from echo2.broadcast import reachability
-from echo2.broadcast.nat.probing import look_at_own_link
+from echo2.broadcast.nat.reach import look_at_own_link
 from echo2.coordinator.fleet import probe
 from echo2.coordinator.fleet.enrolment import caller_address, caller_host
 from echo2.trust.identity import Identity, JoinLink

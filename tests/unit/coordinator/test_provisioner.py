@@ -14,7 +14,7 @@ from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Un
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.hub import Hub
+from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import (
     FleetAdvice,
@@ -26,7 +26,6 @@ from echo2.coordinator.money.provisioning import (
     RentProposal,
 )
 from echo2.coordinator.operator import Commands
-from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

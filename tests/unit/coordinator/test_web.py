@@ -22,9 +22,16 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Member, OperatorSetting
 from echo2.coordinator.learner import RolloutQuestions
-from echo2.coordinator.web.access import WebGuard
-from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
-from echo2.coordinator.web.page import ROWS_AT_ONCE, STREAMS_MAX, STREAMS_PER_CLIENT, OpenStreams, Web
+from echo2.coordinator.web.page import (
+    METRICS,
+    ROWS_AT_ONCE,
+    STREAMS_MAX,
+    STREAMS_PER_CLIENT,
+    WORKER_METRICS,
+    OpenStreams,
+    Web,
+    WebGuard,
+)
 from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

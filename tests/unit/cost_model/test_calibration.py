@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
-from echo2.cost_model.estimates import WINDOW, DeltaSizeEstimator, RobustEstimator
+from echo2.cost_model.relations import WINDOW, DeltaSizeEstimator, RobustEstimator
 
 
 @given(st.floats(0.1, 1e6), st.sampled_from([0.5, 0.7, 1.4, 2.0]), st.integers(0, 10**6))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.coordinator.money.market import built_in_models
-from echo2.cost_model.memory import (
+from echo2.cost_model.sizing import (
     AUDIT_BYTES_OF_CHANGE,
     AUDIT_CHANGED_SHARE,
     KILLED_EVERY_S,

@@ -13,8 +13,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import GroupId, Version
-from echo2.base.rollout import FinishReason, Rollout, VersionSpan
-from echo2.base.routing import Routing, RoutingShape, packed
+from echo2.base.rollout import FinishReason, Rollout, Routing, RoutingShape, VersionSpan, packed
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest, parsed_request
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from echo2.gateway import access
+from echo2.gateway import app
 from echo2.gateway import app as app_module
-from echo2.gateway.access import Bodies
+from echo2.gateway.app import Bodies
 from echo2.gateway.episodes import CallRefused, LongWork
 from echo2.gateway.requests import BODY_BYTES_MAX
 from echo2.trust.ports import GATEWAY
@@ -117,7 +117,7 @@ def test_a_full_port_ends_idle_strangers_first_and_answers_hundreds_that_ask() -
 
 
 def test_a_body_that_is_not_whole_in_time_is_given_up(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "BODY_S", 0.3)
+    monkeypatch.setattr(app, "BODY_S", 0.3)
     with gateway.connect() as connection:
         connection.sendall(gateway.head(1000, gateway.key) + b'{"a')
         assert answer_of(connection)[0] == 408
@@ -220,8 +220,8 @@ async def test_bodies_take_time_by_their_length_alone_and_together_and_of_one_ep
     began = time.process_time()
     assert await read(Bodies(), "a1", *[b"x" * 1000] * 8000) == 8_000_000
     assert time.process_time() - began < 0.5
-    monkeypatch.setattr(access, "BODIES_BYTES_MAX", 500)
-    monkeypatch.setattr(access, "BODIES_OF_ONE_BYTES_MAX", 200)
+    monkeypatch.setattr(app, "BODIES_BYTES_MAX", 500)
+    monkeypatch.setattr(app, "BODIES_OF_ONE_BYTES_MAX", 200)
     bodies = Bodies()
     for callers, refused in (("aaa", 1), ("abcdef", 1), ("abcde", 0)):
         ends = await asyncio.gather(*(read(bodies, one, b"x" * 100) for one in callers), return_exceptions=True)

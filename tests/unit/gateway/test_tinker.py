@@ -19,7 +19,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
-from echo2.base.examples import AdamStep, ClientLoss, Example
+from echo2.base.rollout import AdamStep, ClientLoss, Example
 from echo2.gateway.app import error_answer
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest

@@ -26,7 +26,7 @@ from echo2.learner.rollouts.groups import Batch, Draw, TrainGroup, evaluated_ver
 from echo2.learner.rollouts.journal import History, Record, SegmentBegan
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import TurnAnswer
-from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import Ledger
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.task import Reward
 

@@ -18,7 +18,7 @@ from echo2.learner.rollouts.admission import (
     problem_of_end,
     problem_of_segment,
 )
-from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import Ledger
 from tests.unit.learner.stage import STOP, draw, piece
 
 

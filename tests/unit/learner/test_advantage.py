@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.learner.training.advantage import ADVANTAGES, group_advantages, minimum_variance_weights
+from echo2.learner.training.loss import ADVANTAGES, group_advantages, minimum_variance_weights
 
 REWARDS = st.lists(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=6), min_size=1, max_size=5)
 NAMES = st.sampled_from(sorted(ADVANTAGES))

@@ -12,8 +12,7 @@ import torch
 from echo2.base.errors import TaskError
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions, TrainerOptions
-from echo2.learner.rollouts.conversations import Conversations
-from echo2.learner.rollouts.prompts import load_tokenizer
+from echo2.learner.rollouts.prompts import Conversations, load_tokenizer
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.trainer import Trainer
 from echo2.tasks.chat_format import ChatFormat

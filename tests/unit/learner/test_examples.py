@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError
-from echo2.base.examples import LOSS_COLUMNS, AdamStep, ClientLoss, Example
 from echo2.base.ids import Step
+from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example
 from echo2.learner.rollouts.groups import Batch, TrainGroup
-from echo2.learner.training.advantage import group_advantages
-from echo2.learner.training.examples import client_losses
+from echo2.learner.training.loss import group_advantages
+from echo2.learner.training.packing import client_losses
 from echo2.learner.training.trainer import Trainer
 from tests.unit.learner.test_trainer import PLAIN, gradient_of, new_trainer, random_groups
 

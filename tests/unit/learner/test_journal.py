@@ -30,7 +30,7 @@ from echo2.learner.rollouts.journal import (
     VersionPublished,
     read_journal,
 )
-from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import Ledger
 
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
 SENDERS = (SentTokens(PeerId("alice"), 1), SentTokens(PeerId("bob"), 1))

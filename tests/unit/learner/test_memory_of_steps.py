@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import RunConfig
-from echo2.cost_model.memory import Checkpointing, LearnerRun, learner_memory
-from echo2.cost_model.sizing import model_size
+from echo2.cost_model.sizing import Checkpointing, LearnerRun, learner_memory, model_size
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
 from echo2.learner.rollouts.groups import Batch, TrainGroup

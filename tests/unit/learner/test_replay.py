@@ -17,8 +17,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, VersionSpan
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
-from echo2.learner.publishing.publisher import LocalCoder
-from echo2.learner.publishing.seed import SeedNode
+from echo2.learner.publishing.publisher import LocalCoder, SeedNode
 from echo2.learner.rollouts.groups import Batch, SentTokens
 from echo2.learner.rollouts.journal import Finished, Journal, Opened, Record, read_journal
 from echo2.learner.run_folder import RunFolder

@@ -14,20 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo2.base import routing
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import (
+    NO_ROUTING,
+    ROLLOUT_ROUTING_BYTES_MAX,
+    ROUTING_KEY,
     FinishReason,
     GroupSpec,
     Rollout,
     RolloutSegment,
+    Routing,
+    RoutingShape,
     SamplingParams,
     SegmentVerdict,
     Verdict,
     VersionSpan,
+    packed,
+    unpacked,
 )
-from echo2.base.routing import NO_ROUTING, ROLLOUT_ROUTING_BYTES_MAX, Routing, RoutingShape, packed, unpacked
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, extended
 from echo2.learner.training.model import PolicyModel
@@ -103,7 +108,7 @@ async def generated(engine: EmbeddedEngine, requests: Sequence[GenerateRequest])
 def sampled(trainer: Trainer, count: int, noise: float) -> TrainGroup:
     """One group by the embedded engine, through the worker's and the learner's own records of it."""
     config = json.loads(trainer.model.config_json())
-    assert config[routing.CONFIG_KEY] is True
+    assert config[ROUTING_KEY] is True
     prompt = tuple(range(3, 40))
     sampling = SamplingParams(max_new_tokens=40, seed=1)
 

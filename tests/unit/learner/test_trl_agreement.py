@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo2.learner.training.advantage import group_advantages
-from echo2.learner.training.loss import BatchTotals, LossConfig, PackedTokens, policy_loss
+from echo2.learner.training.loss import BatchTotals, LossConfig, PackedTokens, group_advantages, policy_loss
 
 TOLERANCE = 1e-5
 FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures" / "trl_grpo.json").read_text())

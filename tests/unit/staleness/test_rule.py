@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import VersionSpan
-from echo2.staleness.ledger import Ledger
-from echo2.staleness.rule import is_admissible, may_begin
+from echo2.staleness.rule import Ledger, is_admissible, may_begin
 
 NUMBERS = st.integers(0, 10_000)
 

@@ -11,8 +11,8 @@ from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
 from echo2.weights import CodecSetting, HostWeights, apply_updates, encode_delta, fingerprint
 from echo2.weights.block import encode_block
-from echo2.weights.device import encode_block_on_device
 from echo2.weights.elements import ELEMENT_TYPES, bits_of, blocks_of, flat_bits
+from echo2.weights.host import encode_block_on_device
 from echo2.weights.marks import Finds
 from tests.unit.weights.models import KEY, decoded, delta_header, gaussian_pair, random_tensor, with_changes
 

@@ -24,9 +24,18 @@ from echo2.base.rollout import (
     spans_of,
 )
 from echo2.wire import rollout as wire
-from echo2.worker.demand import REPEAT_S, Demand, RateWindow
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
-from echo2.worker.leases import EXACT_GRACE_S, HOLD_S_MAX, REPORT_TOKENS_MAX, TURN_GRACE_S, VERDICT_GRACE_S, Leases
+from echo2.worker.leases import (
+    EXACT_GRACE_S,
+    HOLD_S_MAX,
+    REPEAT_S,
+    REPORT_TOKENS_MAX,
+    TURN_GRACE_S,
+    VERDICT_GRACE_S,
+    Demand,
+    Leases,
+    RateWindow,
+)
 from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import SEGMENT_TOKENS_MAX
 

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from echo2.worker.progress import ProgressLines, progress_for, shown
+from echo2.worker.weights import ProgressLines, progress_for, shown
 
 
 class Terminal(io.StringIO):

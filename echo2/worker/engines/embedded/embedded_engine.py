@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
-from echo2.base import routing
 from echo2.base.errors import ConfigError, EchoError, EngineError
 from echo2.base.ids import Version
+from echo2.base.rollout import ROUTING_KEY
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.outside.allocator import give_back
@@ -39,8 +39,8 @@ def _model_of(
     given: Mapping[str, object], adapter: Adapter | None, quantisation: Quantisation
 ) -> tuple[LiveTensors, Callable[[BlockPool], Forward]]:
     """A model's weights, and how to make a forward pass over them."""
-    config = {key: value for key, value in given.items() if key != routing.CONFIG_KEY}
-    tells_routing = bool(given.get(routing.CONFIG_KEY, False))
+    config = {key: value for key, value in given.items() if key != ROUTING_KEY}
+    tells_routing = bool(given.get(ROUTING_KEY, False))
     reason = why_not_fused(config)
     if not reason:
         if tells_routing:

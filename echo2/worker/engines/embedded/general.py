@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, DynamicCache
 
 from echo2.base.errors import ConfigError
-from echo2.base.routing import packed
+from echo2.base.rollout import packed
 from echo2.base.staged import TensorUpdate
 from echo2.weights.elements import published_tensors
 from echo2.weights.routers import Routers

@@ -23,8 +23,7 @@ import torch
 from echo2.base.errors import EchoError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rng import uniform
-from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.base.routing import NO_ROUTING, Routing
+from echo2.base.rollout import NO_ROUTING, FinishReason, Routing, SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.worker.engines.embedded.live_weights import LiveTensors
 from echo2.worker.engines.embedded.slots import BlockPool, Copy, Fill, SlotSequence, SlotTable
@@ -45,7 +44,7 @@ class Forward(Protocol):
 
     @property
     def routing(self) -> Callable[[int, int, int], bytes] | None:
-        """Packed rows (base/routing) of cached positions of a slot: the slot, the first position, their number. None: it does not
+        """Packed rows (base/rollout) of cached positions of a slot: the slot, the first position, their number. None: it does not
         record which experts computed each position."""
         ...
 

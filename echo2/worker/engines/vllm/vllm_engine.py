@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo2.base import routing
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
-from echo2.base.rollout import FinishReason
+from echo2.base.rollout import ROUTING_KEY, FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
@@ -253,7 +252,7 @@ class VllmEngine:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
         refuse_device(self._quantisation, self._config)
         folder = Path(self._folder.name)
-        said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
+        said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, ROUTING_KEY)}
         if said.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers
             said["sliding_window"] -= 1
         (folder / "config.json").write_text(json.dumps(said))
