@@ -28,7 +28,7 @@ from echo2.coordinator.leases.waits import slowest, waits
 from echo2.coordinator.money.providers.machine_setup import join_command
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
-from echo2.coordinator.planning.advice import LONG_S_MIN, LearnerFacts, RunAdvice, RunNow, advise, idle_text
+from echo2.coordinator.planning.advice import LONG_S_MIN, RunAdvice, RunNow, advise, idle_text
 from echo2.coordinator.planning.input import is_measured, plan_config
 from echo2.coordinator.web.state import EVENTS_SHOWN, advice_value, command_of, machine_value
 from echo2.cost_model.snapshot import is_spent
@@ -154,8 +154,9 @@ class Commands:
 
     def advice(self) -> RunAdvice:
         """What stops or limits the run, and what to do, as things are now."""
-        hub, money = self.hub, self.hub.money.sums()
+        hub, board, money = self.hub, self.hub.board, self.hub.money.sums()
         section, plan, advice, now = hub.config.coordinator, hub.plan, self.provisioner.advice, hub.clock.now()
+        report, silent_s = board.report, now - board.heard_at
         members, idle, finish = list(hub.membership.living()), self.idle_workers(), hub.ending.finish
         active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
         # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
@@ -165,8 +166,11 @@ class Commands:
         return advise(
             RunNow(
                 finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
-                open_machines=sum(one.is_open for one in hub.money.machines.values()), learner=self._learner_facts(),
-                plan=plan, plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
+                open_machines=sum(one.is_open for one in hub.money.machines.values()),
+                hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
+                silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
+                waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
+                tokens_max=hub.config.sampling.max_new_tokens, plan=plan, plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
                 alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
                 is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
@@ -175,23 +179,6 @@ class Commands:
                 may_act=section.planner_mode == "auto", corrected=hub.corrections.reason,
                 unmeasured=sum(one.peer_id in active and not is_measured(one) for one in members),
             )
-        )  # fmt: skip
-
-    def _learner_facts(self) -> LearnerFacts | None:
-        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
-        hello, report, limit = board.hello, board.report, hub.config.sampling.max_new_tokens
-        if hello is None:
-            return None
-        return LearnerFacts(
-            is_there=board.is_connected, left_because=hub.learner.left_because, silent_s=now - board.heard_at,
-            silent_s_max=self._silent_s_max, step=int(report.step),
-            step_limit=hello.step_limit, step_s=board.train_s + report.wait_s, train_s=board.train_s,
-            utilisation=report.utilisation, waits_for=report.waits_for,
-            waits_s=report.waits_since_s + now - board.heard_at if report.waits_for else 0.0, rewards_due=report.rewards_due,
-            open_leases=len(hub.book.leases), rollouts_per_step=hello.rollouts_per_step,
-            prompts_exhausted=report.prompts_exhausted, equal_reward_steps=report.equal_reward_steps,
-            reward=report.reward_mean, tokens_max=limit,
-            cut_share=sum(mean == limit for mean in report.lengths) / max(1, len(report.lengths)),
         )  # fmt: skip
 
     @property

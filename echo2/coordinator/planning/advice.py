@@ -12,7 +12,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
@@ -20,6 +20,7 @@ from echo2.base.units import format_duration
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 UTILISATION_SLACK = 0.05
 """A utilisation below its target by no more than this is noise, not something to act on."""
@@ -77,56 +78,28 @@ class RunAdvice:
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerFacts:
-    """The learner. `left_because`: why it left, if by an error. `silent_s`: since its last message. `step_s`: what a step takes,
-    waiting included; `train_s`: without. `waits_for`, `waits_s`: what its next step lacks, and for how long; empty while it
-    trains. `cut_share`: of the newest completions, those that ended at `tokens_max` (sampling.max_new_tokens)."""
-
-    is_there: bool = True
-    left_because: str = ""
-    silent_s: float = 0.0
-    silent_s_max: float = 60.0
-    step: int = 0
-    step_limit: int = 0
-    step_s: float = 0.0
-    train_s: float = 0.0
-    utilisation: float = 0.0
-    waits_for: str = ""
-    waits_s: float = 0.0
-    rewards_due: int = 0
-    open_leases: int = 0
-    rollouts_per_step: int = 0
-    prompts_exhausted: bool = False
-    equal_reward_steps: int = 0
-    reward: float = 0.0
-    tokens_max: int = 0
-    cut_share: float = 0.0
-
-    @property
-    def waits_long(self) -> bool:
-        """Whether its wait is unusual."""
-        usual_s = LONG_STEPS * self.step_s if self.step else FIRST_STEP_S
-        return bool(self.waits_for) and self.waits_s > max(LONG_S_MIN, usual_s)
-
-    @property
-    def waits_for_rewards(self) -> bool:
-        """Whether rewards rather than workers keep the learner waiting: half a step's are due, or nothing else is."""
-        is_much = 2 * self.rewards_due >= max(1, self.rollouts_per_step)
-        return bool(self.waits_for) and self.rewards_due > 0 and (is_much or not self.open_leases)
-
-
-@dataclass(frozen=True, slots=True)
 class RunNow:
-    """What the advice depends on. `learner`: None before the first. `plan_waits_for`: what a first plan lacks. `idle`: why
-    connected workers get no work, if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together.
-    `surplus`: active workers that the plan would put on standby. `wishes`: machines to rent or release that wait for the operator's
-    approval. `corrected`: why estimates are corrected. `unmeasured`: active workers whose rate is not known."""
+    """What the advice depends on. `hello`: None before the first learner. `left_because`: why it left, if by an error. `silent_s`:
+    since its last message. `train_s`: what a step takes without waiting. `waits_s`: for how long it has waited for what its next step
+    lacks. `tokens_max`: sampling.max_new_tokens. `plan_waits_for`: what a first plan lacks. `idle`: why connected workers get no work,
+    if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together. `surplus`: active workers that the plan
+    would put on standby. `wishes`: machines to rent or release that wait for the operator's approval. `corrected`: why estimates are
+    corrected. `unmeasured`: active workers whose rate is not known."""
 
     finished: str = ""
     is_cut_short: bool = False
     paused: str = ""
     open_machines: int = 0
-    learner: LearnerFacts | None = None
+    hello: pb.LearnerHello | None = None
+    report: pb.LearnerReport = field(default_factory=pb.LearnerReport)
+    is_connected: bool = True
+    left_because: str = ""
+    silent_s: float = 0.0
+    silent_s_max: float = 60.0
+    train_s: float = 0.0
+    waits_s: float = 0.0
+    open_leases: int = 0
+    tokens_max: int = 0
     plan: Plan | None = None
     plan_waits_for: str = ""
     target: float = 0.98
@@ -146,6 +119,24 @@ class RunNow:
     unmeasured: int = 0
 
     @property
+    def waits_long(self) -> bool:
+        """Whether the learner's wait is unusual."""
+        usual_s = LONG_STEPS * (self.train_s + self.report.wait_s) if self.report.step else FIRST_STEP_S
+        return bool(self.report.waits_for) and self.waits_s > max(LONG_S_MIN, usual_s)
+
+    @property
+    def waits_for_rewards(self) -> bool:
+        """Whether rewards rather than workers keep the learner waiting: half a step's are due, or nothing else is."""
+        due, batch = self.report.rewards_due, self.hello.rollouts_per_step if self.hello is not None else 0
+        return bool(self.report.waits_for) and due > 0 and (2 * due >= max(1, batch) or not self.open_leases)
+
+    @property
+    def cut_share(self) -> float:
+        """Of the newest completions, those that ended at the limit."""
+        lengths = self.report.lengths
+        return sum(mean == self.tokens_max for mean in lengths) / max(1, len(lengths))
+
+    @property
     def broken(self) -> tuple[Term, ...]:
         """The plan's broken terms, a cause before what follows from it: with too few rewards, a pool has no more rate than they can
         use; too few workers fill a batch too slowly, which breaks the staleness term as well. Else the most limiting first."""
@@ -155,18 +146,18 @@ class RunNow:
 
     @property
     def utilisation(self) -> float:
-        if self.learner is not None and self.learner.step >= MEASURED_STEPS and self.learner.utilisation > 0:
-            return self.learner.utilisation
+        if self.report.step >= MEASURED_STEPS and self.report.utilisation > 0:
+            return self.report.utilisation
         return self.plan.predicted_utilisation if self.plan is not None else 0.0
 
     @property
     def is_short(self) -> bool:
         """Whether the learner trains so much less than it should that something is to be done."""
-        return (
-            self.learner is not None
-            and self.learner.step > 0
-            and self.learner.utilisation < self.target - UTILISATION_SLACK
-        )
+        return self.report.step > 0 and self.report.utilisation < self.target - UTILISATION_SLACK
+
+    @property
+    def trains(self) -> str:
+        return f"the learner trains {self.report.utilisation:.0%} of the time"
 
 
 def advise(run: RunNow) -> RunAdvice:
@@ -188,34 +179,30 @@ def idle_text(members: Iterable[Member]) -> str:
 
 def _what_stops(run: RunNow) -> ToDo | None:
     """What keeps the run from going on at all, or has ended it."""
-    learner = run.learner
     if run.finished:
-        are = "is" if run.open_machines == 1 else "are"
-        left = (
-            f"; {_count(run.open_machines, 'rented machine')} {are} still being given back" if run.open_machines else ""
-        )
-        kind = "bad" if run.is_cut_short else "info" if left else "good"
-        text = run.finished[:1].upper() + run.finished[1:]
-        return ToDo(f"{text}{left or '. Nothing costs money any more'}.", kind)
+        kind = "bad" if run.is_cut_short else "info" if run.open_machines else "good"
+        left = ". Nothing costs money any more"
+        if run.open_machines:
+            are = "is" if run.open_machines == 1 else "are"
+            left = f"; {_count(run.open_machines, 'rented machine')} {are} still being given back"
+        return ToDo(f"{run.finished[:1].upper()}{run.finished[1:]}{left}.", kind)
     if run.paused:
         return ToDo(f"Resume the run when you want it to go on: {run.paused}.", "warn", Act.RESUME, "Resume")
-    if learner is None:
+    if run.hello is None:
         return ToDo("Start the learner: no learner has joined yet.", "info", Act.MAKE_LINK, "Make a join link")
-    if not learner.is_there:
-        if learner.left_because:
-            why = f"Mend what ended the learner, then start it again with the same command: {learner.left_because}"
-            return ToDo(why, "bad")
-        return ToDo(
-            "Start the learner again with the same command: it is away. It goes on from its last checkpoint.", "bad"
-        )
+    if not run.is_connected:
+        why = "Start the learner again with the same command: it is away. It goes on from its last checkpoint."
+        if run.left_because:
+            why = f"Mend what ended the learner, then start it again with the same command: {run.left_because}"
+        return ToDo(why, "bad")
     if run.is_budget_spent:
         spent = f"${run.usd_budget:,.2f} are spent and all workers stand by"
         return ToDo(f"Raise the budget to go on (page, or `echo2 ctl`): {spent}.", "bad")
     if not run.alive:
         text = "Start a worker: none is connected, so the learner has nothing to train on."
         return ToDo(text, "bad", Act.MAKE_LINK, "Make a join link")
-    if learner.silent_s > learner.silent_s_max:
-        silent = f"nothing is heard of it for {format_duration(learner.silent_s)}, though its stream stands"
+    if run.silent_s > run.silent_s_max:
+        silent = f"nothing is heard of it for {format_duration(run.silent_s)}, though its stream stands"
         return ToDo(f"Look at the learner: {silent}.", "bad")
     if not run.active and not (run.wishes and not run.may_act):
         why = f" ({run.idle})" if run.idle else ""
@@ -226,41 +213,26 @@ def _what_stops(run: RunNow) -> ToDo | None:
 def _what_helps(run: RunNow) -> Iterable[ToDo]:
     """What the operator can do for a run that goes on, most urgent first. Rewards and prompts come before workers: more workers
     would only wait with the others."""
-    learner, same = run.learner, f"at the same utilisation ({run.utilisation:.0%})"
-    assert learner is not None, "a run without a learner is stopped"
-    if learner.prompts_exhausted:
+    report, same = run.report, f"at the same utilisation ({run.utilisation:.0%})"
+    if report.prompts_exhausted:
+        limit = run.hello.step_limit if run.hello is not None else 0
         yield ToDo(
             "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step "
-            f"{learner.step} of {learner.step_limit}.", "warn",
+            f"{report.step} of {limit}.", "warn",
         )  # fmt: skip
         return
-    if learner.equal_reward_steps >= EQUAL_REWARD_STEPS_MAX:
-        steps = f"{learner.equal_reward_steps} steps"
-        if learner.reward:
-            equal = (
-                f"in the last {steps} all rollouts of a prompt had the same reward ({learner.reward:.3g} on average)"
-            )
-            change = "end the run, or take other prompts, more rollouts a prompt or a higher sampling.temperature"
-            yield ToDo(f"Nothing is left to learn: {equal}; {change}.", "warn")
-        else:
-            change = "compare completions and expected answers (`echo2 samples`), then take easier prompts or longer completions"
-            cut = f"{learner.cut_share:.0%} of the completions were cut at {learner.tokens_max} tokens"
-            if learner.cut_share >= CUT_SHARE_MIN:
-                change = (
-                    f"{cut}: raise sampling.max_new_tokens, or ask for shorter answers (`echo2 samples` shows them)"
-                )
-            yield ToDo(f"Nothing is learned: every reward of the last {steps} was 0; {change}.", "bad")
+    if report.equal_reward_steps >= EQUAL_REWARD_STEPS_MAX:
+        yield _equal_rewards(run)
         return
-    if learner.waits_for_rewards and (learner.waits_long or run.is_short):
-        due = f"{learner.rewards_due} rewards are due, and the learner has waited {format_duration(learner.waits_s)} for them"
-        yield ToDo(f"{MORE_REWARDS}: {due}. More workers would not help.", "bad" if learner.waits_long else "warn")
+    if run.waits_for_rewards and (run.waits_long or run.is_short):
+        due = f"{report.rewards_due} rewards are due, and the learner has waited {format_duration(run.waits_s)} for them"
+        yield ToDo(f"{MORE_REWARDS}: {due}. More workers would not help.", "bad" if run.waits_long else "warn")
         return
     if run.is_short and run.broken and run.broken[0].limit_kind is Limit.REWARDS:
-        trains = f"the learner trains {learner.utilisation:.0%} of the time"
-        yield ToDo(f"{MORE_REWARDS}: {trains}; {run.broken[0].text}. More workers would not help.", "warn")
+        yield ToDo(f"{MORE_REWARDS}: {run.trains}; {run.broken[0].text}. More workers would not help.", "warn")
         return
-    if learner.waits_long:
-        waits = f"the learner waits {format_duration(learner.waits_s)} for {learner.waits_for}"
+    if run.waits_long:
+        waits = f"the learner waits {format_duration(run.waits_s)} for {report.waits_for}"
         yield ToDo(f"Look at what is missing: {waits}.", "bad")
     if run.wishes and not run.may_act:
         yield ToDo(f"{run.wishes}.", "warn", Act.APPROVE, "Do it")
@@ -273,28 +245,38 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         less = f"${run.usd_per_hour:.2f} -> ${run.usd_per_hour - run.spare_usd_per_hour:.2f}/h {same}"
         yield ToDo(f"Drop {run.spare} of {run.workers} workers: {less}.", "warn", Act.DISMISS, "Send them home")
     if run.is_short:
-        trains = f"the learner trains {learner.utilisation:.0%} of the time"
         for term in run.broken:
             is_rate = term.limit_kind is Limit.THROUGHPUT
             what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
             button = (Act.MAKE_LINK, "Make a join link") if is_rate else (Act.NOTHING, "")
-            yield ToDo(f"{what[:1].upper()}{what[1:]}: {trains}; {term.text}.", "warn", *button)
+            yield ToDo(f"{what[:1].upper()}{what[1:]}: {run.trains}; {term.text}.", "warn", *button)
+
+
+def _equal_rewards(run: RunNow) -> ToDo:
+    """For many steps no group has had rewards that differ."""
+    steps, reward = f"{run.report.equal_reward_steps} steps", run.report.reward_mean
+    if reward:
+        equal = f"in the last {steps} all rollouts of a prompt had the same reward ({reward:.3g} on average)"
+        change = "end the run, or take other prompts, more rollouts a prompt or a higher sampling.temperature"
+        return ToDo(f"Nothing is left to learn: {equal}; {change}.", "warn")
+    change = "compare completions and expected answers (`echo2 samples`), then take easier prompts or longer completions"
+    if run.cut_share >= CUT_SHARE_MIN:
+        cut = f"{run.cut_share:.0%} of the completions were cut at {run.tokens_max} tokens"
+        change = f"{cut}: raise sampling.max_new_tokens, or ask for shorter answers (`echo2 samples` shows them)"
+    return ToDo(f"Nothing is learned: every reward of the last {steps} was 0; {change}.", "bad")
 
 
 def _nothing_to_do(run: RunNow) -> ToDo:
-    learner = run.learner
-    assert learner is not None, "a run without a learner is stopped"
-    if not learner.step:
-        waits = f": the learner waits for {learner.waits_for}" if learner.waits_for else ""
+    if not run.report.step:
+        waits = f": the learner waits for {run.report.waits_for}" if run.report.waits_for else ""
         return ToDo(f"Nothing to do: the first step is on its way{waits}.", "info")
-    text = f"Nothing to do: the learner trains {learner.utilisation:.0%} of the time at ${run.usd_per_hour:.2f}/h."
-    return ToDo(text, "info" if run.is_short else "good")
+    return ToDo(f"Nothing to do: {run.trains} at ${run.usd_per_hour:.2f}/h.", "info" if run.is_short else "good")
 
 
 def _limits(run: RunNow) -> str:
     """What limits the run, in words: each broken term, most limiting first; if all hold, the tightest."""
-    if run.learner is not None and run.learner.waits_for_rewards:
-        return f"rewards: {run.learner.rewards_due} are due"
+    if run.waits_for_rewards:
+        return f"rewards: {run.report.rewards_due} are due"
     if run.plan is None:
         return f"not known before {run.plan_waits_for or 'a first plan'}"
     if run.broken:
@@ -303,11 +285,10 @@ def _limits(run: RunNow) -> str:
 
 
 def _hours_left(run: RunNow) -> float | None:
-    learner = run.learner
-    left = learner.step_limit - learner.step if learner is not None else 0
-    if learner is None or left <= 0 or run.finished or learner.train_s <= 0 or run.utilisation <= 0:
+    left = run.hello.step_limit - run.report.step if run.hello is not None else 0
+    if left <= 0 or run.finished or run.train_s <= 0 or run.utilisation <= 0:
         return None
-    return left * learner.train_s / run.utilisation / 3600
+    return left * run.train_s / run.utilisation / 3600
 
 
 def _assumed(run: RunNow) -> Iterable[str]:

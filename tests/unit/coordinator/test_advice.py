@@ -8,23 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from echo2.coordinator.planning.advice import Act, LearnerFacts, RunNow, advise
+from echo2.coordinator.planning.advice import Act, RunNow, advise
 from echo2.cost_model.plan import Limit
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.cost_model.fleets import plan_of as plan
 
 CSS = Path(__file__).parents[3] / "echo2" / "coordinator" / "web" / "static" / "page.css"
 CONTRAST_LEAST = 4.5  # WCAG AA
 
-BUSY = LearnerFacts(
-    step=40, step_limit=100, step_s=4.0, train_s=3.6, utilisation=0.97, open_leases=12, rollouts_per_step=256, silent_s=1.0,
+LIVE = RunNow(
+    hello=pb.LearnerHello(step_limit=100, rollouts_per_step=256),
+    report=pb.LearnerReport(step=40, wait_s=0.4, utilisation=0.97), train_s=3.6, silent_s=1.0, open_leases=12,
+    plan=plan(5.0, 5.0), alive=50, active=50, workers=50, usd_per_hour=52.05,
 )  # fmt: skip
 
 
-LIVE = RunNow(learner=BUSY, plan=plan(5.0, 5.0), alive=50, active=50, workers=50, usd_per_hour=52.05)
-
-
 def with_learner(**facts: object) -> RunNow:
-    return replace(LIVE, learner=replace(BUSY, **facts))  # type: ignore[arg-type]
+    """Facts of the run, or of the learner's report."""
+    own = {name: facts.pop(name) for name in [*facts] if name in RunNow.__slots__}
+    report = pb.LearnerReport()
+    report.CopyFrom(LIVE.report)
+    for name, value in facts.items():
+        report.ClearField(name)
+        (getattr(report, name).extend if name == "lengths" else lambda one, name=name: setattr(report, name, one))(value)  # type: ignore[misc]
+    return replace(LIVE, report=report, **own)  # type: ignore[arg-type]
 
 
 LACKS = "rollouts: 1 of 4 groups complete, 3 begun by workers, 0 not begun, 0 rewards due"
@@ -39,8 +46,8 @@ BUTTONS = {
 """What the first words of an advice give a button for."""
 SAYS = [
     (RunNow(), "Start the learner: no learner has joined yet."),
-    (with_learner(is_there=False), "Start the learner again with the same command: it is away."),
-    (with_learner(is_there=False, left_because="DiskFull: no room"),
+    (with_learner(is_connected=False), "Start the learner again with the same command: it is away."),
+    (with_learner(is_connected=False, left_because="DiskFull: no room"),
      "Mend what ended the learner, then start it again with the same command: DiskFull: no room"),
     (with_learner(silent_s=75.0), "Look at the learner: nothing is heard of it for 75 s"),
     (replace(LIVE, alive=0, active=0), "Start a worker: none is connected"),
@@ -54,9 +61,9 @@ SAYS = [
      "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step 40 of"),
     (with_learner(equal_reward_steps=3, waits_for=DUE, waits_s=60.0, rewards_due=193),
      "Nothing is learned: every reward of the last 3 steps was 0; compare completions"),
-    (with_learner(equal_reward_steps=3, tokens_max=16, cut_share=0.75),
+    (with_learner(equal_reward_steps=3, tokens_max=16, lengths=[9, 16, 16, 16]),
      "Nothing is learned: every reward of the last 3 steps was 0; 75% of the completions were cut at 16 tokens: raise"),
-    (with_learner(equal_reward_steps=4, reward=1.0),
+    (with_learner(equal_reward_steps=4, reward_mean=1.0),
      "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average)"),
     (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time"),
     (replace(LIVE, is_budget_spent=True, usd_budget=100), "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent"),
@@ -68,7 +75,7 @@ SAYS = [
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),
     (with_learner(step=0, waits_for=LACKS, waits_s=300.0), "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4"),
-    (replace(LIVE, finished="run r is finished after 120 steps", learner=replace(BUSY, is_there=False), alive=0),
+    (replace(LIVE, finished="run r is finished after 120 steps", is_connected=False, alive=0),
      "Run r is finished after 120 steps. Nothing costs money any more."),
     (replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
      "Run r is finished after 120 steps; 1 rented machine is still being given back."),
