@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 from echo2.base.errors import ConfigError, ResourceError
@@ -24,10 +24,9 @@ from echo2.cost_model.sizing import (
     RunLengths,
     cpu_fit,
     gpu_fit,
-    model_size,
     spread_speed,
 )
-from echo2.cost_model.snapshot import checked_positive
+from echo2.cost_model.snapshot import check_fields, read_as
 
 MEMORY_TOLERANCE = 0.15
 """Largest relative difference between the memory size in a machine's name and the one in the kind's name."""
@@ -127,9 +126,7 @@ class GpuType:
     train_tflops: float
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name != "name":
-                checked_positive(f"GPU {self.name}", one.name, getattr(self, one.name))
+        check_fields(self, f"GPU {self.name}", "memory_gib bandwidth_gb_per_s usd_per_hour train_tflops")
 
     @property
     def memory_bytes(self) -> int:
@@ -149,20 +146,12 @@ class WorkerPrior:
 
 
 def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
-    """Parses the GPU types of the TOML file."""
-    found: dict[str, GpuType] = {}
-    wanted = {one.name for one in fields(GpuType)} - {"name"}
-    for name, table in tables.items():
-        if not isinstance(table, Mapping) or set(table) != wanted:
-            got = ", ".join(sorted(table)) if isinstance(table, Mapping) else repr(table)
-            raise ConfigError(f"catalogue: GPU {name}: expected the fields {', '.join(sorted(wanted))}, got {got}")
-        numbers: dict[str, float] = {}
-        for field_name, value in table.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"catalogue: GPU {name}: {field_name}: expected a number, got {value!r}")
-            numbers[str(field_name)] = float(value)
-        found[name] = GpuType(name, **numbers)
-    return found
+    """The GPU types of a catalogue, by name."""
+    return {name: read_as(GpuType, _named(name, table), f"catalogue: GPU {name}") for name, table in tables.items()}
+
+
+def _named(name: str, table: object) -> object:
+    return {**table, "name": name} if isinstance(table, Mapping) else table
 
 
 def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
@@ -203,16 +192,6 @@ def _prior(
     sampled = fit.engine_count * engine.tokens_per_s(fit.sequences, held)
     read = fit.engine_count * engine.prefill_tokens_per_s(held)
     return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, sampled, fit, read)
-
-
-def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
-    """Parses model sizes from tables of transformers configs, by model name in lower case."""
-    found = {}
-    for name, table in tables.items():
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"models: {name}: expected a table, got {table!r}")
-        found[name] = model_size(table)
-    return found
 
 
 STEP_S_MIN = 0.1

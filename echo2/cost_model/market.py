@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.errors import ResourceError
 from echo2.cost_model.machines import MEMORY_TOLERANCE, GpuType, worker_prior
 from echo2.cost_model.sizing import ModelSize, RunLengths
-from echo2.cost_model.snapshot import JOIN_S, SPOT_HAZARD_PER_HOUR
+from echo2.cost_model.snapshot import JOIN_S, SPOT_HAZARD_PER_HOUR, check_fields, checked
 
 GPUS_MAX = 16  # of the largest machine that a provider in the catalogue offers
 RATE_RANGE = (0.51, 1.96)
@@ -42,12 +42,8 @@ class MarketOffer:
 
     def __post_init__(self) -> None:
         whose = f"offer {self.provider} {self.instance}"
-        if not 1 <= self.gpu_count <= GPUS_MAX:
-            raise ConfigError(f"{whose}: gpu_count: expected 1 to {GPUS_MAX}, got {self.gpu_count}")
-        for name in ("gpu_memory_gib", "usd_per_hour"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{whose}: {name}: expected a positive number, got {value}")
+        checked(whose, "gpu_count", self.gpu_count, 1, GPUS_MAX)
+        check_fields(self, whose, "gpu_memory_gib usd_per_hour")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +157,6 @@ SORTS: Mapping[str, Callable[[Ranked], float]] = {
     "price": lambda one: one.offer.usd_per_hour,
     "speed": lambda one: -one.tokens_per_s,
 }
-
-
-def offer_from_row(row: Mapping[str, object]) -> MarketOffer:
-    """Parses one row of a stored catalogue. Raises ConfigError naming a field that is missing or of the wrong type."""
-    wanted = {one.name: one.type for one in fields(MarketOffer)}
-    values: dict[str, object] = {}
-    for name, kind in wanted.items():
-        value = row.get(name)
-        good = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[str(kind)]
-        if not isinstance(value, good) or (isinstance(value, bool) and kind != "bool"):
-            raise ConfigError(f"offers: {name}: expected {kind}, got {value!r}")
-        values[name] = float(value) if kind == "float" and isinstance(value, int | float) else value
-    return MarketOffer(**values)  # type: ignore[arg-type]
 
 
 def _plain(name: str) -> str:

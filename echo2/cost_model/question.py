@@ -25,8 +25,8 @@ from echo2.cost_model.snapshot import (
     LinkEstimate,
     PlanConfig,
     WorkerEstimate,
+    check_fields,
     checked,
-    checked_positive,
 )
 
 OFFER_WORKERS_MAX = 20_000  # twice the largest fleet that echo2 is tested with
@@ -59,17 +59,8 @@ class PoolOffer:
         whose = f"offer of {self.gpu}"
         checked(whose, "count", self.count, 0, OFFER_WORKERS_MAX)
         checked(whose, "gpus", self.gpus, 0, MACHINE_GPUS_MAX)
-        for name in (
-            "price_usd_per_hour",
-            "hazard_per_hour",
-            "join_s",
-            "apply_s",
-            "swap_s",
-            "slots",
-            "tokens_per_s",
-            "egress_usd_per_gib",
-        ):
-            checked(whose, name, getattr(self, name), 0.0)
+        names = "price_usd_per_hour hazard_per_hour join_s apply_s swap_s slots tokens_per_s egress_usd_per_gib"
+        check_fields(self, whose, least_0=names)
 
     @property
     def key(self) -> str:
@@ -92,7 +83,7 @@ class TokenCounts:
     longest: float
 
     def __post_init__(self) -> None:
-        checked_positive("lengths", "mean tokens", self.mean)
+        check_fields(self, "lengths", positive="mean")
         checked("lengths", "tail tokens", self.tail, 1.0, self.longest)
         checked("lengths", "longest tokens", self.longest, self.mean)
 

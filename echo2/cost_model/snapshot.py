@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TypeVar
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
@@ -36,6 +38,38 @@ def checked_positive(whose: str, name: str, value: float) -> None:
     """Raises unless `value` is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
+
+
+def check_fields(of: object, whose: str, positive: str = "", least_0: str = "") -> None:
+    """Raises unless these fields, by names with spaces between them, are finite and above 0, or at least 0."""
+    for name in positive.split():
+        checked_positive(whose, name, getattr(of, name))
+    for name in least_0.split():
+        checked(whose, name, getattr(of, name), 0.0)
+
+
+Row = TypeVar("Row")
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "dict[str, str]": (dict,)
+}  # fmt: skip
+
+
+def read_as(kind: Callable[..., Row], table: object, whose: str) -> Row:
+    """The dataclass `kind` from a table of TOML or JSON. `ConfigError` names a field that is unknown, missing or of another type."""
+    known, values = {one.name: one for one in fields(kind)}, dict[str, object]()  # type: ignore[arg-type]
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{whose}: expected a table with the fields {', '.join(known)}, got {table!r}")
+    if unknown := sorted(set(table) - set(known)):
+        raise ConfigError(f"{whose}: expected fields among {', '.join(sorted(known))}, got {unknown[0]!r}")
+    for name, one in known.items():
+        if name in table:
+            value = table[name]
+            if not isinstance(value, _TYPES[one.type]) or (isinstance(value, bool) and one.type != "bool"):  # type: ignore[index]
+                raise ConfigError(f"{whose}: {name}: expected {one.type}, got {value!r}")
+            values[name] = float(value) if one.type == "float" else value
+        elif one.default is MISSING and one.default_factory is MISSING:
+            raise ConfigError(f"{whose}: expected a field {name!r}, it is missing")
+    return kind(**values)
 
 
 def is_spent(usd: float, budget_usd: float) -> bool:
@@ -68,8 +102,7 @@ class LinkEstimate:
     rtt_s: float = 0.0
 
     def __post_init__(self) -> None:
-        checked_positive("link", "uplink_bytes_per_s", self.uplink_bytes_per_s)
-        checked_positive("link", "downlink_bytes_per_s", self.downlink_bytes_per_s)
+        check_fields(self, "link", "uplink_bytes_per_s downlink_bytes_per_s")
         checked("link", "rtt_s", self.rtt_s, 0.0, 60.0)
 
 
@@ -104,20 +137,10 @@ class WorkerEstimate:
 
     def __post_init__(self) -> None:
         whose = f"worker {self.worker_id}"
-        checked_positive(whose, "rollouts_per_s", self.rollouts_per_s)
-        checked(whose, "price_usd_per_hour", self.price_usd_per_hour, 0.0)
-        checked_positive(whose, "rollout_s_mean", self.rollout_s_mean)
-        checked_positive(whose, "rollout_s_tail", self.rollout_s_tail)
-        for name in (
-            "tokens_per_s",
-            "rollout_s_max",
-            "join_s",
-            "hazard_per_hour",
-            "apply_s",
-            "swap_s",
-            "egress_usd_per_gib",
-        ):
-            checked(whose, name, getattr(self, name), 0.0)
+        check_fields(
+            self, whose, "rollouts_per_s rollout_s_mean rollout_s_tail",
+            "price_usd_per_hour tokens_per_s rollout_s_max join_s hazard_per_hour apply_s swap_s egress_usd_per_gib",
+        )  # fmt: skip
         if not math.isfinite(self.state_since_s):
             raise ConfigError(f"{whose}: state_since_s: expected a finite number, got {self.state_since_s}")
 
@@ -156,22 +179,18 @@ class LearnerEstimate:
     def __post_init__(self) -> None:
         checked("learner", "rollouts_per_step", self.rollouts_per_step, 1)
         checked("learner", "rollouts_per_group", self.rollouts_per_group, 1, self.rollouts_per_step)
-        checked_positive("learner", "train_s", self.train_s)
-        checked_positive("learner", "delta_bytes", self.delta_bytes)
-        checked_positive("learner", "full_snapshot_bytes", self.full_snapshot_bytes)
+        check_fields(
+            self, "learner", "train_s delta_bytes full_snapshot_bytes",
+            "encode_s price_usd_per_hour reward_s reward_processes start_s",
+        )  # fmt: skip
         checked("learner", "delta_kappa", self.delta_kappa, 1, STALENESS_BOUND_MAX)
         checked("learner", "delta_growth", self.delta_growth, 0.0, 1.0)
-        checked("learner", "encode_s", self.encode_s, 0.0)
-        checked("learner", "price_usd_per_hour", self.price_usd_per_hour, 0.0)
         checked("learner", "evaluation_rollouts", self.evaluation_rollouts, 0, self.rollouts_per_step - 1)
         rest = self.rollouts_per_step - self.evaluation_rollouts
         checked("learner", "dropped_rollouts", self.dropped_rollouts, 0, rest - 1)
         checked("learner", "idle_s", self.idle_s, 0.0, self.train_s * IDLE_SHARE_MAX)
-        for name in ("reward_s", "reward_processes", "start_s"):
-            checked("learner", name, getattr(self, name), 0.0)
-        if self.lengths and not (
-            self.lengths[0] >= 0 and self.lengths[-1] > 0 and list(self.lengths) == sorted(self.lengths)
-        ):
+        is_ascending = list(self.lengths) == sorted(self.lengths)
+        if self.lengths and not (self.lengths[0] >= 0 and self.lengths[-1] > 0 and is_ascending):
             raise ConfigError(f"learner: lengths: expected ascending quantiles that are not all 0, got {self.lengths}")
 
     @property
@@ -226,8 +245,7 @@ class FleetSnapshot:
     def __post_init__(self) -> None:
         if not math.isfinite(self.now_s):
             raise ConfigError(f"snapshot: now_s: expected a finite number, got {self.now_s}")
-        checked("snapshot", "spent_usd", self.spent_usd, 0.0)
-        checked("snapshot", "steps_left", self.steps_left, 0)
+        check_fields(self, "snapshot", least_0="spent_usd steps_left")
         if not 1 <= len(self.workers) <= WORKERS_MAX:
             raise ConfigError(f"snapshot: workers: expected 1 to {WORKERS_MAX} workers, got {len(self.workers)}")
         if len({worker.worker_id for worker in self.workers}) != len(self.workers):
@@ -265,9 +283,8 @@ class PlanConfig:
                 f"plan: cap and budget: expected 0 or more, got {self.usd_per_hour_cap}, {self.usd_budget}"
             )
         checked("plan", "broadcast_efficiency", self.broadcast_efficiency, 0.01, 1.0)
-        checked("plan", "preemption_loss_s", self.preemption_loss_s, 0.0)
         checked("plan", "add_margin", self.add_margin, 0.0, 1.0)
-        checked("plan", "dwell_s", self.dwell_s, 0.0)
+        check_fields(self, "plan", least_0="preemption_loss_s dwell_s")
 
     @property
     def kappas(self) -> tuple[int, ...]:

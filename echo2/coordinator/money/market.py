@@ -7,19 +7,20 @@ none, the typical prices that come with the package, which are not real offers. 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.cost_model.machines import CPU, GpuType, parse_catalogue, parse_models
-from echo2.cost_model.market import MarketOffer, offer_from_row
-from echo2.cost_model.sizing import ModelSize
+from echo2.cost_model.machines import CPU, GpuType, parse_catalogue
+from echo2.cost_model.market import MarketOffer
+from echo2.cost_model.sizing import ModelSize, model_size
 from echo2.outside import unix_now
 
 FILE = "offers.json"  # in the cache folder
@@ -39,6 +40,9 @@ class Catalogue:
 
     def age_s(self, now: float) -> float | None:
         return None if self.fetched_at is None else max(0.0, now - self.fetched_at)
+
+
+_FILE = TypeAdapter(Catalogue)
 
 
 def kept_file() -> Path:
@@ -92,12 +96,8 @@ def fetch() -> Catalogue:
         except ConfigError as error:
             left_out = left_out or str(error)
     if left_out:
-        _log.warning(
-            "offers: %d rows of %d are left out, the first because of %s",
-            len(items) - len(offers),
-            len(items),
-            left_out,
-        )
+        text = "offers: %d rows of %d are left out, the first because of %s"
+        _log.warning(text, len(items) - len(offers), len(items), left_out)
     if not offers:
         raise Unreachable("offers: expected a catalogue from gpuhunt, got one without a single offer of a GPU")
     return Catalogue(tuple(offers), unix_now(), "gpuhunt")
@@ -105,15 +105,10 @@ def fetch() -> Catalogue:
 
 def keep(catalogue: Catalogue, path: Path) -> None:
     """Caches the catalogue in a file, atomically; ConfigError if it cannot be written."""
-    told: dict[str, object] = {
-        "fetched_at": catalogue.fetched_at,
-        "source": catalogue.source,
-        "offers": [asdict(one) for one in catalogue.offers],
-    }
     part = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(told), encoding="utf-8")
+        part.write_bytes(_FILE.dump_json(catalogue))
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"offers: expected to keep them in {path}, got: {error.strerror}") from None
@@ -122,18 +117,11 @@ def keep(catalogue: Catalogue, path: Path) -> None:
 def kept(path: Path) -> Catalogue | None:
     """The cached catalogue; None without a file. ConfigError if the file is not a cached catalogue."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        return _FILE.validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error}") from None
-    rows = told.get("offers") if isinstance(told, Mapping) else None
-    fetched_at = told.get("fetched_at") if isinstance(told, Mapping) else None
-    is_time = fetched_at is None or (isinstance(fetched_at, int | float) and not isinstance(fetched_at, bool))
-    if not isinstance(rows, list) or not is_time or not all(isinstance(row, Mapping) for row in rows):
-        raise ConfigError(f"offers: {path}: expected a kept catalogue, got something else")
-    at = None if fetched_at is None else float(fetched_at)
-    return Catalogue(tuple(offer_from_row(row) for row in rows), at, str(told.get("source", "")))
 
 
 def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
@@ -187,4 +175,5 @@ def built_in_catalogue() -> Mapping[str, GpuType]:
 @functools.cache
 def built_in_models() -> Mapping[str, ModelSize]:
     """The model sizes in `echo2/cost_model/models.toml`."""
-    return parse_models(tomllib.loads((files("echo2.cost_model") / "models.toml").read_text(encoding="utf-8")))
+    tables = tomllib.loads((files("echo2.cost_model") / "models.toml").read_text(encoding="utf-8"))
+    return {name: model_size(table) for name, table in tables.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,13 @@ from echo2.coordinator.money.providers.command import CommandProvider, LocalProv
 from echo2.coordinator.money.providers.machine_setup import ManualProvider, base_arguments
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
+from echo2.cost_model.snapshot import read_as
 
 OFFERS_MAX = 64  # each is asked for its machines every few seconds
 DEFAULT_OFFERS = (
     MachineOffer("manual", "manual", is_automatic=False),
     MachineOffer("local", "local", is_automatic=False),
 )
-_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,), "provider": (str,), "gpu": (str,), "usd_per_hour": (int, float), "rollouts_per_s": (int, float),
-    "is_spot": (bool,), "machines_max": (int,), "hours_least": (int, float), "is_automatic": (bool,), "settings": (dict,),
-}  # fmt: skip
-
-
 def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
     """The offers in the file, or the default ones without a file. ConfigError names the file, the offer and the field."""
     if path is None:
@@ -52,25 +47,14 @@ def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
 
 
 def _offer(table: Mapping[str, Any], whose: str) -> MachineOffer:
-    known = {field.name for field in fields(MachineOffer)}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"{whose}: expected fields among {', '.join(sorted(known))}, got {key!r}")
-        is_bool_for_number = isinstance(value, bool) and bool not in _KINDS[key]
-        if not isinstance(value, _KINDS[key]) or is_bool_for_number:
-            raise ConfigError(f"{whose}: {key}: expected {_KINDS[key][-1].__name__}, got {value!r}")
-    for key in ("name", "provider"):
-        if key not in table:
-            raise ConfigError(f"{whose}: expected a field {key!r}, it is missing")
-    if table["provider"] not in PROVIDERS:
-        raise ConfigError(f"{whose}: provider: expected one of {', '.join(PROVIDERS)}, got {table['provider']!r}")
-    settings = table.get("settings", {})
-    if not all(isinstance(value, str) for value in settings.values()):
+    offer = read_as(MachineOffer, table, whose)
+    if offer.provider not in PROVIDERS:
+        raise ConfigError(f"{whose}: provider: expected one of {', '.join(PROVIDERS)}, got {offer.provider!r}")
+    if not all(isinstance(value, str) for value in offer.settings.values()):
         raise ConfigError(f"{whose}: settings: expected texts")
-    is_automatic = table.get("is_automatic", table["provider"] != "manual")
-    if table["provider"] == "manual" and is_automatic:
+    if offer.provider == "manual" and table.get("is_automatic"):
         raise ConfigError(f"{whose}: is_automatic: a person has to start machines of the provider manual")
-    return MachineOffer(**{**table, "is_automatic": is_automatic})
+    return replace(offer, is_automatic=offer.is_automatic and offer.provider != "manual")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.coordinator.money.market import Catalogue, built_in_catalogue, built_in_models, keep, kept
 from echo2.cost_model.machines import worker_prior
 from echo2.cost_model.market import (
     NO_FILTER,
@@ -16,7 +17,6 @@ from echo2.cost_model.market import (
     OfferFilter,
     Ranked,
     kind_of,
-    offer_from_row,
     ranked,
     useful_share,
 )
@@ -82,7 +82,10 @@ def test_offers_that_cannot_be_are_refused(name: str, value: float) -> None:
         dataclasses.replace(RTX4090, **{name: value})
 
 
-def test_rows_go_there_and_back() -> None:
-    assert offer_from_row(dataclasses.asdict(H100)) == H100
-    with pytest.raises(ConfigError, match="is_spot: expected bool, got 1"):
-        offer_from_row({**dataclasses.asdict(H100), "is_spot": 1})
+def test_a_kept_catalogue_goes_there_and_back_and_a_field_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    made, path = Catalogue((H100, SPOT), 5.0, "a test"), tmp_path / "kept" / "offers.json"
+    keep(made, path)
+    assert kept(path) == made and kept(tmp_path / "none") is None
+    path.write_text(path.read_text().replace('"is_spot":true', '"is_spot":1'))
+    with pytest.raises(ConfigError, match="is_spot"):
+        kept(path)
