@@ -30,7 +30,7 @@ from benchmarks.market_day import days
 from benchmarks.market_fleets import hard_world, random_machines, random_world, spot, told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Limit, Plan
-from echo2.cost_model.planner import plan, priced, sent_gib_per_hour
+from echo2.cost_model.planner import plan
 from echo2.cost_model.rehearsal import confirmed, rehearsed
 from echo2.cost_model.relations import Evaluation, FleetModel, RobustEstimator
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState
@@ -391,7 +391,7 @@ def egress_case(seed: int) -> tuple[FleetSnapshot, PlanConfig]:
     unit = (
         sum(one.price_usd_per_hour for one in fleet.workers)
         / len(fleet.workers)
-        / max(sent_gib_per_hour(fleet.learner, 1), 1e-9)
+        / max(fleet.learner.sent_gib_per_hour(1), 1e-9)
     )
     charges = (0.0, 0.3 * unit, 1.5 * unit)  # of the same order as the machines' own prices
     workers = tuple(replace(one, egress_usd_per_gib=rng.choice(charges)) for one in fleet.workers)
@@ -402,17 +402,17 @@ def brute_force_usd(snapshot: FleetSnapshot, config: PlanConfig) -> float | None
     """The least USD/h of all pools under all periods that keep the relations and whose rehearsal reaches the target."""
     found = None
     for kappa in config.kappas:
-        fixed, fleet = replace(config, fixed_kappa=kappa), priced(snapshot, kappa)
+        fixed, sent = replace(config, fixed_kappa=kappa), snapshot.learner.sent_gib_per_hour(kappa)
         by_price = sorted(
-            (sum(one.price_usd_per_hour for one in pool), index, pool)
+            (sum(one.price_usd_per_hour + sent * one.egress_usd_per_gib for one in pool), index, pool)
             for index, pool in enumerate(itertools.chain.from_iterable(
-                itertools.combinations(fleet.workers, count) for count in range(1, len(fleet.workers) + 1)
+                itertools.combinations(snapshot.workers, count) for count in range(1, len(snapshot.workers) + 1)
             ))
         )  # fmt: skip
         for usd, _, pool in by_price:
             if found is not None and usd >= found:
                 break
-            if keeps_all(replace(fleet, workers=pool), fixed):
+            if keeps_all(replace(snapshot, workers=pool), fixed):
                 found = usd
     return found
 

@@ -18,7 +18,6 @@ from echo2.cli.sizing import FIT_COLUMNS, fit_rows
 from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
 from echo2.cost_model.advice import Advice, advise
 from echo2.cost_model.plan import Limit, Plan, Term
-from echo2.cost_model.planner import sent_gib_per_hour
 from echo2.cost_model.question import PlanQuestion, PoolOffer
 from echo2.cost_model.snapshot import LearnerEstimate
 
@@ -356,6 +355,6 @@ def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
     charged = {
         offer.provider or offer.gpu: offer.egress_usd_per_gib for offer in question.offers if offer.egress_usd_per_gib
     }
-    sent = sent_gib_per_hour(question.learner, kappa)
+    sent = question.learner.sent_gib_per_hour(kappa)
     each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))
     return [f"egress      {sent:.3g} GiB/h a worker: {each} (in its price)"] if charged else []

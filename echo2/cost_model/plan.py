@@ -161,6 +161,8 @@ def plan_of(
         terms=terms,
         binding=binding.limit_kind,
         reason=_reason(found, config, binding, len(pool), is_feasible, why),
+        egress_usd_per_hour=learner.sent_gib_per_hour(found.kappa)
+        * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(found.chosen).tolist()),
         utilisation_spread=found.spread,
         usd_to_finish=usd_to_finish(snapshot, found),
         over_provisioned_since_s=over_provisioned_since_s,

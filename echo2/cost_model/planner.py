@@ -14,7 +14,6 @@ the dwell time (or their join time) ago, stay as far as the cap allows. Leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan, plan_of, usd_to_finish
 from echo2.cost_model.rehearsal import confirmed, rehearsed
 from echo2.cost_model.relations import Evaluation, Flags, FleetModel
-from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState, is_spent
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState, is_spent
 from echo2.cost_model.solver import Solver
 
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
@@ -30,93 +29,13 @@ SHORT_STEPS = 1.5  # so the plans of two steps have seen the shortage, and not o
 DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
 SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
-GIB = float(1 << 30)  # bytes
 CHEAPEST = "the cheapest pool that keeps the learner busy"  # begins the reason
 BARELY = "this pool keeps the learner busy, and none has the usual rate to spare"  # likewise
 NEAREST = "no pool keeps the learner busy; this one comes nearest"  # likewise
 
 
 def plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = None) -> Plan:
-    """The plan for `snapshot`. `previous`: the plan in force, for hysteresis. What workers send is priced at the best period."""
-    if not _charges_traffic(snapshot):
-        return _plan(snapshot, config, previous)
-    if (best := plan_if_feasible(snapshot, config)) is None:
-        by_period = [
-            _plan(priced(snapshot, kappa), replace(config, fixed_kappa=kappa), None) for kappa in config.kappas
-        ]
-        best = min(by_period, key=lambda one: _rank(one, config.target_utilisation))
-    if previous is not None:
-        best = _plan(priced(snapshot, best.kappa), config, previous)
-    return _with_traffic(best, snapshot)
-
-
-def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
-    """As `plan` without a previous one, but None instead of a best effort, which takes longer to find."""
-    if not _charges_traffic(snapshot):
-        return _plan_if_feasible(snapshot, config)
-    by_period = (
-        _plan_if_feasible(priced(snapshot, kappa), replace(config, fixed_kappa=kappa)) for kappa in config.kappas
-    )
-    known = [one for one in by_period if one is not None]
-    best = min(known, key=lambda one: _rank(one, config.target_utilisation), default=None)
-    return best and _with_traffic(best, snapshot)
-
-
-def _plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
-    fleet = FleetModel.of(snapshot, config)
-    solver = Solver(fleet, fleet.is_must)
-    found, rejected = solver.cheapest(_goal(config))
-    if found is None and rejected:  # the relations can be kept, and the search among the pools that do has ended
-        found = solver.nearest(rejected)
-    if found is None or not _affords(fleet, found):
-        return None
-    made = plan_of(snapshot, config, found, CHEAPEST)
-    return made if made.is_feasible else None
-
-
-def _charges_traffic(snapshot: FleetSnapshot) -> bool:
-    return any(one.egress_usd_per_gib > 0 for one in snapshot.workers)
-
-
-def _with_traffic(made: Plan, snapshot: FleetSnapshot) -> Plan:
-    pool = set(made.pool)
-    senders = (one for one in snapshot.workers if one.worker_id in pool)
-    return replace(made, egress_usd_per_hour=egress_usd_per_hour(snapshot.learner, made.kappa, senders))
-
-
-# ---- traffic: a worker sends about one version per period to others; its rollouts are small in comparison
-
-
-def sent_gib_per_hour(learner: LearnerEstimate, kappa: int) -> float:
-    """GiB that one worker sends per hour: one version per period."""
-    return learner.artifact_bytes(kappa) / GIB * 3600 / (kappa * learner.train_s)
-
-
-def priced(snapshot: FleetSnapshot, kappa: int) -> FleetSnapshot:
-    """The snapshot with each worker's traffic included in its price."""
-    sent = sent_gib_per_hour(snapshot.learner, kappa)
-    workers = (
-        replace(one, price_usd_per_hour=one.price_usd_per_hour + sent * one.egress_usd_per_gib, egress_usd_per_gib=0.0)
-        for one in snapshot.workers
-    )
-    return replace(snapshot, workers=tuple(workers))
-
-
-def egress_usd_per_hour(learner: LearnerEstimate, kappa: int, workers: Iterable[WorkerEstimate]) -> float:
-    """USD per hour for the traffic of these workers."""
-    return sent_gib_per_hour(learner, kappa) * sum(one.egress_usd_per_gib for one in workers)
-
-
-def _rank(one: Plan, target: float) -> tuple[bool, float, float, float, int]:
-    short = max(0.0, target - one.predicted_utilisation)
-    slack = min((term.slack for term in one.terms), default=0.0)
-    return not one.is_feasible, 0.0 if one.is_feasible else round(short, 2), one.usd_per_hour, -slack, one.kappa
-
-
-# ---- one plan
-
-
-def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
+    """The plan for `snapshot`. `previous`: the plan in force, for hysteresis."""
     fleet = FleetModel.of(snapshot, config)
     if is_spent(snapshot.spent_usd, config.usd_budget):
         kappa = previous.kappa if previous and config.allows(previous.kappa) else config.kappas[0]
@@ -136,9 +55,10 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
         choice = _kept(previous, fleet, choice, is_busy)
     final = choice.evaluation
     if previous is not None:
+        price = fleet.period(final.kappa).price
         held = np.array([_is_held(worker, snapshot.now_s, config) for worker in snapshot.workers]) & ~final.chosen
-        rows = np.flatnonzero(held)[np.argsort(fleet.price[held], kind="stable")]
-        stays = rows[np.cumsum(fleet.price[rows]) <= fleet.usd_per_hour_most - final.usd_per_hour]
+        rows = np.flatnonzero(held)[np.argsort(price[held], kind="stable")]
+        stays = rows[np.cumsum(price[rows]) <= fleet.usd_per_hour_most - final.usd_per_hour]
         if stays.size:  # the others go: the cap is harder than the dwell
             chosen = final.chosen.copy()
             chosen[stays] = True
@@ -146,6 +66,19 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
     if not final.is_rehearsed:
         final = confirmed(fleet, final)
     return plan_of(snapshot, config, final, choice.reason, choice.over_provisioned_since_s, choice.short_since_s)
+
+
+def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
+    """As `plan` without a previous one, but None instead of a best effort, which takes longer to find."""
+    fleet = FleetModel.of(snapshot, config)
+    solver = Solver(fleet, fleet.is_must)
+    found, rejected = solver.cheapest(_goal(config))
+    if found is None and rejected:  # the relations can be kept, and the search among the pools that do has ended
+        found = solver.nearest(rejected)
+    if found is None or not _affords(fleet, found):
+        return None
+    made = plan_of(snapshot, config, found, CHEAPEST)
+    return made if made.is_feasible else None
 
 
 def _goal(config: PlanConfig) -> float:

@@ -195,7 +195,8 @@ class Evaluation:
 class FleetModel:
     """A snapshot's workers as columns, in SI units. `rate`: rollouts/s less the expected losses; `away`: that share; `away_s`: what
     a loss costs. `latency_s`: encoding, the round trips of two hops, applying. `group_s`: seconds that a group is in flight.
-    `kind`: equal for equal machines."""
+    `price`: without traffic; `egress`:
+    USD/GiB sent. `kind`: equal for equal machines."""
 
     snapshot: FleetSnapshot
     config: PlanConfig
@@ -204,6 +205,7 @@ class FleetModel:
     away: Floats
     away_s: Floats
     price: Floats
+    egress: Floats
     uplink: Floats
     downlink: Floats
     latency_s: Floats
@@ -223,7 +225,7 @@ class FleetModel:
                     worker.join_s, worker.price_usd_per_hour,
                     worker.link.uplink_bytes_per_s, worker.link.downlink_bytes_per_s,
                     worker.link.rtt_s + worker.apply_s, worker.rollout_s_tail, worker.rollout_s_mean, worker.swap_s,
-                    worker.rollout_s_max or np.inf, worker.rollouts_per_s, worker.hazard_per_hour,
+                    worker.rollout_s_max or np.inf, worker.rollouts_per_s, worker.hazard_per_hour, worker.egress_usd_per_gib,
                 )
                 for worker in workers
             ]
@@ -247,7 +249,7 @@ class FleetModel:
         return cls(
             snapshot, config, lengths,
             rate=full * (1.0 - away), away=away, away_s=np.maximum(away_s, 1e-9), price=table[1],
-            uplink=table[2], downlink=table[3], latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
+            egress=table[11], uplink=table[2], downlink=table[3], latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
             group_s=mean_s * (longest_of(lengths, group) + turns) + reward_s, swap_s=table[7], slots=slots,
             is_available=is_available,
             is_must=np.array([worker.is_pinned for worker in workers]) & is_available,
@@ -271,7 +273,7 @@ class FleetModel:
     def kind(self) -> Counts:
         """Machines that the relations cannot tell apart have the same number."""
         columns = (
-            self.rate, self.price, self.uplink, self.downlink, self.latency_s, self.group_s, self.swap_s,
+            self.rate, self.price, self.egress, self.uplink, self.downlink, self.latency_s, self.group_s, self.swap_s,
         )  # fmt: skip
         order = np.lexsort(columns)
         is_new = np.zeros(len(self), dtype=np.bool_)
@@ -291,7 +293,8 @@ class FleetModel:
             size, efficiency = learner.artifact_bytes(kappa), self.config.broadcast_efficiency
             seed_s = size / (learner.link.uplink_bytes_per_s * efficiency)
             own_s = np.maximum(seed_s, size / (self.downlink * efficiency))
-            self._periods[kappa] = Period(kappa, kappa * learner.train_s, size, efficiency, seed_s, own_s)
+            price = self.price + learner.sent_gib_per_hour(kappa) * self.egress
+            self._periods[kappa] = Period(kappa, kappa * learner.train_s, size, efficiency, seed_s, own_s, price)
         return self._periods[kappa]
 
     def links_s(self, kappa: int, rows: npt.NDArray[np.int64]) -> tuple[float, Floats]:
@@ -322,7 +325,7 @@ class FleetModel:
             self.config.staleness_bound, kappa, learner.rollouts_per_step, learner.train_s, 0.0, 0.0, 0.0, 0.0,
             learner.rewards_per_s,
         )  # fmt: skip
-        usd_per_hour = float(self.price[chosen].sum())
+        usd_per_hour = float(self.period(kappa).price[chosen].sum())
         if not len(rows):
             return Evaluation(chosen, point, usd_per_hour, 0.0, 0.0)
         _, transfer_s = self.links_s(kappa, rows)
@@ -354,7 +357,7 @@ class FleetModel:
 @dataclass(frozen=True, slots=True)
 class Period:
     """What depends on kappa alone. seed_s: a version's time over the learner's uplink; own_s: per worker, also over its
-    downlink."""
+    downlink. price: per worker, with its traffic."""
 
     kappa: int
     period_s: float
@@ -362,6 +365,7 @@ class Period:
     efficiency: float
     seed_s: float
     own_s: Floats
+    price: Floats
 
 
 # Online estimates from telemetry, robust against outliers, with their uncertainty.

@@ -21,6 +21,7 @@ SPOT_HAZARD_PER_HOUR = 0.05
 """Assumed preemptions per hour of a spot machine."""
 JOIN_S = 300.0
 """Assumed seconds from renting a machine to its first rollout (image, model, first weights), until joins have been timed."""
+GIB = float(1 << 30)  # bytes
 IDLE_SHARE_MAX = 0.99  # a learner trains at least now and then
 DROPPED_SHARE_MAX = 2 / 3
 """Dynamic sampling discards at most twice the groups of a step."""
@@ -66,7 +67,7 @@ def read_as(kind: Callable[..., Row], table: object, whose: str) -> Row:
             value = table[name]
             if not isinstance(value, _TYPES[one.type]) or (isinstance(value, bool) and one.type != "bool"):  # type: ignore[index]
                 raise ConfigError(f"{whose}: {name}: expected {one.type}, got {value!r}")
-            values[name] = float(value) if one.type == "float" else value
+            values[name] = float(value) if one.type == "float" else value  # type: ignore[arg-type]
         elif one.default is MISSING and one.default_factory is MISSING:
             raise ConfigError(f"{whose}: expected a field {name!r}, it is missing")
     return kind(**values)
@@ -114,7 +115,7 @@ class WorkerEstimate:
     rollout, mean and 95th percentile; rollout_s_max: seconds of the longest rollout that the token limit allows, 0 if
     unknown. join_s: from activation until the first rollout starts. hazard_per_hour: expected losses per hour (spot).
     apply_s: from the last byte received until the version is live. swap_s: pause of generation per version.
-    egress_usd_per_gib: price of what it sends; only the functions of `egress` take it into account.
+    egress_usd_per_gib: price of what it sends, by the period (`LearnerEstimate.sent_gib_per_hour`).
     """
 
     worker_id: PeerId
@@ -230,6 +231,10 @@ class LearnerEstimate:
         """Predicted bytes of one published version."""
         grown = self.delta_bytes * math.pow(kappa / self.delta_kappa, self.delta_growth)
         return min(grown, max(self.full_snapshot_bytes, self.delta_bytes))
+
+    def sent_gib_per_hour(self, kappa: int) -> float:
+        """GiB that one worker sends per hour: a version per period to one other; its rollouts are small in comparison."""
+        return self.artifact_bytes(kappa) / GIB * 3600 / (kappa * self.train_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,12 +71,13 @@ class PoolProgram:
     count: Counts
 
     def relaxes(self, other: PoolProgram) -> bool:
-        """Whether every solution of `other`, over the same kinds and caps, also solves this one."""
+        """Whether every solution of `other`, over the same kinds and caps, also solves this one, for no more."""
         return (
             self.need <= other.need * (1 + TOLERANCE)
             and not bool((other.count > self.count).any())
             and (self.swarm_is_free or bool((self.burden <= other.burden + TOLERANCE).all()))
             and bool((self.value >= other.value * (1 - TOLERANCE)).all())
+            and bool((self.price <= other.price * (1 + TOLERANCE)).all())
         )
 
     @property
@@ -260,14 +261,14 @@ class Solver:
     def best_at(self, kappa: int, need: float, roof: float = math.inf) -> Evaluation | None:
         """The cheapest pool below `roof` USD/h that keeps the relations under one period."""
         if self._compositions is not None:
-            pools = self._by_price.setdefault(kappa, self._in_order(self._compositions, kappa))
+            pools = self._by_price.setdefault(kappa, self._in_order(kappa))
             return next((one for one in pools if one.keeps_relations(need)), None)
         best: Evaluation | None = None
         for program in self._programs(kappa, need):
             least = min(roof, best.usd_per_hour if best else math.inf) * (1 - MIP_GAP)
             if any(bound >= least * (1 - TOLERANCE) and known.relaxes(program) for known, bound in self._proven):
                 continue
-            fixed_usd = float(self.fleet.price[self.is_must].sum())
+            fixed_usd = float(self.fleet.period(kappa).price[self.is_must].sum())
             counts, bound = program.solve(least - fixed_usd)
             self._proven.append((program, bound + fixed_usd))
             if counts is None:
@@ -281,18 +282,23 @@ class Solver:
 
     @cached_property
     def _compositions(self) -> Counts | None:
-        """Every number of machines of each kind, the cheapest first, within the cap; None if too many."""
-        fleet, (rows, most, _) = self.fleet, self._members
+        """Every number of machines of each kind; None if too many."""
+        _, most, _ = self._members
         if 1 << len(most) > COMPOSITIONS_MAX or (size := math.prod((most + 1).tolist())) > COMPOSITIONS_MAX:
             return None
-        grid = np.indices(tuple((most + 1).tolist())).reshape(len(most), size).T  # one row of nobody if all are pinned
-        price = grid @ fleet.price[rows] + float(fleet.price[self.is_must].sum())
-        order = np.argsort(price, kind="stable")
-        return grid[order[price[order] <= fleet.usd_per_hour_most]]
+        return np.indices(tuple((most + 1).tolist())).reshape(len(most), size).T  # one row of nobody if all are pinned
 
-    def _in_order(self, compositions: Counts, kappa: int) -> Iterator[Evaluation]:
+    def _affordable(self, kappa: int) -> Counts:
+        """The compositions within the cap, the cheapest first."""
+        price, rows, grid = self.fleet.period(kappa).price, self._members[0], self._compositions
+        assert grid is not None, "asked for small fleets alone"
+        usd = grid @ price[rows] + float(price[self.is_must].sum())
+        order = np.argsort(usd, kind="stable")
+        return np.asarray(grid[order[usd[order] <= self.fleet.usd_per_hour_most]])
+
+    def _in_order(self, kappa: int) -> Iterator[Evaluation]:
         """The pools that may keep the relations, the cheapest first. A bound for all at once leaves few to evaluate."""
-        fleet, period, (rows, _, _) = self.fleet, self.fleet.period(kappa), self._members
+        fleet, period, rows, compositions = self.fleet, self.fleet.period(kappa), self._members[0], self._affordable(kappa)
         learner, must, everyone = fleet.snapshot.learner, self.is_must, fleet.is_available | self.is_must
         rate = compositions @ fleet.rate[rows] + float(fleet.rate[must].sum())
         uplink = compositions @ fleet.uplink[rows] + float(fleet.uplink[must].sum()) + learner.link.uplink_bytes_per_s
@@ -353,12 +359,12 @@ class Solver:
         rows, counts, _ = self._members
         burden = period.artifact_bytes / (ceiling_s * period.efficiency) - fleet.uplink
         return PoolProgram(
-            price=fleet.price[rows],
+            price=period.price[rows],
             value=value[rows],
             need=need - float(value[must & eligible].sum()),
             burden=burden[rows],
             burden_room=fleet.snapshot.learner.link.uplink_bytes_per_s - float(burden[must].sum()),
-            price_cap=config.usd_per_hour_cap - float(fleet.price[must].sum()),
+            price_cap=config.usd_per_hour_cap - float(period.price[must].sum()),
             count=np.where(eligible[rows], counts, 0),
         )
 
@@ -434,11 +440,12 @@ class Solver:
         goes = [-1, *np.flatnonzero(inside)[np.unique(fleet.kind[inside], return_index=True)[1]].tolist()]
         at = (kappas := fleet.config.kappas).index(found.kappa)
         for kappa in (*kappas[max(0, at - 1) : at], *kappas[at + 1 : at + 2]):
-            yield fleet.evaluate(kappa, chosen)
+            if float(fleet.period(kappa).price[chosen].sum()) <= fleet.usd_per_hour_most:
+                yield fleet.evaluate(kappa, chosen)
         for one, other in sorted(itertools.product(comes, goes), key=lambda pair: min(pair) >= 0):
             pool = chosen.copy()
             pool[[row for row in (one, other) if row >= 0]] ^= True
-            if pool.any() and float(fleet.price[pool].sum()) <= fleet.usd_per_hour_most:
+            if pool.any() and float(fleet.period(found.kappa).price[pool].sum()) <= fleet.usd_per_hour_most:
                 yield fleet.evaluate(found.kappa, pool)
 
     def _thinner(self, found: Evaluation, program: PoolProgram) -> Iterator[Evaluation]:
@@ -480,7 +487,7 @@ class Solver:
         deliver a group within each of some times, those with the most rate, and the cheapest with nearly as much."""
         fleet, kappas = self.fleet, self.fleet.config.kappas
         if self._compositions is not None and len(self._compositions) * len(kappas) <= EVALUATIONS_MAX:
-            pools = [fleet.evaluate(kappa, self._pool(counts)) for kappa in kappas for counts in self._compositions]
+            pools = [fleet.evaluate(kappa, self._pool(counts)) for kappa in kappas for counts in self._affordable(kappa)]
             by_pace = sorted(pools, key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))
             # The relations are too strict for long periods: half of the looks go to the pools with the most rate.
             by_rate = sorted(pools, key=lambda one: -min(fleet.rate_needed, float(fleet.rate[one.chosen].sum())))

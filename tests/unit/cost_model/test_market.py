@@ -19,7 +19,7 @@ from benchmarks.bench_market import (
 )
 from benchmarks.market_fleets import told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
-from echo2.cost_model.planner import plan, sent_gib_per_hour
+from echo2.cost_model.planner import plan
 
 USUAL = Machine(8, 30.0, 0.4, 5e7, 2e8)
 TRAIN_S = 60.0
@@ -77,7 +77,7 @@ def test_a_plan_that_pays_for_traffic_is_within_a_hundredth_of_brute_force_and_i
     assert best is None or made.usd_per_hour <= best * 1.01
     pool = [one for one in snapshot.workers if one.worker_id in made.pool]
     machines, charges = (sum(getattr(one, of) for one in pool) for of in ("price_usd_per_hour", "egress_usd_per_gib"))
-    assert made.egress_usd_per_hour == pytest.approx(charges * sent_gib_per_hour(snapshot.learner, made.kappa))
+    assert made.egress_usd_per_hour == pytest.approx(charges * snapshot.learner.sent_gib_per_hour(made.kappa))
     assert made.usd_per_hour == pytest.approx(machines + made.egress_usd_per_hour)
     again = plan(snapshot, config, made)
     assert (again.pool, again.kappa) == (made.pool, made.kappa)
