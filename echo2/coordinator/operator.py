@@ -25,6 +25,7 @@ from echo2.coordinator.fleet.members import Activation, Liveness, Member, Operat
 from echo2.coordinator.fleet.tokens import LABEL_CHARS_MAX, Token
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.leases.waits import slowest, waits
+from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.providers.machine_setup import join_command
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
@@ -152,9 +153,9 @@ class Commands:
 
     # ---- looking
 
-    def advice(self) -> RunAdvice:
+    def advice(self, money: FleetCosts | None = None) -> RunAdvice:
         """What stops or limits the run, and what to do, as things are now."""
-        hub, board, money = self.hub, self.hub.board, self.hub.money.sums()
+        hub, board, money = self.hub, self.hub.board, money or self.hub.money.sums()
         section, plan, advice, now = hub.config.coordinator, hub.plan, self.provisioner.advice, hub.clock.now()
         report, silent_s = board.report, now - board.heard_at
         members, idle, finish = list(hub.membership.living()), self.idle_workers(), hub.ending.finish
@@ -170,7 +171,8 @@ class Commands:
                 hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
                 silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
-                tokens_max=hub.config.sampling.max_new_tokens, plan=plan, plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
+                tokens_max=hub.config.sampling.max_new_tokens, plan=plan,
+                plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
                 alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
                 is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),

@@ -249,7 +249,8 @@ class FleetModel:
         return cls(
             snapshot, config, lengths,
             rate=full * (1.0 - away), away=away, away_s=np.maximum(away_s, 1e-9), price=table[1],
-            egress=table[11], uplink=table[2], downlink=table[3], latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
+            egress=table[11], uplink=table[2], downlink=table[3],
+            latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
             group_s=mean_s * (longest_of(lengths, group) + turns) + reward_s, swap_s=table[7], slots=slots,
             is_available=is_available,
             is_must=np.array([worker.is_pinned for worker in workers]) & is_available,

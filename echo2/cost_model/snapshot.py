@@ -56,7 +56,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def read_as(kind: Callable[..., Row], table: object, whose: str) -> Row:
-    """The dataclass `kind` from a table of TOML or JSON. `ConfigError` names a field that is unknown, missing or of another type."""
+    """The dataclass `kind` from a table of TOML or JSON. `ConfigError` names a field that is unknown, missing or of another
+    type."""
     known, values = {one.name: one for one in fields(kind)}, dict[str, object]()  # type: ignore[arg-type]
     if not isinstance(table, Mapping):
         raise ConfigError(f"{whose}: expected a table with the fields {', '.join(known)}, got {table!r}")

@@ -298,7 +298,12 @@ class Solver:
 
     def _in_order(self, kappa: int) -> Iterator[Evaluation]:
         """The pools that may keep the relations, the cheapest first. A bound for all at once leaves few to evaluate."""
-        fleet, period, rows, compositions = self.fleet, self.fleet.period(kappa), self._members[0], self._affordable(kappa)
+        fleet, period, rows, compositions = (
+            self.fleet,
+            self.fleet.period(kappa),
+            self._members[0],
+            self._affordable(kappa),
+        )
         learner, must, everyone = fleet.snapshot.learner, self.is_must, fleet.is_available | self.is_must
         rate = compositions @ fleet.rate[rows] + float(fleet.rate[must].sum())
         uplink = compositions @ fleet.uplink[rows] + float(fleet.uplink[must].sum()) + learner.link.uplink_bytes_per_s
@@ -487,7 +492,9 @@ class Solver:
         deliver a group within each of some times, those with the most rate, and the cheapest with nearly as much."""
         fleet, kappas = self.fleet, self.fleet.config.kappas
         if self._compositions is not None and len(self._compositions) * len(kappas) <= EVALUATIONS_MAX:
-            pools = [fleet.evaluate(kappa, self._pool(counts)) for kappa in kappas for counts in self._affordable(kappa)]
+            pools = [
+                fleet.evaluate(kappa, self._pool(counts)) for kappa in kappas for counts in self._affordable(kappa)
+            ]
             by_pace = sorted(pools, key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))
             # The relations are too strict for long periods: half of the looks go to the pools with the most rate.
             by_rate = sorted(pools, key=lambda one: -min(fleet.rate_needed, float(fleet.rate[one.chosen].sum())))

@@ -96,32 +96,26 @@ class WorkerMeasures:
     """Measurements of one worker. Membership starts a new object when the worker comes back with other hardware or settings."""
 
     _estimators: dict[str, RobustEstimator] = field(default_factory=dict)
-    _values: dict[str, float] = field(default_factory=dict)
+    _estimates: dict[str, Estimate | None] = field(default_factory=dict)
 
     def observe(self, beat: pb.Heartbeat) -> None:
         """Adds the heartbeat's values; a 0 means not known yet and is skipped."""
-        for name in OF_BEAT:
-            self._take(name, getattr(beat, name))
-        for name in OF_LINK:
-            self._take(name, getattr(beat.link, name))
-
-    def _take(self, name: str, value: float) -> None:
-        if value <= 0:
-            return
-        estimator = self._estimators.get(name)
-        if estimator is None:
-            estimator = self._estimators[name] = RobustEstimator(name, window=WINDOW)
-        estimator.observe(value)
-        self._values[name] = estimator.value_or(value)
+        for message, names in ((beat, OF_BEAT), (beat.link, OF_LINK)):
+            for name in names:
+                if (value := getattr(message, name)) > 0:
+                    estimator = self._estimators.get(name) or RobustEstimator(name, window=WINDOW)
+                    self._estimators[name] = estimator
+                    estimator.observe(value)
+                    self._estimates[name] = estimator.estimate()
 
     def value(self, name: str) -> float:
         """The estimate of a quantity in `OF_BEAT` or `OF_LINK`; 0 if it was not measured."""
-        return self._values.get(name, 0.0)
+        estimate = self._estimates.get(name)
+        return estimate.value if estimate is not None else 0.0
 
     def estimate(self, name: str) -> Estimate | None:
         """The estimate with its uncertainty; None if it was not measured."""
-        estimator = self._estimators.get(name)
-        return None if estimator is None else estimator.estimate()
+        return self._estimates.get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +165,11 @@ class Member:
     @property
     def link(self) -> pb.Link:
         """The link: each number measured if possible, else as declared."""
-        return pb.Link(**{name: self.measures.value(name) or getattr(self.hello.link, name) for name in OF_LINK})
+        return pb.Link(**{name: self.link_of(name) for name in OF_LINK})
+
+    def link_of(self, name: str) -> float:
+        """One number of the link."""
+        return self.measures.value(name) or float(getattr(self.hello.link, name))
 
     @property
     def version(self) -> Version | None:

@@ -21,7 +21,7 @@ declares its own).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.base.clock import Clock
@@ -66,15 +66,21 @@ def is_useful(member: Member) -> bool:
 def meter(members: Iterable[Member], now: float) -> None:
     """Charges every worker up to now. The meter of a disconnected suspect pauses: it may still come back or be gone."""
     for member in members:
-        if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:
-            continue
-        if is_there(member) and now > member.metered_until:
-            cost = member.hello.price_usd_per_hour * (now - member.metered_until) / 3600.0
-            if is_useful(member):
+        _meter(member, now)
+
+
+def _meter(member: Member, now: float) -> None:
+    if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:
+        return
+    passed_s = now - member.metered_until
+    if passed_s > 0:
+        member.metered_until = now
+        if is_there(member):
+            cost = member.hello.price_usd_per_hour * passed_s / 3600.0
+            if is_working(member):
                 member.usd_spent += cost
             else:
                 member.usd_standby += cost
-        member.metered_until = max(member.metered_until, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,40 +94,6 @@ class FleetCosts:
     usd_useful_per_hour: float
     usd_chosen: float
     usd_chosen_per_hour: float
-
-
-def sums(
-    members: Iterable[Member],
-    machines: Iterable[RentedMachine],
-    rented: Mapping[PeerId, str],
-    now: float,
-    standby_usd: float,
-) -> FleetCosts:
-    """Adds up the costs of workers, which must be metered up to `now`, and of machines. `rented`: maps each worker on a machine
-    rented through a provider to the machine's id. `standby_usd`: what all other workers have cost on standby."""
-    own: list[Member] = []
-    on: dict[str, list[Member]] = {}
-    for member in members:
-        machine_id = rented.get(member.peer_id)
-        (own if machine_id is None else on.setdefault(machine_id, [])).append(member)
-    useful = spent = sum(member.usd_spent for member in own)
-    useful_per_hour = per_hour = sum(member.hello.price_usd_per_hour for member in own if is_useful(member))
-    there_per_hour = sum(member.hello.price_usd_per_hour for member in own if is_there(member))
-    rent = rent_per_hour = 0.0
-    for machine in machines:
-        workers, cost = on.get(machine.machine_id, []), machine.usd_spent(now)
-        rent += cost
-        useful += min(
-            cost, sum(worker.usd_spent for worker in workers)
-        )  # its workers' work, at most what it has cost itself
-        if machine.is_open:
-            rent_per_hour += machine.usd_per_hour
-            useful_per_hour += machine.usd_per_hour * any(map(is_useful, workers))
-    return FleetCosts(
-        spent + standby_usd + rent, there_per_hour + rent_per_hour,
-        useful, useful_per_hour,
-        spent + rent, per_hour + rent_per_hour,
-    )  # fmt: skip
 
 
 class Money:
@@ -148,9 +120,9 @@ class Money:
         machines = self.machines.values()
         return {worker.peer_id: one.machine_id for one in machines for worker in self.workers_of(one)}
 
-    def standby_usd(self, rented: Container[PeerId] | None = None) -> float:
+    def standby_usd(self) -> float:
         """What workers on no rented machine have cost on standby over the whole run, in USD."""
-        rented = self.rented_workers() if rented is None else rented
+        rented = self.rented_workers()
         own = (member for member in self._membership.members.values() if member.peer_id not in rented)
         return self.standby_before + sum(member.usd_standby for member in own)
 
@@ -206,10 +178,40 @@ class Money:
 
     def sums(self) -> FleetCosts:
         """The bill and its useful share, metered up to now."""
-        members, now = self._membership.members.values(), self._clock.now()
-        meter(members, now)
-        rented = self.rented_workers()
-        return sums(members, self.machines.values(), rented, now, self.standby_usd(rented))
+        now, rented = self._clock.now(), self.rented_workers()
+        spent = there_per_hour = working_per_hour = 0.0  # of workers on no rented machine
+        standby = self.standby_before
+        worked: dict[str, float] = {}  # by rented machine: what its workers cost while they worked
+        busy: set[str] = set()  # rented machines on which one works
+        for member in self._membership.members.values():
+            _meter(member, now)
+            price, is_on_bill, machine_id = (
+                member.hello.price_usd_per_hour,
+                is_there(member),
+                rented.get(member.peer_id),
+            )
+            works = is_on_bill and is_working(member)
+            if machine_id is None:
+                spent, standby = spent + member.usd_spent, standby + member.usd_standby
+                there_per_hour += price * is_on_bill
+                working_per_hour += price * works
+                continue
+            worked[machine_id] = worked.get(machine_id, 0.0) + member.usd_spent
+            if works:
+                busy.add(machine_id)
+        rent = rent_per_hour = useful = useful_per_hour = 0.0
+        for machine in self.machines.values():
+            cost = machine.usd_spent(now)
+            rent += cost
+            useful += min(cost, worked.get(machine.machine_id, 0.0))  # at most what the machine has cost itself
+            if machine.is_open:
+                rent_per_hour += machine.usd_per_hour
+                useful_per_hour += machine.usd_per_hour * (machine.machine_id in busy)
+        return FleetCosts(
+            spent + standby + rent, there_per_hour + rent_per_hour,
+            spent + useful, working_per_hour + useful_per_hour,
+            spent + rent, working_per_hour + rent_per_hour,
+        )  # fmt: skip
 
 
 def _turn(member: Member) -> tuple[bool, bool, float, str]:

@@ -25,6 +25,8 @@ DEFAULT_OFFERS = (
     MachineOffer("manual", "manual", is_automatic=False),
     MachineOffer("local", "local", is_automatic=False),
 )
+
+
 def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
     """The offers in the file, or the default ones without a file. ConfigError names the file, the offer and the field."""
     if path is None:

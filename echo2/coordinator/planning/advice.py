@@ -79,12 +79,12 @@ class RunAdvice:
 
 @dataclass(frozen=True, slots=True)
 class RunNow:
-    """What the advice depends on. `hello`: None before the first learner. `left_because`: why it left, if by an error. `silent_s`:
-    since its last message. `train_s`: what a step takes without waiting. `waits_s`: for how long it has waited for what its next step
-    lacks. `tokens_max`: sampling.max_new_tokens. `plan_waits_for`: what a first plan lacks. `idle`: why connected workers get no work,
-    if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together. `surplus`: active workers that the plan
-    would put on standby. `wishes`: machines to rent or release that wait for the operator's approval. `corrected`: why estimates are
-    corrected. `unmeasured`: active workers whose rate is not known."""
+    """What the advice depends on. `hello`: None before the first learner. `left_because`: why it left, if by an error.
+    `silent_s`: since its last message. `train_s`: what a step takes without waiting. `waits_s`: for how long it has waited for
+    what its next step lacks. `tokens_max`: sampling.max_new_tokens. `plan_waits_for`: what a first plan lacks. `idle`: why
+    connected workers get no work, if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together.
+    `surplus`: active workers that the plan would put on standby. `wishes`: machines to rent or release that wait for the
+    operator's approval. `corrected`: why estimates are corrected. `unmeasured`: active workers whose rate is not known."""
 
     finished: str = ""
     is_cut_short: bool = False
@@ -225,7 +225,9 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         yield _equal_rewards(run)
         return
     if run.waits_for_rewards and (run.waits_long or run.is_short):
-        due = f"{report.rewards_due} rewards are due, and the learner has waited {format_duration(run.waits_s)} for them"
+        due = (
+            f"{report.rewards_due} rewards are due, and the learner has waited {format_duration(run.waits_s)} for them"
+        )
         yield ToDo(f"{MORE_REWARDS}: {due}. More workers would not help.", "bad" if run.waits_long else "warn")
         return
     if run.is_short and run.broken and run.broken[0].limit_kind is Limit.REWARDS:
@@ -259,7 +261,9 @@ def _equal_rewards(run: RunNow) -> ToDo:
         equal = f"in the last {steps} all rollouts of a prompt had the same reward ({reward:.3g} on average)"
         change = "end the run, or take other prompts, more rollouts a prompt or a higher sampling.temperature"
         return ToDo(f"Nothing is left to learn: {equal}; {change}.", "warn")
-    change = "compare completions and expected answers (`echo2 samples`), then take easier prompts or longer completions"
+    change = (
+        "compare completions and expected answers (`echo2 samples`), then take easier prompts or longer completions"
+    )
     if run.cut_share >= CUT_SHARE_MIN:
         cut = f"{run.cut_share:.0%} of the completions were cut at {run.tokens_max} tokens"
         change = f"{cut}: raise sampling.max_new_tokens, or ask for shorter answers (`echo2 samples` shows them)"

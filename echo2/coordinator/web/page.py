@@ -321,6 +321,7 @@ STATIC = Path(__file__).parent / "static"
 STREAM_S = 0.4  # between two looks for changes: what a person takes for at once
 FRESH_S = 0.2  # a computed state serves all streams that look within this time
 KEEPALIVE_S = 2.0  # between messages that carry only the time: the page can tell a quiet coordinator from a dead one
+ROW_BEATS = 1.5  # a worker that beats has its row made anew by its beats alone
 ROWS_AT_ONCE = 200  # workers' rows made in 10 ms of CPU; leases are served before the next ones
 STREAMS_MAX = 64  # looking for changes 64 times a `STREAM_S` takes a few percent of a core
 # A browser opens at most six connections to one server. An address gets a third of what its connections may be (`PAGE`), so the
@@ -343,7 +344,7 @@ class Web:
     def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
         self._commands, self._csrf, self._stopping = commands, csrf, stopping
         self._view = StateView(commands)
-        self._changed = ChangedValues(self._view)
+        self._changed = ChangedValues(commands, self._view)
         self._streams = OpenStreams()
         self._planning = asyncio.Lock()  # one what-if at a time: the planner's process has its own work
 
@@ -427,7 +428,8 @@ class Web:
         return plan_value(plan, "what-if", "")
 
     async def _workers_csv(self, request: Request) -> Response:
-        rows = [{"peer_id": peer_id, **row} for peer_id, row in self._view.workers().items()]
+        members = self._commands.hub.membership.members
+        rows = [{"peer_id": peer_id, **self._view.worker(member)} for peer_id, member in members.items()]
         return _csv(rows, WORKER_COLUMNS, "workers.csv")
 
     async def _series_csv(self, request: Request) -> Response:
@@ -441,16 +443,9 @@ class Web:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _state(self, request: Request) -> Response:
-        return StreamingResponse(self._whole_state(), media_type="application/json")
-
-    async def _whole_state(self) -> AsyncIterator[bytes]:
-        yield to_json(self._view.sections())[:-1] + b',"workers":{'
-        members = list(self._commands.hub.membership.members.values())
-        for at in range(0, len(members), ROWS_AT_ONCE):
-            rows = to_json({one.peer_id: self._view.worker(one) for one in members[at : at + ROWS_AT_ONCE]})
-            yield (b"," if at else b"") + rows[1:-1]
-            await asyncio.sleep(0)
-        yield b"}}"
+        changes = await self._changed.changes_since(0, fresh_s=0.0)
+        text = ",".join(f'"{name}":{value}' for name, value in {"workers": "{}", **changes}.items())
+        return Response("{" + text + "}", media_type="application/json")
 
     async def _stream(self, request: Request) -> Response:
         return StreamingResponse(self._changes(request), media_type="text/event-stream")
@@ -561,42 +556,52 @@ class OpenStreams:
 
 class ChangedValues:
     """The newest JSON text of each section and row. `serial`: number of the newest refresh; each page remembers the one that it has
-    seen."""
+    seen. A worker's row is made anew when its heartbeat or what is decided about it has changed, and else every `ROW_BEATS`
+    heartbeats: what it has cost goes on rising."""
 
-    def __init__(self, view: StateView) -> None:
-        self._view = view
+    def __init__(self, commands: Commands, view: StateView) -> None:
+        self._commands, self._view = commands, view
         self._at = float("-inf")
         self._sections: dict[str, tuple[int, str]] = {}
-        self._rows: dict[str, tuple[int, str, tuple[Any, ...]]] = {}
+        self._rows: dict[PeerId, tuple[int, str, tuple[Any, ...], float]] = {}
         self._refreshing = asyncio.Lock()
         self.serial = 0
 
-    async def changes_since(self, seen: int) -> dict[str, str]:
-        """JSON texts of the sections that changed after refresh `seen`, by name; changed workers' rows are under `workers`."""
+    async def changes_since(self, seen: int, fresh_s: float = FRESH_S) -> dict[str, str]:
+        """JSON texts of the sections that changed after refresh `seen`, by name; changed workers' rows are under `workers`. A
+        refresh that is younger than `fresh_s` will do."""
         async with self._refreshing:
-            if self._view.now() - self._at >= FRESH_S:
+            if self._commands.hub.clock.now() - self._at >= fresh_s:
                 await self._refresh()
         changes = {name: text for name, (serial, text) in self._sections.items() if serial > seen}
-        rows = [f"{json.dumps(peer)}:{text}" for peer, (serial, text, _) in self._rows.items() if serial > seen]
+        rows = [f"{json.dumps(peer)}:{text}" for peer, (serial, text, _, _) in self._rows.items() if serial > seen]
         if rows:
             changes["workers"] = "{" + ",".join(rows) + "}"
         return changes
 
     async def _refresh(self) -> None:
         """A refresh that is cancelled half-way is done again by the next one, under the same number."""
-        at, serial, rebuilt = self._view.now(), self.serial + 1, 0
+        hub, serial, rebuilt = self._commands.hub, self.serial + 1, 0
+        now = hub.clock.now()
         for name, value in self._view.sections().items():
             text = to_json(value).decode()
             if name not in self._sections or self._sections[name][1] != text:
                 self._sections[name] = (serial, text)
-        for member, key in self._view.worker_keys():
-            known = self._rows.get(member.peer_id)
-            if known is None or known[2] != key:
-                self._rows[member.peer_id] = (serial, to_json(self._view.worker(member)).decode(), key)
+        kept_s = ROW_BEATS * hub.config.coordinator.heartbeat_interval
+        newest, counts = hub.board.newest_version, hub.book.lease_count
+        for peer_id, member in list(hub.membership.members.items()):
+            key = (
+                member.heartbeat_at, member.hello, counts(peer_id), member.last_liveness, member.setting, member.setting_reason,
+                member.is_wanted, member.wanted_reason, member.paused, member.price_limit, member.price_approved,
+                member.record.barred_until, newest,
+            )  # fmt: skip
+            known = self._rows.get(peer_id)
+            if known is None or known[2] != key or now - known[3] >= kept_s:
+                self._rows[peer_id] = (serial, to_json(self._view.worker(member)).decode(), key, now)
                 rebuilt += 1
                 if rebuilt % ROWS_AT_ONCE == 0:
                     await asyncio.sleep(0)
-        self._at, self.serial = at, serial
+        self._at, self.serial = now, serial
 
 
 class Dashboard:

@@ -6,7 +6,6 @@ Guarantees: valid JSON (no infinities or NaN). Leaves to others: finding what ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Liveness, Member
 from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.leases.waits import why_no_lease
+from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.advice import RunAdvice
 from echo2.coordinator.planning.board import PredictedQuantity, PredictionLog, VersionRow
@@ -42,18 +42,16 @@ class StateView:
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
 
-    def now(self) -> float:
-        return self._commands.hub.clock.now()
-
     def sections(self) -> dict[str, Any]:
-        """All sections except the workers, whose rows `workers` gives."""
+        """All sections except the workers, whose rows `worker` gives."""
         hub, now = self._commands.hub, self._commands.hub.clock.now()
+        money = hub.money.sums()
         return {
             "run": self._run(),
             "learner": self._learner(),
-            "money": self._money(),
+            "money": self._money(money),
             "machines": self._machines(),
-            "advice": advice_value(self._commands.advice()),
+            "advice": advice_value(self._commands.advice(money)),
             "plan": plan_value(*self._plan_now()) | {"errors": errors_value(hub.corrections.log)},
             "broadcast": self._broadcast(),
             "leases": self._leases(),
@@ -64,19 +62,6 @@ class StateView:
                 for event in list(hub.state.events)[-EVENTS_SHOWN:]
             ],
         }
-
-    def workers(self) -> dict[str, dict[str, Any]]:
-        """One row per worker, by its peer id."""
-        return {peer_id: self.worker(member) for peer_id, member in self._commands.hub.membership.members.items()}
-
-    def worker_keys(self) -> Iterator[tuple[Member, tuple[Any, ...]]]:
-        """For each worker, a key of what its row depends on: as long as the key is the same, the row need not be rebuilt."""
-        book = self._commands.hub.book
-        for member in list(self._commands.hub.membership.members.values()):
-            yield member, (
-                member.heartbeat_at, member.hello, book.lease_count(member.peer_id), member.last_liveness, member.activation,
-                member.setting, member.activation_reason, member.record.barred_until,
-            )  # fmt: skip
 
     def _plan_now(self) -> tuple[Plan | None, str, str]:
         """The plan to show, the planner's mode, and what the planner waits for. There is no plan while no worker is alive."""
@@ -120,9 +105,8 @@ class StateView:
             "audit_s": finite(report.audit_s, 4),
         }  # fmt: skip
 
-    def _money(self) -> dict[str, Any]:
+    def _money(self, money: FleetCosts) -> dict[str, Any]:
         hub = self._commands.hub
-        money = hub.money.sums()
         return {
             "spent": finite(money.usd_spent, 4), "per_hour": finite(money.usd_per_hour, 4),
             "per_mtok": finite(1e6 * money.usd_spent / hub.board.report.trained_tokens, 4)
@@ -233,8 +217,13 @@ class StateView:
         ]  # fmt: skip
 
     def worker(self, member: Member) -> dict[str, Any]:
-        hub, hello, beat, link = self._commands.hub, member.hello, member.heartbeat, member.link
-        version = member.version
+        hub, hello, beat, version, access = (
+            self._commands.hub,
+            member.hello,
+            member.heartbeat,
+            member.version,
+            member.access,
+        )
         is_gone = member.last_liveness is Liveness.GONE
         return {
             "name": member.name, "state": member.last_liveness.value,
@@ -248,15 +237,15 @@ class StateView:
             "usd_per_mtok": self._usd_per_mtok(member),
             "running": beat.running_sequences, "waiting": beat.waiting_sequences,
             "memory_used": beat.memory_used_bytes, "memory_total": beat.memory_total_bytes,
-            "leases": hub.book.lease_count(member.peer_id), "uplink": link.uplink_bytes_per_s,
-            "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
+            "leases": hub.book.lease_count(member.peer_id), "uplink": member.link_of("uplink_bytes_per_s"),
+            "downlink": member.link_of("downlink_bytes_per_s"), "rtt_s": finite(member.link_of("rtt_s"), 4),
             "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),
             "joined": round(member.joined_at, 1), "given_up": sum(member.record.ways.values()),
             "no_lease": why_no_lease(hub.book, member, hub.clock.now()), "region": hello.region, **_newest_line(beat),
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
             "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
-            "can_be_dialled": bool(member.access.addresses), "relays": len(member.access.relays),
+            "can_be_dialled": bool(access.addresses), "relays": len(access.relays),
             "links": [] if is_gone else self._links(member),
         }  # fmt: skip
 

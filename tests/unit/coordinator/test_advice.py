@@ -30,7 +30,9 @@ def with_learner(**facts: object) -> RunNow:
     report.CopyFrom(LIVE.report)
     for name, value in facts.items():
         report.ClearField(name)
-        (getattr(report, name).extend if name == "lengths" else lambda one, name=name: setattr(report, name, one))(value)  # type: ignore[misc]
+        (getattr(report, name).extend if name == "lengths" else lambda one, name=name: setattr(report, name, one))(
+            value
+        )  # type: ignore[misc]
     return replace(LIVE, report=report, **own)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,7 +18,8 @@ from echo2.coordinator.fleet.members import (
     PriceLimit,
 )
 from echo2.coordinator.fleet.record import WorkerRecords
-from echo2.coordinator.money.costs import FleetCosts, meter, sums
+from echo2.coordinator.fleet.tokens import TokenBook
+from echo2.coordinator.money.costs import FleetCosts, Money, meter
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
@@ -34,7 +37,12 @@ class Bill:
 
     def __init__(self) -> None:
         self.fleet, self.now = Membership(LivenessRule(3.0, 9.0), 8, WorkerRecords(60.0)), 0.0
-        self.machine = RentedMachine("m", "gpu", "cloud", "", MachineState.RUNNING, 3600 * MACHINE_USD_PER_S, 0.0)
+        self.tokens = TokenBook(1)
+        token = self.tokens.create("s" * 43, "worker", "", 1e6, 0, 0.0)
+        token.peers.add(RENTED)
+        self.machine = RentedMachine(
+            "m", "gpu", "cloud", "", MachineState.RUNNING, 3600 * MACHINE_USD_PER_S, 0.0, token_id=token.token_id
+        )
         self.open_s, self.is_rented = 0.0, True
         self.due_s = dict.fromkeys(USD_PER_S, 0.0)
         self.worked, self.stood_by = dict.fromkeys(USD_PER_S, 0.0), dict.fromkeys(USD_PER_S, 0.0)
@@ -91,10 +99,9 @@ class Bill:
         self.judge()
 
     def metered(self, standby_before: float = 0.0) -> FleetCosts:
-        members = self.fleet.members.values()
-        meter(members, self.now)
-        standby = sum(member.usd_standby for member in members if member.peer_id != RENTED)
-        return sums(members, [self.machine], {RENTED: "m"}, self.now, standby + standby_before)
+        money = Money(self.fleet, self.tokens, SimpleNamespace(now=lambda: self.now))
+        money.machines["m"], money.standby_before = self.machine, standby_before
+        return money.sums()
 
     def expected(self) -> tuple[float, ...]:
         """As `FleetCosts`: what was spent, of which useful, of which chosen, each with what it is an hour."""

@@ -302,7 +302,9 @@ async def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their
                     break
             assert right.credentials.peer_id in plan.neighbours(left.credentials.peer_id)
             assert can_connect(mine, theirs) == is_met
-        row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).workers()[left.credentials.peer_id]
+        row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(
+            daemon.hub.membership.members[left.credentials.peer_id]
+        )
         assert row["links"] == [{"peer": "w", "kind": "hole-punched", "reason": "said by the test"}]
         assert (row["can_be_dialled"], row["relays"]) == (False, 1)
 
