@@ -369,7 +369,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "    is_agreed = is_working(member) or not member.asks_too_much\n", "    is_agreed = True\n",
            (_UNIT + "coordinator/test_costs.py::test_the_bill_is_what_each_second_costs",)),
     Mutant("a worker away after a restart is charged at once", "coordinator/money/costs.py",
-           "        if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:\n            continue\n", "",
+           "    if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:\n        return\n", "",
            (_UNIT + "coordinator/test_costs.py::test_the_bill_is_what_each_second_costs",)),
     Mutant("calls of an agent's dropped problem come back", _JOURNAL,
            "not {group_id, root} & gone and", "group_id not in gone and", (_UNIT + "learner/test_journal.py::test_of_a_problem_that_has_ended_no_call_comes_back_and_of_another_all",)),
