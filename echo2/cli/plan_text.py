@@ -307,7 +307,7 @@ def _print_sums(question: PlanQuestion, answer: Plan) -> None:
     learner, kappa, bound = question.learner, answer.kappa, question.wishes.staleness_bound
     train_s, batch, rate = learner.train_s, learner.rollouts_per_step, answer.throughput_rollouts_per_s
     size = learner.artifact_bytes(kappa)
-    staleness = next(term for term in answer.terms if term.formula.startswith("T_bcast"))
+    staleness = next(term for term in answer.terms if term.limit_kind is Limit.STALENESS)
     batch_s = batch / rate if rate > 0 else math.inf
     rollout_s = staleness.value - answer.broadcast_s - batch_s
     lines = [

@@ -4,12 +4,11 @@
      ▲                     │ refusal              │ refusal
      └──no answer──────────┴──────▶ refused ◀─────┘      `run` raises the error that the refusal names
 
-Guarantees: the stream is reopened forever, with a jittered backoff that resets once a stream outlives the pause before it; after
-`FAILURES_BEFORE_SEARCH` failures in a row the coordinator's address is looked up again. Each stream starts with a hello; messages
-sent after the hello was composed are queued behind it, however long opening takes, so nothing is lost between the hello's
-contents and the stream. A heartbeat follows the welcome and then every interval. A refusal that a retry may
-cure (`_TEMPORARY`) counts as a lost stream; any other ends the session. Waits for a connection, orders, the next heartbeat.
-Leaves to others: the messages and what orders mean (worker/links, learner/learner).
+Guarantees: the stream is reopened forever, with a jittered backoff that resets once a stream outlives the pause before it;
+after `FAILURES_BEFORE_SEARCH` failures in a row the coordinator's address is looked up again. Each stream starts with a hello;
+messages sent after the hello was composed are queued behind it, however long opening takes, so nothing is lost between the
+hello's contents and the stream. A heartbeat follows the welcome and then every interval. A refusal that a retry may cure
+(`_TEMPORARY`) counts as a lost stream; any other ends the session. Waits for a connection, orders, the next heartbeat.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -53,16 +52,6 @@ _OPTIONS = (
 _log = logging.getLogger("echo2.control")
 
 Said = TypeVar("Said")
-
-
-class Welcome(Protocol):
-    """The fields common to both kinds of welcome."""
-
-    @property
-    def run_id(self) -> str: ...
-
-    @property
-    def heartbeat_interval_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +124,6 @@ class ControlSession(Generic[Said]):
             await asyncio.wait_for(outbox.is_over.wait(), within_s)
 
     async def run(self, party: Party[Said]) -> None:
-        """Keeps the stream until it is refused or cancelled."""
         pause_s = 0.0
         while True:
             address, begun = self.credentials.coordinator_address, monotonic()
@@ -175,7 +163,6 @@ class ControlSession(Generic[Said]):
         _log.log(logging.INFO if isinstance(error, errors.Unreachable) else logging.WARNING, "%s", error)
 
     async def _connect(self, address: str, party: Party[Said]) -> None:
-        """Opens one stream and serves it to its end."""
         async with open_channel(address, self.credentials.coordinator_peer_id, self.credentials, _OPTIONS) as channel:
             call = party.dial(channel)
             try:
@@ -206,8 +193,8 @@ class ControlSession(Generic[Said]):
             raise errors.Unreachable(f"{_WHOSE} closed the stream without an answer to the hello")
         if kind != "welcome":
             raise MalformedMessage(f"{_WHOSE}: expected a welcome, got {kind}")
-        welcome: Welcome = order.welcome
-        check(order.welcome, _WHOSE)
+        welcome = order.welcome
+        check(welcome, _WHOSE)
         if welcome.run_id != self.credentials.run_id:
             raise errors.StateError(
                 f"{_WHOSE}: expected run {self.credentials.run_id}, got {welcome.run_id}; "
@@ -219,10 +206,9 @@ class ControlSession(Generic[Said]):
         self.is_connected = True
         with handling("a welcome", _WHOSE):
             party.on_welcome(welcome)
-        return welcome.heartbeat_interval_s
+        return float(welcome.heartbeat_interval_s)
 
     async def _talk(self, call: Any, party: Party[Said], outbox: _Outbox[Said], interval_s: float) -> None:
-        """Sends, receives and beats until either side ends the stream."""
         parts = [
             asyncio.create_task(_write_all(call, outbox)),
             asyncio.create_task(_read_all(call, party)),

@@ -1,7 +1,6 @@
 """What a node is waiting for, and since when: for the log, the heartbeat and `echo-worker status`.
 
-Guarantees: a wait is logged when it begins and again every `REMINDER_S`, so no wait is silent. Leaves to others: bounding
-it (each waiter has its own limit or states that it waits forever).
+Guarantees: a wait is logged when it begins and again every `REMINDER_S`, so no wait is silent.
 """
 
 from __future__ import annotations

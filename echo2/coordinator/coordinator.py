@@ -375,16 +375,13 @@ def consolidate(hub: Hub) -> int:
     # Until the new worker has the lease: a report, and its travel.
     hand_over_s = hub.config.coordinator.report_interval + 1.0
     found = moves(hub.book, paces, hand_over_s, names)
-    for move in found:
-        lease = hub.book.leases[move.lease_id]
-        hub.note("lease", f"group {lease.group_id} is moved: {move.reason}")
-        hub.handle(hub.book.recall, move.lease_id, move.reason, move.to)
+    for lease_id, to, reason in found:
+        hub.note("lease", f"group {hub.book.leases[lease_id].group_id} is moved: {reason}")
+        hub.handle(hub.book.recall, lease_id, reason, to)
     return len(found)
 
 
 class SteadyUnixClock:
-    """`Clock` in unix seconds."""
-
     __slots__ = ("_offset_s",)
 
     def __init__(self) -> None:

@@ -3,10 +3,9 @@
     event --> core decides --> noted (state) and queued (_outgoing) --once in this turn of the loop--> saved --> sent
                                                               cannot be saved: nothing is sent, the daemon stops
 
-Runs only on the event loop's thread. Guarantees: an order that follows from a change is sent only after that change is
-saved (`_flush`); all changes of one turn of the loop are saved in one transaction. Waits for nothing: the streams, the page and
-`tick` call it. Leaves to others: decisions (leases, fleet, board), the
-streams (streams, learner), planning (planning).
+Runs only on the event loop's thread. Guarantees: an order that follows from a change is sent only after that change is saved
+(`_flush`); all changes of one turn of the loop are saved in one transaction. Waits for nothing: the streams, the page and
+`tick` call it.
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ class Hub:
         self.state.event(LoggedEvent(self.clock.now(), kind, text))
 
     def apply(self, actions: Iterable[le.Action]) -> None:
-        """Carries out the lease book's actions."""
         for action in actions:
             match action:
                 case le.Save(kind, key):
@@ -247,12 +245,10 @@ class Hub:
             raise
 
     def send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
-        """Sends an order to a worker once all earlier changes are saved."""
         self._outgoing.append((peer_id, order))
         self.flush_soon()
 
     def handle(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
-        """Calls a method of the lease book and carries out its actions."""
         self.apply(method(self.clock.now(), *args, **kwargs))
 
     # ---- workers
@@ -297,15 +293,15 @@ class Hub:
         change = self.membership.change_of(member, now)
         if change is None:
             return
-        state, activation = member.last_liveness, member.activation
+        (state_before, before), state, activation = change, member.last_liveness, member.activation
         meter([member], now)
         self.state.save("members", member.peer_id, member)
-        if state is not change.liveness_before and state is not Liveness.ALIVE:
+        if state is not state_before and state is not Liveness.ALIVE:
             silent_s = now - member.heard_at
             text = f"{member.name} is {state.value}: last heard {silent_s:.1f} s ago"
             self.note("worker", text, member.peer_id, state.value)
-        if change.activation_before not in (activation, None):
-            self._send_activation(member, change.activation_before)
+        if before not in (activation, None):
+            self._send_activation(member, before)
         if state is Liveness.GONE or activation.is_barred:
             self.handle(self.book.lose, member.peer_id, (state if state is Liveness.GONE else activation).value)
         else:
@@ -334,7 +330,6 @@ class Hub:
             session.refuse(NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}"))
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
-        """Applies the operator's setting for a worker, and saves it."""
         member = self.membership.set(peer_id, setting, reason, self.clock.now())
         if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
             self._want([member], self.plan.pool, self.plan.reason)
@@ -439,13 +434,11 @@ class Hub:
         return list(self.workers.values())
 
     def send_broadcast_plan(self, session: WorkerSession) -> None:
-        """Sends one worker its part of the newest broadcast plan."""
         assert self._plan_parts is not None, "there is a plan to send"
         part = self._plan_parts.part_of(session.peer_id)
         session.send(pb.WorkerOrder(broadcast_plan=plan_to_message(part)))
 
     def journal_worker(self, action: str, member: Member, reason: str) -> None:
-        """Journals an action that changes what a worker costs."""
         price, spent = member.hello.price_usd_per_hour, member.usd_spent
         self.state.paid_action(PaidAction(self.clock.now(), action, member.peer_id, reason, price, spent))
 

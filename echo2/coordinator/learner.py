@@ -4,9 +4,8 @@
       ^              |  '-- hello again: the newer stream takes the older one's place
       '-- broken ----'      meanwhile workers go on with the leases that they hold
 
-Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that connects is always
-sent the plan, the broadcast plan and all barred workers. Leaves to others: gRPC and messages (streams), decisions (leases/book,
-board), saving (hub).
+Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that connects is
+always sent the plan, the broadcast plan and all barred workers.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class RolloutQuestions:
         self._list_at = float("-inf")
 
     async def newest(self) -> pb.RolloutsShown:
-        """The list of the newest rollouts, at most `LIST_FRESH_S` old."""
         has_failed = self._list is not None and self._list.done() and self._list.exception() is not None
         if self._list is None or has_failed or monotonic() - self._list_at > LIST_FRESH_S:
             self._list_at = monotonic()
@@ -64,7 +62,6 @@ class RolloutQuestions:
         return await asyncio.shield(self._list)
 
     async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        """One rollout's tokens, from token `offset` on."""
         return await self._ask(rollout_id, offset)
 
     def on_answer(self, shown: pb.RolloutsShown) -> None:
@@ -301,7 +298,6 @@ class LearnerReachability:
         self._has_answered = False
 
     async def run(self) -> None:
-        """Checks until cancelled."""
         learner, board = self._hub.learner, self._hub.board
         while True:
             with contextlib.suppress(TimeoutError):

@@ -1,9 +1,9 @@
 """What the operator can do and see: one implementation behind the page (`POST /api/NAME`), `echo2 ctl` and `echo2 status`.
 
 An action of `ACTIONS` takes the JSON object of its request and returns the JSON object of its answer, None for an empty one.
-Guarantees: an action is carried out whole or refused with an error that says what was expected; what it changes is saved and in the
-event log before it returns. A gRPC caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the
-reason. Leaves to others: who may act on the page (web/page).
+Guarantees: an action is carried out whole or refused with an error that says what was expected; what it changes is saved and in
+the event log before it returns. A gRPC caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT
+with the reason.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import shlex
 from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import grpc
+from pydantic_core import to_json
 
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, RunFinished, TrustError
 from echo2.base.ids import PeerId
@@ -31,7 +33,7 @@ from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
 from echo2.coordinator.planning.advice import LONG_S_MIN, RunAdvice, RunNow, advise, idle_text
 from echo2.coordinator.planning.input import is_measured, plan_config
-from echo2.coordinator.web.state import EVENTS_SHOWN, advice_value, command_of, machine_value
+from echo2.coordinator.web.state import EVENTS_SHOWN, command_of, machine_value
 from echo2.cost_model.snapshot import is_spent
 from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
@@ -99,6 +101,10 @@ class Commands:
         self.hub.note("token", f"{token.token_id} ({token.label or token.role}) revoked")
         self.hub.flush_now()
 
+    async def approve(self) -> Body:
+        """Carries out what the planner advises; returns how many machines were rented or released."""
+        return {"count": await self.provisioner.carry_out("approved by the operator")}
+
     def idle_workers(self) -> list[Member]:
         """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""
         hub, now = self.hub, self.hub.clock.now()
@@ -138,7 +144,6 @@ class Commands:
         self.hub.pause(f"paused by the operator{f': {reason}' if reason else ''}")
 
     def resume(self) -> None:
-        """Lets a paused or a stopped run go on."""
         self.hub.pause("")
         self.hub.ending.resume()
         self.hub.flush_now()
@@ -222,7 +227,6 @@ class Commands:
         return sorted(found, key=lambda wait: wait[1])
 
     def status(self) -> pb.RunStatus:
-        """The run's whole status, for the command line."""
         hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
         members, money = hub.membership.members.values(), hub.money.sums()
         events = list(hub.state.events)[-EVENTS_SHOWN:]
@@ -365,9 +369,6 @@ class Commands:
         notice = _text(body, "notice", "") or "a preemption notice"
         self.provisioner.preempted(_text(body, "whom"), _line(notice, "notice"))
 
-    async def _act_approve(self, body: Body) -> Body:
-        return {"count": await self.provisioner.carry_out("approved by the operator")}
-
 
 ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] | None]] = {
     "workers/state": Commands._act_set_workers,
@@ -376,10 +377,10 @@ ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] |
     "tokens/revoke": lambda commands, body: commands.revoke_token(_text(body, "token_id")),
     "plan/apply": Commands._act_apply_plan, "machines": Commands._act_rent, "machines/release": Commands._act_release,
     "machines/command": Commands._act_machine_command, "machines/notice": Commands._act_notice,
-    "machines/approve": Commands._act_approve, "run/settings": Commands._act_change_settings,
+    "machines/approve": lambda commands, body: commands.approve(), "run/settings": Commands._act_change_settings,
     "run/pause": lambda commands, body: commands.pause(_reason(body)), "run/resume": lambda commands, body: commands.resume(),
     "run/stop": lambda commands, body: commands.stop_run(_reason(body)),
-    "run/advice": lambda commands, body: advice_value(commands.advice()),
+    "run/advice": lambda commands, body: asdict(commands.advice()),
 }  # fmt: skip
 """What the page and `echo2 ctl` can ask for, by name."""
 
@@ -421,7 +422,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
         async with _for_operators(context):
             answer = await self._commands.act(request.name, request.body_json)
-        return pb.ActReply(answer_json=json.dumps(answer).encode())
+        return pb.ActReply(answer_json=to_json(answer, inf_nan_mode="null"))
 
 
 @asynccontextmanager

@@ -1,10 +1,9 @@
 """Ends the run: once the learner has finished, nothing that costs money continues.
 
-Guarantees: a run ends only when the learner reports that it has finished, so killing or stopping a learner does not end it; the end
-is saved before any node is told; workers leave and are told why, and one that connects later is refused before anything changes.
-A learner that comes back with steps left reopens the run, and so does a coordinator started for more steps than the learner had:
-else workers that come before their learner would be sent home. Leaves to others: rented machines (provisioner), the
-process itself (daemon).
+Guarantees: a run ends only when the learner reports that it has finished, so killing or stopping a learner does not end it; the
+end is saved before any node is told; workers leave and are told why, and one that connects later is refused before anything
+changes. A learner that comes back with steps left reopens the run, and so does a coordinator started for more steps than the
+learner had: else workers that come before their learner would be sent home.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class RunEnding:
         return RunFinished(f"{self.text}; no work is left for workers")
 
     def check_open(self) -> None:
-        """Raises RunFinished if the run is finished."""
         if self.finish is not None:
             raise self._refusal
 
@@ -69,7 +67,6 @@ class RunEnding:
             raise self._refusal
 
     def resume(self) -> None:
-        """Reopens a run that the operator has stopped."""
         if self.finish is not None and self.finish.is_stopped:
             self._reopen("resumed by the operator")
 

@@ -23,15 +23,20 @@ def refusal_of(error: EchoError) -> pb.Refusal:
     return pb.Refusal(code=type(error).__name__, message=str(error)[:2000])
 
 
+def check_protocol(version: int, whose: str) -> None:
+    """VersionMismatch for another protocol than this process speaks."""
+    if version != PROTOCOL_VERSION:
+        text = (
+            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {version}: use one release of echo2 everywhere"
+        )
+        raise VersionMismatch(text)
+
+
 def check_hello(first: Any, run_id: RunId, whose: str) -> None:
     """MalformedMessage unless a stream's first message is a hello; VersionMismatch for another protocol or another run."""
     if first.WhichOneof("kind") != "hello":
         raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
-    if first.hello.protocol_version != PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {first.hello.protocol_version}: use one release of "
-            "echo2 everywhere"
-        )
+    check_protocol(first.hello.protocol_version, whose)
     if first.hello.run_id != run_id:
         raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {first.hello.run_id!r}")
 
@@ -48,7 +53,6 @@ class StreamSession(Generic[Order]):
 
     @property
     def is_open(self) -> bool:
-        """False once it was ended or refused."""
         return self._is_open
 
     def send(self, order: Order) -> None:
@@ -69,7 +73,6 @@ class StreamSession(Generic[Order]):
         self.end()
 
     def end(self) -> None:
-        """Ends the stream after the waiting orders."""
         if self._is_open:
             self._is_open = False
             self.orders.put_nowait(None)

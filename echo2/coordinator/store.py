@@ -76,8 +76,6 @@ LogKind = Literal["events", "samples", "paid"]
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """One line of the event log."""
-
     unix_s: float
     kind: str
     text: str
@@ -318,7 +316,6 @@ class SqlStore:
             self._sync_log()
 
     def _sync_log(self) -> None:
-        """Syncs SQLite's log up to the last transaction."""
         if self._file is None:
             return
         try:
@@ -356,7 +353,6 @@ class SqlStore:
             raise self._damaged(f"a row cannot be read: {error}") from None
 
     def prune(self, events_max: int, samples_max: int) -> None:
-        """Deletes all but the newest events and samples."""
         try:
             with self._writing, self._engine.begin() as connection:
                 for kind, count in (("events", events_max), ("samples", samples_max)):
@@ -410,7 +406,6 @@ class SqlStore:
         return f"{database} was removed while the coordinator ran; it was written back, nothing is lost"
 
     def _inodes(self) -> tuple[tuple[int, int] | None, ...]:
-        """Of the database and its log."""
         return () if self._file is None else (_inode_of(self._file), _inode_of(_beside(self._file, "-wal")))
 
     def _fold_log(self) -> None:

@@ -1,10 +1,9 @@
 """Serves the control streams over gRPC, one per worker and one for the learner, and says what a worker's messages change.
 
 Guarantees: the caller is the one that its certificate names, in the role that the service is for; the first message is a hello;
-a message that is malformed or out of order changes nothing and ends the stream with a refusal that says what was
-expected; messages that arrive too fast are read more slowly, and all newcomers of one join link share a fifth of the loop's time,
-so that making new identities gains nothing. Waits for messages and for orders; when reading or writing ends, so does the other.
-Leaves to others: what the learner's messages change (learner), decisions (leases, fleet), saving and sending (hub).
+a message that is malformed or out of order changes nothing and ends the stream with a refusal that says what was expected;
+messages that arrive too fast are read more slowly, and all newcomers of one join link share a fifth of the loop's time, so that
+making new identities gains nothing. Waits for messages and for orders; when reading or writing ends, so does the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """If nothing is feasible: finds the smallest change of one number, or of two, that makes a plan feasible, by planning again.
 
-Guarantees: each piece of advice was tried with exactly the change it names, and gives a feasible plan; `what_if` is that
-change in the syntax of `echo2 plan --what-if`. Leaves to others: whether the change is possible.
+Guarantees: each piece of advice was tried with exactly the change it names, and gives a feasible plan; `what_if` is that change
+in the syntax of `echo2 plan --what-if`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,6 @@ class Roofline:
     quantisation: Quantisation = Quantisation.NONE
 
     def step_s(self, sequences: int, tokens_each: float) -> float:
-        """Seconds of one decode step."""
         cached = sequences * tokens_each * GPU_BYTES * self.size.kv_values_per_token
         return self._longer_s(cached, 2.0 * sequences * self.size.active_parameters)
 
@@ -146,7 +145,6 @@ class WorkerPrior:
 
 
 def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
-    """The GPU types of a catalogue, by name."""
     return {name: read_as(GpuType, _named(name, table), f"catalogue: GPU {name}") for name, table in tables.items()}
 
 
@@ -186,7 +184,6 @@ def worker_prior(
 def _prior(
     gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float, quantisation: Quantisation
 ) -> WorkerPrior:
-    """Builds the prior from the roofline's rates."""
     engine = Roofline(gpu, size, spread_speed(fit.tensor_parallel), quantisation)
     held = tokens_each or fit.sequence_tokens / FILL
     sampled = fit.engine_count * engine.tokens_per_s(fit.sequences, held)

@@ -1,9 +1,9 @@
 """Ranks rental offers by the price of a million useful tokens of this run.
 
 An offer is one machine of one provider at a price per hour. Its tokens/s follow from the sizing rule and the roofline, with the
-interval expected for machines of its kind. Time lost while a preempted machine is replaced yields no useful tokens.
-Guarantees: pure; an offer on which the model does not fit, or whose GPU has no data sheet, is listed with the reason, never dropped
-silently. Leaves to others: fetching and storing catalogues (coordinator), printing (cli).
+interval expected for machines of its kind. Time lost while a preempted machine is replaced yields no useful tokens. Guarantees:
+pure; an offer on which the model does not fit, or whose GPU has no data sheet, is listed with the reason, never dropped
+silently.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plan: the decision, its terms, the one that binds, what would mend a broken one, and the reason, as frozen values.
 
-Every number in a text is computed from the evaluation. Leaves to others: choosing the pool (planner).
+Every number in a text is computed from the evaluation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Term:
     """One condition: `value` against `limit`. `slack` is the unused share of the limit, negative if the term is violated."""
 
     limit_kind: Limit
-    formula: str
     value: float
     limit: float
     unit: str
@@ -50,7 +49,6 @@ class Term:
 
     @property
     def text(self) -> str:
-        """Value and limit in words."""
         value = f"{self.value:.3g}" if math.isfinite(self.value) else "for ever"
         match self.limit_kind:
             case Limit.THROUGHPUT:
@@ -174,9 +172,7 @@ def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> It
     point, learner = found.point, snapshot.learner
     have, need = point.throughput, config.target_utilisation * point.rollouts_per_step / point.train_s
     remedy = f"add workers worth {need - have:.3g} rollouts/s" if have < need else ""
-    yield Term(
-        Limit.THROUGHPUT, "mu_pool >= target*R/T_train", have, need, "rollouts/s", have / need - 1, remedy
-    )  # fmt: skip
+    yield Term(Limit.THROUGHPUT, have, need, "rollouts/s", have / need - 1, remedy)
     if math.isfinite(learner.rewards_per_s):
         have = learner.rewards_per_s
         remedy = ""
@@ -186,9 +182,7 @@ def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> It
                 f"takes {learner.reward_s:.3g} s): give the learner a machine with more cores (a quarter do so), or "
                 "name a Ray cluster (task.ray): more workers would not help"
             )
-        yield Term(
-            Limit.REWARDS, "rewards/s >= target*R/T_train", have, need, "rewards/s", have / need - 1, remedy
-        )  # fmt: skip
+        yield Term(Limit.REWARDS, have, need, "rewards/s", have / need - 1, remedy)
     slack = 1 - point.transfer_s / found.period_s
     remedy = ""
     if slack < 0:
@@ -198,26 +192,23 @@ def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> It
             f"give the learner's uplink and each downlink {format_bytes(needed)}/s (a version is {format_bytes(size)}), or "
             "publish less often"
         )
-    yield Term(
-        Limit.BROADCAST, "transfer <= kappa*T_train", point.transfer_s, found.period_s, "s", slack, remedy
-    )  # fmt: skip
+    yield Term(Limit.BROADCAST, point.transfer_s, found.period_s, "s", slack, remedy)
     value, limit = point.staleness_use_s, point.staleness_budget_s
     slack = 1 - value / limit if limit > 0 else -math.inf
-    formula = "T_bcast + L_roll + R/mu_pool <= (S-kappa+1)*T_train"
-    yield Term(Limit.STALENESS, formula, value, limit, "s", slack, _staleness_remedy(found) if slack < 0 else "")
+    yield Term(Limit.STALENESS, value, limit, "s", slack, _staleness_remedy(found) if slack < 0 else "")
     if config.usd_per_hour_cap < math.inf:
-        yield _ceiling(Limit.USD_PER_HOUR, "pool price", found.usd_per_hour, config.usd_per_hour_cap, "USD/h")
+        yield _ceiling(Limit.USD_PER_HOUR, found.usd_per_hour, config.usd_per_hour_cap, "USD/h")
     if config.usd_budget < math.inf:
         total = snapshot.spent_usd + usd_to_finish(snapshot, found)
-        yield _ceiling(Limit.USD_BUDGET, "spent + steps left", total, config.usd_budget, "USD")
+        yield _ceiling(Limit.USD_BUDGET, total, config.usd_budget, "USD")
 
 
-def _ceiling(kind: Limit, formula: str, value: float, limit: float, unit: str) -> Term:
+def _ceiling(kind: Limit, value: float, limit: float, unit: str) -> Term:
     slack = 1 - value / limit if limit else -math.inf if value else 0.0
     is_over = slack < 0 or (kind is Limit.USD_BUDGET and is_spent(value, limit))
     enough = math.ceil(100 * value - 1e-6) / 100  # in whole cents, and never below the value
     remedy = f"raise it to {enough:.2f} {unit}, or take longer with a smaller pool" if is_over else ""
-    return Term(kind, formula, value, limit, unit, slack, remedy)
+    return Term(kind, value, limit, unit, slack, remedy)
 
 
 def _staleness_remedy(found: Evaluation) -> str:

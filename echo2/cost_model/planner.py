@@ -6,10 +6,9 @@ and says which term is violated and what would fix it; if the budget cannot pay 
 
 A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin and its
 rehearsal reaches the target. A small shortage that only the estimates show is fixed once it has lasted `SHORT_STEPS` steps, at
-most the dwell time; any other at once. A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the
-dwell time, and by draining members if that is nearly as cheap. Workers that relay a broadcast, or that were activated less than
-the dwell time (or their join time) ago, stay as far as the cap allows. Leaves to others: acting on it (coordinator), the trees
-(broadcast), measuring (estimates).
+most the dwell time; any other at once. A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for
+the dwell time, and by draining members if that is nearly as cheap. Workers that relay a broadcast, or that were activated less
+than the dwell time (or their join time) ago, stay as far as the cap allows.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None
 
 
 def _goal(config: PlanConfig) -> float:
-    """What a rehearsal must reach."""
     return config.target_utilisation - UTILISATION_TOLERANCE
 
 

@@ -70,7 +70,6 @@ class PoolOffer:
 
     @property
     def machine(self) -> str:
-        """The machine in words, such as `4 x H200`."""
         return f"{self.gpus or 'any number of'} x {self.gpu}"
 
 

@@ -9,9 +9,8 @@ rollouts/s.
     (3) staleness   T_bcast + L_roll + R/mu_pool <= (S - kappa + 1)*T_train
     (4) pace        max(R/mu_pool, transfer/kappa, (T_bcast + L_roll + R/mu_pool)/(S - kappa + 1)) seconds a step keep (1) to (3)
 
-Each worker has its own T_bcast and L_roll. Those too late for (3) are left out of mu_pool, and nobody waits for them. Pure numpy
-over a whole fleet; row i of every column is worker i. Leaves to others: whole rollouts, groups and queues (rehearsal), which pool
-to rent (solver).
+Each worker has its own T_bcast and L_roll. Those too late for (3) are left out of mu_pool, and nobody waits for them. Pure
+numpy over a whole fleet; row i of every column is worker i.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ class OperatingPoint:
 
     @property
     def staleness_use_s(self) -> float:
-        """The left side of relation (3)."""
         return self.broadcast_s + self.rollout_s + self.batch_s
 
     @property
@@ -373,50 +371,46 @@ class Period:
 #
 # Each estimator keeps a bounded window and uses the median and the median absolute deviation (MAD) as centre and spread,
 # so one frozen machine or one wrong clock does not move the estimate. `CHANGE_OBSERVATIONS` in a row far on one side are a change,
-# and what came before them is forgotten. A prior counts as `PRIOR_WEIGHT` observations, so its weight fades. Guarantees: pure
-# state, bounded memory. Leaves to others: priors by GPU (machines), use of the numbers (planner).
+# and what came before them is forgotten.
 
 WINDOW = 31  # odd, so the median is an observation; its error is a fifth of one observation's
-PRIOR_WEIGHT = 2.0  # observations that outweigh it as soon as three have come
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 CHANGE_OBSERVATIONS, CHANGE_SIGMAS, CHANGE_SHARE = 3, 4.0, 0.15
 """So many observations in a row, further from the median than so many standard deviations and than this share of it: one outlier is
 none, two are rare, three by chance happen once in 30,000 observations."""
 MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for a normal distribution
-PRIOR_SPREAD = 0.5  # priors from data sheets are good to a factor of 1.5
+FIRST_SPREAD = 0.5  # of a single observation, which is good to a factor of 1.5
 DELTA_GROWTH_PRIOR = 0.75  # measured: bytes of a delta grow so with the steps it spans
 DELTA_PERIODS_MAX = 64  # kappa is at most S, which is at most 64
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`value` plus or minus `error` (one standard error of the centre); `spread`: standard deviation of one observation."""
+    """`value` plus or minus `error` (one standard error of the centre), of `count` observations."""
 
     value: float
     error: float
-    spread: float
     count: int
 
 
 @dataclass(slots=True)
 class RobustEstimator:
-    """Estimates one quantity from the newest `window` observations."""
+    """Estimates one quantity from the newest `window` observations, `seen`. A prior is as many of them as it shall weigh."""
 
     field_name: str
-    prior: float | None = None
     window: int = WINDOW
-    _seen: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
 
     def observe(self, value: float) -> None:
         """Adds one measurement. `MalformedMessage` for one that is no number or negative, which then changes nothing."""
         if not (math.isfinite(value) and value >= 0.0):
             raise MalformedMessage(f"telemetry {self.field_name}: expected a finite number of at least 0, got {value}")
-        self._seen = [*self._seen, value][-self.window :]
+        self.seen = [*self.seen, value][-self.window :]
         if self._has_changed():
-            self._seen = self._seen[-CHANGE_OBSERVATIONS:]
+            self.seen = self.seen[-CHANGE_OBSERVATIONS:]
 
     def _has_changed(self) -> bool:
-        before, newest = self._seen[:-CHANGE_OBSERVATIONS], self._seen[-CHANGE_OBSERVATIONS:]
+        before, newest = self.seen[:-CHANGE_OBSERVATIONS], self.seen[-CHANGE_OBSERVATIONS:]
         if len(before) < CHANGE_OBSERVATIONS:
             return False
         centre = statistics.median(before)
@@ -424,29 +418,17 @@ class RobustEstimator:
         far = max(CHANGE_SIGMAS * spread, CHANGE_SHARE * abs(centre))
         return all(value > centre + far for value in newest) or all(value < centre - far for value in newest)
 
-    @property
-    def is_measured(self) -> bool:
-        return bool(self._seen)
-
     def estimate(self) -> Estimate | None:
-        """The current estimate; None if there is neither a prior nor an observation."""
-        if not self._seen:
-            if self.prior is None:
-                return None
-            return Estimate(self.prior, PRIOR_SPREAD * self.prior, PRIOR_SPREAD * self.prior, 0)
-        centre, count = statistics.median(self._seen), len(self._seen)
-        spread = MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in self._seen)
-        if self.prior is None:
-            if count == 1:
-                spread = PRIOR_SPREAD * centre
-            return Estimate(centre, MEDIAN_EFFICIENCY * spread / math.sqrt(count), spread, count)
-        weight = PRIOR_WEIGHT / (PRIOR_WEIGHT + count)
-        value = weight * self.prior + (1 - weight) * centre
-        error = MEDIAN_EFFICIENCY * spread / math.sqrt(count) + weight * PRIOR_SPREAD * self.prior
-        return Estimate(value, error, spread, count)
+        """The current estimate; None before the first observation."""
+        if not self.seen:
+            return None
+        centre, count = statistics.median(self.seen), len(self.seen)
+        spread = MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in self.seen)
+        if count == 1:
+            spread = FIRST_SPREAD * centre
+        return Estimate(centre, MEDIAN_EFFICIENCY * spread / math.sqrt(count), count)
 
     def value_or(self, default: float) -> float:
-        """The estimate's value, or `default` if there is none."""
         found = self.estimate()
         return default if found is None else found.value
 

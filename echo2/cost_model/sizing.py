@@ -1,10 +1,9 @@
 """Model size and how many sequences of a run fit on a machine: one rule for worker, planner and doctor.
 
-Pure arithmetic from a transformers config; needs no weights. The number of sequences is the KV cache capacity in tokens
-over the run's longest sequence (prompt limit + completions of all turns), not over the model's context; user options can
-only lower it. Guarantees: the parameter count is the model's own: the learner counts it on the model's shapes and hands it on
-in the config, and the formula for a few dense families agrees with it; a refusal says what would fit instead. Leaves to others:
-measuring the machine (worker/machine), building engines.
+Pure arithmetic from a transformers config; needs no weights. The number of sequences is the KV cache capacity in tokens over
+the run's longest sequence (prompt limit + completions of all turns), not over the model's context; user options can only lower
+it. Guarantees: the parameter count is the model's own: the learner counts it on the model's shapes and hands it on in the
+config, and the formula for a few dense families agrees with it; a refusal says what would fit instead.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class ModelSize:
 
     @property
     def kv_width(self) -> int:
-        """Values of a token's keys in one layer."""
         return self.kv_head_count * self.head_width or self.kv_values_per_token // (2 * self.layer_count)
 
     @property
@@ -95,7 +93,6 @@ class ModelSize:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with."""
         return self.parameters - self.idle_parameters
 
     @property
@@ -162,7 +159,6 @@ def handover_bytes(published_bytes: int) -> int:
 
 
 def longest_sequence(prompt_tokens_max: int, new_tokens_max: int, turns_max: int = 1) -> int:
-    """Tokens of the longest sequence of a run."""
     return prompt_tokens_max + new_tokens_max * turns_max
 
 
@@ -469,11 +465,9 @@ class LearnerRun:
     reference: ModelSize | None = None
 
     def trained_parameters(self, size: ModelSize) -> int:
-        """The adapter's parameters, or all if there is no adapter."""
         return adapter_parameters(size, self.adapter_rank) if self.adapter_rank else size.parameters
 
     def published_bytes(self, size: ModelSize) -> int:
-        """Bytes of one full version."""
         return self.published_value_bytes * self.trained_parameters(size)
 
 

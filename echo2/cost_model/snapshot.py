@@ -1,7 +1,7 @@
 """The planner's input: the fleet, the learner and the user's settings, as frozen values that are checked when created.
 
-Guarantees: every number is finite and in its stated range, so the planner need not check again; a bad one raises
-`ConfigError` naming the field, the value and the range. Leaves to others: measuring (calibration).
+Guarantees: every number is finite and in its stated range, so the planner need not check again; a bad one raises `ConfigError`
+naming the field, the value and the range.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def checked(whose: str, name: str, value: float, least: float, most: float = mat
 
 
 def checked_positive(whose: str, name: str, value: float) -> None:
-    """Raises unless `value` is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
 
@@ -207,7 +206,6 @@ class LearnerEstimate:
 
     @property
     def trained_rollouts(self) -> int:
-        """Rollouts per step that are trained on."""
         return self.rollouts_per_step - self.evaluation_rollouts - self.dropped_rollouts
 
     @property
@@ -229,7 +227,6 @@ class LearnerEstimate:
         return replace(self, rollouts_per_step=total, dropped_rollouts=dropped)
 
     def artifact_bytes(self, kappa: int) -> float:
-        """Predicted bytes of one published version."""
         grown = self.delta_bytes * math.pow(kappa / self.delta_kappa, self.delta_growth)
         return min(grown, max(self.full_snapshot_bytes, self.delta_bytes))
 

@@ -18,9 +18,10 @@ import grpc
 from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, TrustError, VersionMismatch
 from echo2.coordinator.fleet.tokens import RateLimiter
 from echo2.coordinator.hub import Hub
+from echo2.coordinator.sessions import check_protocol
 from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
-from echo2.trust.tls import PROTOCOL_VERSION, peer_of
+from echo2.trust.tls import peer_of
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 REQUEST_BYTES_MAX = 16 << 10  # a certificate request has 500 bytes
@@ -98,11 +99,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         )
 
     def _enrol(self, request: enrolment_pb2.EnrolRequest, host: str, now: float) -> NodeCertificate:
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"enrolment: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
-                "release of echo2 everywhere"
-            )
+        check_protocol(request.protocol_version, "enrolment")
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX or len(request.token) > TOKEN_CHARS_MAX:
             raise TrustError(f"enrolment: expected a request of up to {REQUEST_BYTES_MAX} bytes and a token of the run")
         if request.role not in (Role.WORKER.value, Role.LEARNER.value, Role.OPERATOR.value):

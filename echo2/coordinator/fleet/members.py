@@ -7,9 +7,8 @@ disconnected cleanly. After a restart of the coordinator, all workers count as h
 come back.
 
 Activation: an operator setting (active, standby, draining, quarantined, banned) overrides the planner; `automatic` leaves the
-choice to the planner. Guarantees: a gone worker that returns under its identity is the same member; a quarantined one
-may stay, gets no lease, and nothing that it made is trained on; a banned one is refused until the ban is lifted. Leaves
-to others: leases, streams, persistence.
+choice to the planner. Guarantees: a gone worker that returns under its identity is the same member; a quarantined one may stay,
+gets no lease, and nothing that it made is trained on; a banned one is refused until the ban is lifted.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ class Liveness(enum.Enum):
 
 
 class OperatorSetting(enum.Enum):
-    """The operator's setting for a worker."""
-
     AUTOMATIC = "automatic"
     ACTIVE = "active"
     STANDBY = "standby"
@@ -168,7 +165,6 @@ class Member:
         return pb.Link(**{name: self.link_of(name) for name in OF_LINK})
 
     def link_of(self, name: str) -> float:
-        """One number of the link."""
         return self.measures.value(name) or float(getattr(self.hello.link, name))
 
     @property
@@ -203,7 +199,6 @@ class Member:
 
     @property
     def _may_work(self) -> bool:
-        """Whether the operator's setting lets it work."""
         return self.setting in (OperatorSetting.ACTIVE, OperatorSetting.AUTOMATIC)
 
     @property
@@ -237,14 +232,6 @@ def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
     if member.cut_at is not None or silent_s >= rule.suspect_after_s:
         return Liveness.SUSPECT
     return Liveness.ALIVE
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of a worker: its liveness and activation before; the member has the present ones."""
-
-    liveness_before: Liveness
-    activation_before: Activation | None
 
 
 def _machine(hello: pb.WorkerHello) -> tuple[str, str, str, int]:
@@ -300,7 +287,6 @@ class Membership:
         return member
 
     def check_not_banned(self, peer_id: PeerId) -> None:
-        """NotAllowed, with the reason, for a banned peer."""
         if peer_id in self.banned:
             member = self.members[peer_id]
             reason = member.setting_reason or "no reason given"
@@ -317,7 +303,6 @@ class Membership:
         member.measures.observe(heartbeat)
 
     def on_disconnect(self, peer_id: PeerId, now: float) -> None:
-        """The worker's stream broke."""
         member = self.members.get(peer_id)
         if member is not None and member.cut_at is None:
             member.cut_at = now
@@ -344,13 +329,13 @@ class Membership:
         else:
             self.banned.pop(member.peer_id, None)
 
-    def change_of(self, member: Member, now: float) -> Change | None:
-        """What has changed about one worker since the last call for it; None if nothing."""
-        before = Change(member.last_liveness, member.last_activation)
+    def change_of(self, member: Member, now: float) -> tuple[Liveness, Activation | None] | None:
+        """The worker's liveness and activation before, if either has changed since the last call for it; else None."""
+        before = member.last_liveness, member.last_activation
         member.last_liveness, member.last_activation = liveness(member, self.rule, now), member.activation
-        if member.last_activation is not before.activation_before:
+        if member.last_activation is not before[1]:
             member.activation_since = now
-        return None if before == Change(member.last_liveness, member.last_activation) else before
+        return None if before == (member.last_liveness, member.last_activation) else before
 
     def name_of(self, peer_id: str) -> str:
         """A worker's name; of a peer that is none, the end of its id."""
@@ -361,7 +346,6 @@ class Membership:
         return (member for member in self.members.values() if member.last_liveness is not Liveness.GONE)
 
     def pool(self) -> Iterator[Member]:
-        """Members that may be given leases now."""
         return (member for member in self.members.values() if member.may_lease)
 
 

@@ -13,13 +13,13 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-from echo2.base.errors import LimitExceeded, MalformedMessage, VersionMismatch
+from echo2.base.errors import LimitExceeded, MalformedMessage
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
 from echo2.coordinator.fleet.enrolment import TOKEN_CHARS_MAX, Callers, caller_address
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import Hub
+from echo2.coordinator.sessions import check_protocol
 from echo2.outside import monotonic
-from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
 
@@ -37,11 +37,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
 
     async def Reach(self, request: pb.ReachRequest, context: Any) -> pb.ReachReply:
         async with self._callers.answered(context):
-            if request.protocol_version != PROTOCOL_VERSION:
-                raise VersionMismatch(
-                    f"probe: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
-                    "release of echo2 everywhere"
-                )
+            check_protocol(request.protocol_version, "probe")
             token = self._token(request.token, context)
             if request.port > 65_535 or (request.port and len(request.nonce) != NONCE_BYTES):
                 raise MalformedMessage(f"probe: expected a port and a nonce of {NONCE_BYTES} bytes")

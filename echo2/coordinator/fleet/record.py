@@ -122,7 +122,6 @@ class WorkerRecord:
         return claimed_per_s if delivered is None else min(claimed_per_s, CLAIM_MARGIN * delivered)
 
     def confirm(self) -> None:
-        """The learner has received tokens of the worker."""
         self.used, self.unconfirmed, self.quiet_s = self.used - self.unconfirmed, 0, 0.0
 
 
@@ -345,7 +344,6 @@ class WorkerRecords:
         return bar_s
 
     def barred(self, now: float) -> list[tuple[PeerId, WorkerRecord]]:
-        """The workers that are barred now, for display to the operator."""
         return [(one, self.workers[one]) for one in sorted(self._barred) if now < self.workers[one].barred_until]
 
     def is_barred(self, worker_id: PeerId, among: Collection[PeerId], now: float) -> bool:

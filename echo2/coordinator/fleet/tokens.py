@@ -1,10 +1,9 @@
 """Join tokens, and a rate limit on attempts to use them.
 
 Guarantees: a token is stored only as its SHA-256 (it carries 256 random bits, so no slow hash is needed); a token that is
-unknown, expired, used up, revoked or for another role is refused with the reason; a peer that enrols again with the same
-token counts as one use; a worker that says no hello within HELLO_WITHIN_S of its enrolment is forgotten, and takes a use again
-when it does; of a token without a limit of its own USES_DEFAULT peers are kept at most. Leaves to others: making random bytes,
-storing tokens on disk, issuing certificates.
+unknown, expired, used up, revoked or for another role is refused with the reason; a peer that enrols again with the same token
+counts as one use; a worker that says no hello within HELLO_WITHIN_S of its enrolment is forgotten, and takes a use again when
+it does; of a token without a limit of its own USES_DEFAULT peers are kept at most.
 """
 
 from __future__ import annotations

@@ -9,14 +9,13 @@
 A requeued group goes on as a continuation: tokens that the learner holds are not sampled again, so each of these paths costs
 little.
 
-Each public method that takes the time is one call from outside and returns the actions that follow, in order. Guarantees: a group
-has at most one lease, and each lease of a group has a higher attempt number than the one before, so the learner can tell a late
-worker from the present one; a worker never gets a group that its version does not allow (queue); a lease without progress for
-`lease_timeout_s` goes to another worker as a continuation, and so does one whose claimed progress does not reach the learner; how
-much a worker may hold depends on what it has delivered and failed (fleet/record); a group that the learner does not list is not
-leased; every change that must outlive the process is saved (`Save`) before its consequences are sent, in the order of the actions.
-Leaves to others: which workers are alive or active (membership, planner), signing, sending and saving (runtime), exactly-once
-training (learner: attempts, and one result per rollout). `lease_waits` reports why groups wait.
+Each public method that takes the time is one call from outside and returns the actions that follow, in order. Guarantees: a
+group has at most one lease, and each lease of a group has a higher attempt number than the one before, so the learner can tell
+a late worker from the present one; a worker never gets a group that its version does not allow (queue); a lease without
+progress for `lease_timeout_s` goes to another worker as a continuation, and so does one whose claimed progress does not reach
+the learner; how much a worker may hold depends on what it has delivered and failed (fleet/record); a group that the learner
+does not list is not leased; every change that must outlive the process is saved (`Save`) before its consequences are sent, in
+the order of the actions. `lease_waits` reports why groups wait.
 """
 
 from __future__ import annotations
@@ -265,7 +264,6 @@ class LeaseBook:
     def end(
         self, now: float, worker_id: PeerId, lease_id: LeaseId, reason: EndReason, message: str
     ) -> Iterator[Action]:
-        """A worker ends its lease."""
         lease = self.leases.get(lease_id)
         if lease is not None and lease.worker_id == worker_id:  # else closed, expired or superseded before
             yield from self._end(lease, reason, message, now)
@@ -332,7 +330,6 @@ class LeaseBook:
 
     @_from_outside
     def tick(self, now: float) -> Iterator[Action]:
-        """Time has passed."""
         yield from self._expire(now)
         yield from self._overtake(now)
         yield from (Note("lease", text) for text in self.records.judge(now))
@@ -524,15 +521,6 @@ MEASURED_S_MIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Recall a lease for another worker."""
-
-    lease_id: LeaseId
-    to: PeerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerPace:
     """A worker's speeds. `tokens_per_s`: sampled by one sequence; 0: not known. `prefill_tokens_per_s`: prefilled by one engine."""
 
@@ -557,15 +545,16 @@ def is_quiet(book: LeaseBook, now: float) -> bool:
 
 def moves(
     book: LeaseBook, paces: Mapping[PeerId, WorkerPace], hand_over_s: float, names: Mapping[PeerId, str]
-) -> list[Move]:
-    """The moves that pay, slowest stragglers first, each to the worker with room that would finish it first."""
+) -> list[tuple[LeaseId, PeerId, str]]:
+    """The moves that pay: the lease, the worker that gets it, and the reason. Slowest stragglers first, each to the worker with
+    room that would finish it first."""
     speeds = {worker: pace.tokens_per_s for worker, pace in paces.items()}
     room = {
         worker: request.free_rollouts for worker, request in book.requests.open().items() if speeds.get(worker, 0) > 0
     }
     if not room or book.has_work_for(room):
         return []
-    found: list[Move] = []
+    found = []
     waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
     for (stay_s, left), lease in sorted(waits, key=lambda one: -one[0][0]):
         spec = book.groups[lease.group_id].spec
@@ -585,7 +574,7 @@ def moves(
             f"it is among the last of its step: about {stay_s:.1f} s more on {names.get(lease.worker_id, lease.worker_id)}, "
             f"{move_s:.1f} s on {names.get(to, to)}"
         )
-        found.append(Move(lease.lease_id, to, reason))
+        found.append((lease.lease_id, to, reason))
     return found
 
 

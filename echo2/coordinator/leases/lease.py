@@ -102,8 +102,6 @@ class OpenGroup:
 
 @dataclass(slots=True)
 class LeaseRequest:
-    """A worker that wants rollouts."""
-
     free_rollouts: int
     version: Version
     since: float
@@ -166,8 +164,6 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the event log."""
-
     kind: str
     text: str
 

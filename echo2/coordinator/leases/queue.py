@@ -4,9 +4,8 @@
     paced (training)     by consume step: only for workers that `staleness.may_begin`; within a step, continuations come first,
                          then the groups with the most expected tokens
 
-Guarantees: matching skips whole ranges that no worker may take, without a look at each group: exact groups of other versions and,
-because paced groups are sorted by step, all groups behind the first that is too new for every worker. Leaves to others: which of
-the eligible workers gets a group (book).
+Guarantees: matching skips whole ranges that no worker may take, without a look at each group: exact groups of other versions
+and, because paced groups are sorted by step, all groups behind the first that is too new for every worker.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
 Guarantees: among the workers that may have a group, the one that will finish its leases soonest gets it; of equals, the one that
 has waited longest.
 
-Evaluations go to as few workers as make up `EVALUATION_SHARE` of the fleet's rate, so that the others keep training: a worker that
-evaluates a version does not switch to the next one until it is done, so all of them would delay it. Guarantees: a worker that
-evaluates a version keeps evaluating it; if no training group is open, every worker may evaluate; a question that its worker holds
-`SLOW_TIMES` as long as the fleet usually needs for a lease goes to another as soon as one wants it, even if tokens still come.
-Leaves to others: which group is next (queue), leases (book).
+Evaluations go to as few workers as make up `EVALUATION_SHARE` of the fleet's rate, so that the others keep training: a worker
+that evaluates a version does not switch to the next one until it is done, so all of them would delay it. Guarantees: a worker
+that evaluates a version keeps evaluating it; if no training group is open, every worker may evaluate; a question that its
+worker holds `SLOW_TIMES` as long as the fleet usually needs for a lease goes to another as soon as one wants it, even if tokens
+still come.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ def slowest(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str)
 
 
 def waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> list[tuple[str, float]]:
-    """What waits and why, in words, each with the time since when."""
     found: list[tuple[str, float]] = []
     first = book.first_queued
     if first is not None:

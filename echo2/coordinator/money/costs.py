@@ -13,9 +13,8 @@ the most expensive offer of its GPU or, if none is offered, `TYPICAL_TIMES` the 
 the cap of the whole pool, or a price that would spend the budget in `BUDGET_HOURS`. A worker that asks more stays on standby until
 the operator activates it, which approves that price and none above it.
 
-Guarantees: no interval is charged twice or backwards; after a restart of the coordinator, the gap is charged if the worker comes
-back within its grace period and not charged if it turns out to be gone. Leaves to others: persistence, prices (each worker
-declares its own).
+Guarantees: no interval is charged twice or backwards; after a restart of the coordinator, the gap is charged if the worker
+comes back within its grace period and not charged if it turns out to be gone.
 """
 
 from __future__ import annotations
@@ -116,7 +115,6 @@ class Money:
         return token.peers if token is not None else ()
 
     def rented_workers(self) -> dict[PeerId, str]:
-        """The workers on rented machines, each with its machine's id."""
         machines = self.machines.values()
         return {worker.peer_id: one.machine_id for one in machines for worker in self.workers_of(one)}
 

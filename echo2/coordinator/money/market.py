@@ -1,7 +1,7 @@
 """Catalogues of machines that can be rented: fetched through gpuhunt and cached on this machine with their age.
 
 Guarantees: a fetched catalogue is cached atomically. Without a network the cached one is used and its age reported; if there is
-none, the typical prices that come with the package, which are not real offers. Leaves to others: ranking (cost_model/market).
+none, the typical prices that come with the package, which are not real offers.
 """
 
 from __future__ import annotations
@@ -168,12 +168,10 @@ def newest(
 
 @functools.cache
 def built_in_catalogue() -> Mapping[str, GpuType]:
-    """The GPU types in `echo2/cost_model/gpus.toml`."""
     return parse_catalogue(tomllib.loads((files("echo2.cost_model") / "gpus.toml").read_text(encoding="utf-8")))
 
 
 @functools.cache
 def built_in_models() -> Mapping[str, ModelSize]:
-    """The model sizes in `echo2/cost_model/models.toml`."""
     tables = tomllib.loads((files("echo2.cost_model") / "models.toml").read_text(encoding="utf-8"))
     return {name: model_size(table) for name, table in tables.items()}

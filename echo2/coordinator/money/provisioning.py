@@ -7,8 +7,8 @@ now, including those that an earlier process rented.
 
 Guarantees of `advise`: never beyond the offers' limits, the price cap or the budget; machines that are still starting count as
 present; while the speed of an offer's machines is not known, it rents one to measure it. A machine is given back when all its
-workers have been on standby for `IDLE_RELEASE_S`, when no worker joined from it within `JOIN_S_MAX`, or when the budget is spent.
-Leaves to others: acting on it, the journal (provisioner), which workers are active (cost_model).
+workers have been on standby for `IDLE_RELEASE_S`, when no worker joined from it within `JOIN_S_MAX`, or when the budget is
+spent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echo2.base.ids import RunId
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.cost_model.machines import kind_of_name
 from echo2.cost_model.plan import Limit, Plan
-from echo2.cost_model.snapshot import is_spent
+from echo2.cost_model.snapshot import checked, is_spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,11 @@ class MachineOffer:
     def __post_init__(self) -> None:
         if not (1 <= len(self.name) <= 40 and self.name.replace("-", "").isalnum() and self.name == self.name.lower()):
             raise ConfigError(f"offer: expected a name of up to 40 of a-z, 0-9 and '-', got {self.name[:60]!r}")
-        if not (
-            0 <= self.usd_per_hour <= 1e5
-            and 0 <= self.rollouts_per_s <= 1e6
-            and 1 <= self.machines_max <= 1000
-            and 0 <= self.hours_least <= 1000
-        ):
-            raise ConfigError(
-                f"offer {self.name}: expected a price up to 100000, a rate up to 1e6, 1 to 1000 machines, up to 1000 hours, got "
-                f"{self.usd_per_hour}, {self.rollouts_per_s}, {self.machines_max}, {self.hours_least}"
-            )
+        whose = f"offer {self.name}"
+        checked(whose, "usd_per_hour", self.usd_per_hour, 0, 1e5)
+        checked(whose, "rollouts_per_s", self.rollouts_per_s, 0, 1e6)
+        checked(whose, "machines_max", self.machines_max, 1, 1000)
+        checked(whose, "hours_least", self.hours_least, 0, 1000)
 
     def setting(self, key: str, default: str | None = None) -> str:
         """Returns a provider-specific setting, or `default`. ConfigError if it is missing and there is no default."""
@@ -163,8 +158,6 @@ BUDGET_HOURS_LEFT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RentProposal:
-    """Rent `count` machines of an offer."""
-
     offer: str
     count: int
     usd_per_hour: float
@@ -174,8 +167,6 @@ class RentProposal:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseProposal:
-    """Give a machine back."""
-
     machine_id: str
     usd_per_hour: float
     reason: str

@@ -1,9 +1,8 @@
 """The adviser: what stops or limits the run, what the operator should do next, in order, and how the run goes. Pure.
 
-`advise` is a function of one snapshot of the run (`RunNow`) and the plan; nothing keeps advice. Guarantees: one verdict for every
-state of a run; if there is nothing to do, it says so, and it says so only while workers work and the learner waits for nothing
-unusual; one number for the utilisation and one for the end, measured where there is something to measure. Leaves to others: what
-the buttons do (actions), measuring.
+`advise` is a function of one snapshot of the run (`RunNow`) and the plan; nothing keeps advice. Guarantees: one verdict for
+every state of a run; if there is nothing to do, it says so, and it says so only while workers work and the learner waits for
+nothing unusual; one number for the utilisation and one for the end, measured where there is something to measure.
 """
 
 from __future__ import annotations
@@ -120,7 +119,6 @@ class RunNow:
 
     @property
     def waits_long(self) -> bool:
-        """Whether the learner's wait is unusual."""
         usual_s = LONG_STEPS * (self.train_s + self.report.wait_s) if self.report.step else FIRST_STEP_S
         return bool(self.report.waits_for) and self.waits_s > max(LONG_S_MIN, usual_s)
 

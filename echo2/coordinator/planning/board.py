@@ -1,13 +1,12 @@
 """Keeps what is known of the learner and of its published versions: which workers hold which version, and since when.
 
-Guarantees: bounded memory. A version's measured broadcast time runs from the moment the coordinator hears of its publication until
-every worker that was in the pool then, and still is, has reported it live. The broadcast efficiency starts from a prior and then
-follows the measured times of deltas against their predictions. Leaves to others: leases, the plan.
+Guarantees: bounded memory. A version's measured broadcast time runs from the moment the coordinator hears of its publication
+until every worker that was in the pool then, and still is, has reported it live. The broadcast efficiency starts from a prior
+and then follows the measured times of deltas against their predictions.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections import OrderedDict, deque
@@ -24,6 +23,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 VERSIONS_KEPT = 64  # as many as S admits
 # Below a quarter it is not the links that are slow; the median of 15 ignores 7 outliers.
 EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.25, 15
+EFFICIENCY_PRIOR = (BROADCAST_EFFICIENCY,) * 2  # outweighed as soon as three broadcasts were measured
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class LearnerBoard:
     discarded: RobustEstimator = field(default_factory=lambda: RobustEstimator("discarded_rollouts"))
     delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
     reached: RobustEstimator = field(
-        default_factory=lambda: RobustEstimator("broadcast efficiency", BROADCAST_EFFICIENCY, window=EFFICIENCY_WINDOW)
+        default_factory=lambda: RobustEstimator("broadcast efficiency", EFFICIENCY_WINDOW, [*EFFICIENCY_PRIOR])
     )
     pipe_address: str = ""
     is_connected: bool = False
@@ -94,7 +94,7 @@ class LearnerBoard:
     def on_report(self, report: pb.LearnerReport, now: float) -> bool:
         """Takes a report; returns whether a step was made since the last one."""
         is_step = report.step != self.report.step
-        if report.train_s > 0 and (is_step or not self.train_time.is_measured):
+        if report.train_s > 0 and (is_step or not self.train_time.seen):
             self.train_time.observe(report.train_s)
         steps, discarded = report.step - self.report.step, report.discarded_rollouts - self.report.discarded_rollouts
         if steps > 0 and discarded >= 0:  # fewer than before: another process
@@ -121,7 +121,6 @@ class LearnerBoard:
             self.versions.popitem(last=False)
 
     def on_live(self, peer_id: PeerId, version: Version | None, now: float) -> None:
-        """A worker reports which version is live on its engine."""
         if version is None:
             return
         for row in self.versions.values():
@@ -149,12 +148,10 @@ class LearnerBoard:
 
     @property
     def address(self) -> str:
-        """The address at which workers reach the learner."""
         return self.pipe_address or (self.hello.address if self.hello is not None else "")
 
     @property
     def chunk_address(self) -> str:
-        """Where workers connect to it for weights."""
         return self.pipe_address or (self.hello.chunk_address if self.hello is not None else "")
 
     @property
@@ -166,7 +163,7 @@ class LearnerBoard:
     def broadcast_efficiency(self) -> float:
         """The share of the planned rate that broadcasts reach: a prior at first, then the median of the newest; at least
         `EFFICIENCY_LEAST`."""
-        return max(EFFICIENCY_LEAST, self.reached.value_or(BROADCAST_EFFICIENCY))
+        return max(EFFICIENCY_LEAST, self.reached.value_or(0.0))
 
     @property
     def eval_reward(self) -> float | None:
@@ -210,42 +207,7 @@ CLOSE = 0.01
 
 
 ERRORS_KEPT = 512  # the newest, of which the page shows the mean
-
-
-class PredictedQuantity(enum.Enum):
-    """The predicted quantity; its value is the metric's name."""
-
-    UTILISATION = "utilisation"
-    BROADCAST_S = "broadcast_s"
-    USD_PER_HOUR = "usd_per_hour"
-
-
-@dataclass(slots=True)
-class PredictionLog:
-    """The newest prediction of each kind, and by how much the measurements since were above it."""
-
-    _newest: dict[PredictedQuantity, float] = field(default_factory=dict)
-    _errors: dict[PredictedQuantity, deque[float]] = field(default_factory=dict)
-
-    def predict(self, what: PredictedQuantity, value: float) -> None:
-        self._newest[what] = value
-
-    def measure(self, what: PredictedQuantity, value: float) -> None:
-        """Compares a measurement with the newest prediction, if there is one."""
-        if what in self._newest:
-            self._errors.setdefault(what, deque(maxlen=ERRORS_KEPT)).append(value - self._newest[what])
-
-    def count(self, what: PredictedQuantity) -> int:
-        return len(self._errors.get(what, ()))
-
-    def mean_absolute_error(self, what: PredictedQuantity) -> float | None:
-        errors = self._errors.get(what)
-        return statistics.fmean(map(abs, errors)) if errors else None
-
-    def bias(self, what: PredictedQuantity) -> float | None:
-        """Mean of measured minus predicted."""
-        errors = self._errors.get(what)
-        return statistics.fmean(errors) if errors else None
+PREDICTED = ("utilisation", "broadcast_s", "usd_per_hour")  # as metrics are named
 
 
 @dataclass(slots=True)
@@ -253,7 +215,8 @@ class Corrections:
     """`reason`: why the rates are corrected, in words; empty while they are not. One method for each thing that happens."""
 
     board: LearnerBoard
-    log: PredictionLog = field(default_factory=PredictionLog)
+    predicted: dict[str, float] = field(default_factory=dict)  # the newest prediction of each of `PREDICTED`
+    errors: dict[str, deque[float]] = field(default_factory=dict)  # measured minus predicted, the newest
     rate_ratio: float = 1.0
     reason: str = ""
     _plan: Plan | None = None  # carried out
@@ -262,13 +225,22 @@ class Corrections:
     _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
     _compared: VersionRow | None = None
 
+    def _measure(self, what: str, value: float) -> None:
+        """Compares a measurement with the newest prediction, if there is one."""
+        if what in self.predicted:
+            self.errors.setdefault(what, deque(maxlen=ERRORS_KEPT)).append(value - self.predicted[what])
+
+    def mean_error(self, what: str) -> float:
+        """Mean distance of measured from predicted; 0 before the first comparison."""
+        return statistics.fmean(map(abs, self.errors[what])) if what in self.errors else 0.0
+
     def on_plan(self, plan: Plan, is_acted_on: bool) -> None:
         """A plan was adopted. The same pool and period as before change nothing."""
-        self.log.predict(PredictedQuantity.UTILISATION, plan.predicted_utilisation)
+        self.predicted["utilisation"] = plan.predicted_utilisation
         if not is_acted_on:
             return
         # The meter counts machines only: no provider reports here what the traffic costs.
-        self.log.predict(PredictedQuantity.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour)
+        self.predicted["usd_per_hour"] = plan.usd_per_hour - plan.egress_usd_per_hour
         if self._plan is None or (self._plan.kappa, self._plan.pool) != (plan.kappa, plan.pool):
             self._began = None
         self._plan = plan
@@ -276,10 +248,10 @@ class Corrections:
     def on_step(self, report: pb.LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step. `spent_usd`: spent on all workers so far."""
         if report.utilisation > 0:
-            self.log.measure(PredictedQuantity.UTILISATION, report.utilisation)
+            self._measure("utilisation", report.utilisation)
         if self._spent is not None and now > self._spent[0]:
             per_hour = max(0.0, spent_usd - self._spent[1]) / (now - self._spent[0]) * 3600
-            self.log.measure(PredictedQuantity.USD_PER_HOUR, per_hour)
+            self._measure("usd_per_hour", per_hour)
         self._spent = now, spent_usd
         if self._plan is None:
             return
@@ -307,5 +279,5 @@ class Corrections:
             return
         self._compared = row
         if row.complete_s is not None and row.predicted_s > 0:
-            self.log.predict(PredictedQuantity.BROADCAST_S, row.predicted_s)
-            self.log.measure(PredictedQuantity.BROADCAST_S, row.complete_s)
+            self.predicted["broadcast_s"] = row.predicted_s
+            self._measure("broadcast_s", row.complete_s)

@@ -1,9 +1,9 @@
 """Turns telemetry into the planner's snapshot and into the nodes of the broadcast plan.
 
 Guarantees: plans start from measurements. While the learner's step time is unknown, or no worker's rate is known, there is no
-snapshot. A worker that has not been measured starts from a prior for its GPU and is pinned in the pool until it has been measured.
-A worker's claims count only as far as its deliveries support them; while any worker has delivered, those that have not are
-left out of the snapshot. Leaves to others: planning (cost_model, broadcast).
+snapshot. A worker that has not been measured starts from a prior for its GPU and is pinned in the pool until it has been
+measured. A worker's claims count only as far as its deliveries support them; while any worker has delivered, those that have
+not are left out of the snapshot.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def _link(link: pb.Link) -> LinkEstimate:
 
 
 def is_measured(member: Member) -> bool:
-    """Whether the worker's rate and rollout time have been measured."""
     return member.measures.value("rollouts_per_s") > RATE_MIN and member.measures.value("rollout_s_mean") > 0
 
 
@@ -95,8 +94,6 @@ def _state(member: Member) -> WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A worker's rate, and the seconds that its rollouts take."""
-
     rollouts_per_s: float
     rollout_s_mean: float
     rollout_s_tail: float
@@ -152,7 +149,6 @@ def _brought_over(speed: Speed, of: tuple[str, int], to: tuple[str, int], catalo
 
 
 def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool) -> WorkerEstimate:
-    """The planner's estimate of one worker."""
     return WorkerEstimate(
         worker_id=member.peer_id,
         rollouts_per_s=speed.rollouts_per_s,

@@ -1,8 +1,7 @@
 """Runs the planners when something that they depend on has changed, the planner of the pool also at least every interval.
 
-Waits for `hub.plan_needed` (at most `plan_interval_s`) and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees:
-streams are served while a plan is made, and each planner makes one plan at a time. Leaves to others: what a good plan is
-(cost_model, broadcast), where it is made (pool_plan), carrying it out (hub).
+Waits for `hub.plan_needed` (at most `plan_interval_s`) and `hub.broadcast_needed`; a burst of changes is planned once.
+Guarantees: streams are served while a plan is made, and each planner makes one plan at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class Planning:
         self._later: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
-        """Runs both planners' loops until cancelled."""
         await asyncio.gather(self._run_pool(), self._run_broadcast())
 
     async def _settle(self) -> None:

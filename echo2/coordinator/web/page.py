@@ -1,13 +1,11 @@
 """The page and the JSON API that it uses, on Starlette and uvicorn, on the coordinator's own event loop.
 
 Guarantees: `/api/stream` sends a change within about `STREAM_S`, and only the sections and worker rows that changed; if nothing
-changes, it sends the time every `KEEPALIVE_S`. What has changed is computed once for all open pages, and a worker's row only when
-its data has changed, so that thousands of workers cost little however many pages are open; at most `ROWS_AT_ONCE` rows are made in
-one go. A viewer who opens the page gets a
-stream, however many another one holds. JSON is valid (no infinities or NaN); a CSV cell that a spreadsheet would take for a
-formula gets an apostrophe in front. Actions go through `ACTIONS`, like everything that changes state. A busy port raises an error
-that names it before anything else of the page starts. Leaves to others: access control (access), what is shown (state), carrying
-out (operator, planner), signals (the process).
+changes, it sends the time every `KEEPALIVE_S`. What has changed is computed once for all open pages, and a worker's row only
+when its data has changed, so that thousands of workers cost little however many pages are open; at most `ROWS_AT_ONCE` rows are
+made in one go. A viewer who opens the page gets a stream, however many another one holds. JSON is valid (no infinities or NaN);
+a CSV cell that a spreadsheet would take for a formula gets an apostrophe in front. Actions go through `ACTIONS`, like
+everything that changes state. A busy port raises an error that names it before anything else of the page starts.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.operator import ACTIONS, Commands
 from echo2.coordinator.planning.advice import WhatIf
-from echo2.coordinator.planning.board import PredictedQuantity
 from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.coordinator.planning.service import snapshot_of
@@ -160,8 +157,6 @@ class BodyRefused(Exception):
 
 
 class _Body:
-    """A request's body, limited in size and time."""
-
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._left_bytes = REQUEST_BYTES_MAX
@@ -234,15 +229,15 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     ),
     "echo2_utilisation_prediction_error": (
         "Mean distance of measured from predicted utilisation.",
-        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.UTILISATION) or 0.0,
+        lambda h: h.corrections.mean_error("utilisation"),
     ),
     "echo2_broadcast_prediction_error_seconds": (
         "Mean distance of measured from predicted broadcast seconds.",
-        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.BROADCAST_S) or 0.0,
+        lambda h: h.corrections.mean_error("broadcast_s"),
     ),
     "echo2_usd_per_hour_prediction_error": (
         "Mean distance of what the pool cost from what the plan said.",
-        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.USD_PER_HOUR) or 0.0,
+        lambda h: h.corrections.mean_error("usd_per_hour"),
     ),
     "echo2_over_stale_tokens_trained": (
         "Tokens trained over the staleness bound; must be 0.",
@@ -289,7 +284,6 @@ def _count(hub: Hub, state: Liveness) -> int:
 
 
 def families_of(hub: Hub) -> list[Metric]:
-    """All metrics with their present values."""
     families: list[Metric] = [
         GaugeMetricFamily(name, text, value=float(read(hub))) for name, (text, read) in METRICS.items()
     ]
@@ -490,7 +484,8 @@ class Web:
 
     def _acting(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(await self._commands.act(name, await request.body()))
+            answer = to_json(await self._commands.act(name, await request.body()), inf_nan_mode="null")
+            return Response(answer, media_type="application/json")
 
         return endpoint
 
@@ -515,7 +510,6 @@ def _what_if_of(query: QueryParams) -> WhatIf:
 
 
 def _csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], name: str) -> Response:
-    """A response with a CSV file, to download."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(columns)
@@ -653,7 +647,6 @@ class Dashboard:
         self._server = HttpServer(config, PAGE)
 
     async def run(self) -> None:
-        """Serves until `stop`."""
         await self._server.serve(sockets=[self._listener])
 
     def stop(self) -> None:

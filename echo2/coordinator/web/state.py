@@ -1,12 +1,14 @@
 """What the page shows, as JSON values: the run's sections, one row per worker, the curves, a plan and the advice.
 
-Guarantees: valid JSON (no infinities or NaN). Leaves to others: finding what has changed, sending it (page).
+Guarantees: valid JSON (no infinities or NaN).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from heapq import nsmallest
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from echo2.base.ids import PeerId
@@ -15,8 +17,7 @@ from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.leases.waits import why_no_lease
 from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.provisioning import RentedMachine
-from echo2.coordinator.planning.advice import RunAdvice
-from echo2.coordinator.planning.board import PredictedQuantity, PredictionLog, VersionRow
+from echo2.coordinator.planning.board import PREDICTED, Corrections, VersionRow
 from echo2.coordinator.planning.input import plan_config
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.relations import Estimate
@@ -51,8 +52,8 @@ class StateView:
             "learner": self._learner(),
             "money": self._money(money),
             "machines": self._machines(),
-            "advice": advice_value(self._commands.advice(money)),
-            "plan": plan_value(*self._plan_now()) | {"errors": errors_value(hub.corrections.log)},
+            "advice": self._commands.advice(money),
+            "plan": plan_value(*self._plan_now()) | {"errors": _errors(hub.corrections)},
             "broadcast": self._broadcast(),
             "leases": self._leases(),
             "waits": [{"what": what, "since": round(since, 1)} for what, since in self._commands.waits()],
@@ -187,13 +188,10 @@ class StateView:
     def _leases(self) -> dict[str, Any]:
         book, name_of = self._commands.hub.book, self._commands.hub.membership.name_of
         oldest = nsmallest(8, book.leases.values(), key=lambda lease: lease.progress_at)
-        counts = book.counts
         return {
             "open": len(book.leases), "queued": book.queued,
             "produced": sum(group.phase is GroupPhase.PRODUCED for group in book.groups.values()),
-            "granted": counts.granted, "continued": counts.continued, "finished": counts.finished,
-            "expired": counts.expired, "handed_back": counts.handed_back, "refused": counts.refused,
-            "revoked": counts.revoked, "moved": counts.moved,
+            **asdict(book.counts),
             "slowest": [
                 {
                     "lease": lease.lease_id, "group": lease.group_id, "attempt": lease.attempt,
@@ -308,7 +306,6 @@ def machine_value(machine: RentedMachine, commands: Commands) -> dict[str, Any]:
 
 
 def _error(estimate: Estimate | None) -> float | None:
-    """One standard error of an estimate."""
     return None if estimate is None else finite(estimate.error, 5)
 
 
@@ -344,21 +341,12 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def errors_value(log: PredictionLog) -> dict[str, Any]:
-    """For each kind of prediction: number of comparisons, mean absolute error and bias."""
-    return {
-        what.value: {
-            "count": log.count(what), "error": finite(log.mean_absolute_error(what), 4),
-            "bias": finite(log.bias(what), 4),
-        }
-        for what in PredictedQuantity
-    }  # fmt: skip
-
-
-def advice_value(advice: RunAdvice) -> dict[str, Any]:
-    """The advice as the page and `echo2 ctl` show it."""
-    return {
-        "steps": [{"text": one.text, "kind": one.kind, "act": one.act.value, "label": one.label} for one in advice.steps],
-        "limits": advice.limits, "utilisation": finite(advice.utilisation, 4), "hours_left": finite(advice.hours_left, 4),
-        "assumed": list(advice.assumed),
-    }  # fmt: skip
+def _errors(corrections: Corrections) -> dict[str, Any]:
+    """For each kind of prediction: number of comparisons, mean absolute error and bias (measured minus predicted)."""
+    found = {}
+    for what in PREDICTED:
+        errors = corrections.errors.get(what)
+        bias = finite(fmean(errors), 4) if errors else None
+        error = finite(corrections.mean_error(what), 4) if errors else None
+        found[what] = {"count": len(errors or ()), "error": error, "bias": bias}
+    return found

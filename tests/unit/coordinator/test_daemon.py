@@ -30,14 +30,11 @@ from echo2.coordinator.coordinator import SWITCH_S, CoordinatorDaemon, collected
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.operator import Commands
-from echo2.coordinator.sessions import StreamSession
 from echo2.coordinator.store import SqlStore
-from echo2.coordinator.streams import CoordinatorService
 from echo2.coordinator.web.state import StateView
-from echo2.outside.guard import FairShare
 from echo2.trust import tls
 from echo2.trust.enrolment import enrol, renew
-from echo2.trust.identity import Identity, JoinLink, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -424,29 +421,6 @@ async def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
             await coordinator_pb2_grpc.OperatorStub(worker.channel).GetStatus(pb.GetStatusRequest())
     for path in (tmp_path / "links").iterdir():
         assert path.stat().st_mode & 0o077 == 0
-
-
-async def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path) -> None:
-    """An old offer, read behind a newer hello, would put a group on the queue that the learner has closed."""
-    heard: list[str] = []
-    async with running(options(tmp_path)) as daemon:
-        session: StreamSession[pb.LearnerOrder] = StreamSession(PeerId("learner"), 8, lambda refusal: pb.LearnerOrder())
-        left = ["in time", "out of date"]
-
-        async def read() -> pb.LearnerMessage | None:
-            reason = left.pop(0) if left else None
-            if reason == "out of date":
-                session.end()
-            return pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g"], reason=reason)) if reason else None
-
-        def on_message(peer_id: PeerId, message: pb.LearnerMessage) -> None:
-            heard.append(message.close.reason)
-
-        stream: Any = SimpleNamespace(read=read, share=FairShare())
-        node: Any = SimpleNamespace(role=Role.LEARNER, on_message=on_message)
-        await CoordinatorService(daemon.hub)._read(stream, node, PeerIdentity(PeerId("learner"), Role.LEARNER), session)
-        await asyncio.sleep(0)
-    assert heard == ["in time"]
 
 
 @dataclass(eq=False)

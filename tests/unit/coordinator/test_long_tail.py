@@ -49,13 +49,13 @@ def straggler(tokens: int, now: float, group: GroupSpec | None = None) -> LeaseB
 
 def found(book: LeaseBook, **speeds: float) -> list[PeerId]:
     paces = SPEEDS | {PeerId(name): pace(speed) for name, speed in speeds.items()}
-    return [move.to for move in moves(book, paces, HAND_OVER_S, {})]
+    return [to for _, to, _ in moves(book, paces, HAND_OVER_S, {})]
 
 
 def test_a_straggler_moves_when_that_ends_it_sooner_and_the_reason_says_by_how_much() -> None:
-    (move,) = moves(straggler(tokens=100, now=20.0), SPEEDS, HAND_OVER_S, {SLOW: "berlin"})
+    ((_, to, reason),) = moves(straggler(tokens=100, now=20.0), SPEEDS, HAND_OVER_S, {SLOW: "berlin"})
     stay_s, move_s = 700 / 5, 3 + 403 / 5000 + 700 / 50
-    assert move.to == FAST and f"{stay_s:.1f} s more on berlin, {move_s:.1f} s on fast" in move.reason
+    assert to == FAST and f"{stay_s:.1f} s more on berlin, {move_s:.1f} s on fast" in reason
     reads_slowly = {**SPEEDS, FAST: WorkerPace(50.0, 4.0)}
     assert moves(straggler(100, 20.0), reads_slowly, HAND_OVER_S, {}) == [], "403 tokens at 4 a second take longer"
     assert found(straggler(tokens=0, now=20.0)) == [FAST], "before its first report its worker's mean counts"
@@ -93,12 +93,13 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
     ready(book, THIRD, free=SIZE, now=20.0)
     now, workers = 20.0, []
     while planned := moves(book, SPEEDS | {THIRD: pace(40.0)}, HAND_OVER_S, {}):
-        book.recall(now, planned[0].lease_id, planned[0].reason, planned[0].to)
+        lease_id, to, reason = planned[0]
+        book.recall(now, lease_id, reason, to)
         assert found(book, third=40.0) == [], "it is on its way already"
         (lease,) = book.leases.values()
         actions = book.end(now + 1, lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, "")
         (grant,) = grants(actions)
-        assert (grant.worker_id, grant.is_continuation) == (planned[0].to, True)
+        assert (grant.worker_id, grant.is_continuation) == (to, True)
         workers.append(grant.worker_id)
         now += 60.0
         book.on_progress(now - 50, grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers))
@@ -143,9 +144,9 @@ def finish_s(consolidates: bool) -> float:
             if made[lease.group_id] >= 500:
                 ends(book, grant, now=now)
         if consolidates:
-            for move in moves(book, {one: pace(speed) for one, speed in speeds.items()}, HAND_OVER_S, {}):
-                back_at[move.lease_id] = now + 2.0
-                book.recall(now, move.lease_id, move.reason, move.to)
+            for lease_id, to, reason in moves(book, {w: pace(speed) for w, speed in speeds.items()}, HAND_OVER_S, {}):
+                back_at[lease_id] = now + 2.0
+                book.recall(now, lease_id, reason, to)
     return now
 
 

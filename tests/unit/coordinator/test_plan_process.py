@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import resource
 import signal
@@ -99,12 +98,6 @@ def test_the_process_ends_with_one_that_is_killed() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.send_signal(signal.SIGKILL)
         child.wait(10)
-
-
-def test_close_before_the_first_work() -> None:
-    process = PlanProcess()
-    process.close()
-    assert run(process, math.gcd, 12, 18, fleet=1) == 6
 
 
 def test_what_is_written_below_python_goes_to_standard_error_in_whatever_order_threads_leave(

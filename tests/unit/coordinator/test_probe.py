@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from echo2.base.errors import BadToken, LimitExceeded, PortBusy, TrustError
+from echo2.base.errors import BadToken, PortBusy, TrustError
 from echo2.broadcast import reachability
 from echo2.broadcast.nat.reach import look_at_own_link
 from echo2.coordinator.fleet import probe
@@ -123,22 +123,6 @@ async def _reply(call: grpc.aio.UnaryUnaryCall) -> object:
         return await call
     except grpc.aio.AioRpcError as error:
         return error
-
-
-async def test_no_more_than_a_few_wait_for_their_turn(tmp_path: Path) -> None:
-    async with running(options(tmp_path)) as daemon:
-        service = probe.ProbeService(daemon.hub)
-        async with service._turn():
-            waiting = [asyncio.create_task(service._turn().__aenter__()) for _ in range(probe.WAITING_MAX)]
-            await asyncio.sleep(0)
-            with pytest.raises(LimitExceeded, match="at most"):
-                await service._turn().__aenter__()
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-        async with asyncio.timeout(1):
-            async with service._turn():
-                pass
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import pytest
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
@@ -14,7 +13,6 @@ from echo2.coordinator.fleet.record import (
     BAR_S_MIN,
     CLAIM_MARGIN,
     EXPIRED,
-    FINISHED_PER_PICK,
     GROWTH,
     HANDED_BACK,
     LOST,
@@ -387,19 +385,3 @@ def test_nobody_is_held_back_where_nobody_else_is_left() -> None:
     assert run.given(B, ALL) and run.given(A, ALL)
     records = run.one.records
     assert records.is_barred(A, [A, C], run.now) and not records.is_barred(A, [A, B], run.now)
-
-
-def test_an_honest_worker_that_fails_one_lease_in_a_hundred_exceeds_the_bound_less_than_once_in_a_million() -> None:
-    """The bucket as a Markov chain, exactly: what it holds in sixteenths, a lease a step."""
-    top = int(PICKS_MAX * FINISHED_PER_PICK)
-
-    def excess(failing: float) -> float:
-        move = np.zeros((top + 1, top + 1))
-        for level in range(top + 1):
-            move[level, max(0, level - 1)] += 1 - failing
-            move[level, min(top, level + FINISHED_PER_PICK)] += failing
-        share = np.full(top + 1, 1 / (top + 1)) @ np.linalg.matrix_power(move, 5000)
-        return float(failing * share[top - FINISHED_PER_PICK + 1 :].sum())
-
-    assert excess(0.01) < 1e-6
-    assert excess(0.2) > 0.1, "one that chooses a fifth is beyond it at once"

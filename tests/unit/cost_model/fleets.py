@@ -37,7 +37,7 @@ def plan_of(
     **others: object,
 ) -> Plan:
     """A plan of this pool, with one term."""
-    term = Term(kind, "mu_pool >= R / T_train", value, limit, "rollouts/s", value / limit - 1, remedy)
+    term = Term(kind, value, limit, "rollouts/s", value / limit - 1, remedy)
     fields: dict[str, object] = {
         "in_flight_cap_rollouts": 64, "predicted_utilisation": 0.98, "usd_per_hour": 7.36, "is_feasible": value >= limit,
         "reason": "because", **others,

@@ -192,7 +192,6 @@ class LocalProvider:
         return {machine_id: ObservedMachine(MachineState.RUNNING) for machine_id in self._running()}
 
     def _running(self) -> dict[str, int]:
-        """Pids of the workers whose process is running, by machine."""
         found = {}
         for path in sorted(self._folder.glob(f"*/{PID_FILE}")):
             pid, _, started = path.read_text().partition(" ")

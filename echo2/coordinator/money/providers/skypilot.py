@@ -1,8 +1,7 @@
 """Rents machines from any cloud that SkyPilot supports, each as a cluster of one node, through SkyPilot's Python API.
 
-Guarantees: a machine is the cluster named by its id, so `rent` is idempotent; the join link is passed as a secret of the task, not
-on a command line. Requests block in threads. Leaves to others: accounts and the choice of zone (SkyPilot), prices (the offer names
-one; `max_hourly_cost` makes SkyPilot respect it).
+Guarantees: a machine is the cluster named by its id, so `rent` is idempotent; the join link is passed as a secret of the task,
+not on a command line. Requests block in threads.
 
 Settings: `accelerators` (such as `A100:1`), `infra` (such as `runpod` or `aws/us-east-1`), `cpus`, `memory`, `image_id`,
 `disk_size`, and those of machine_setup.
