@@ -131,7 +131,12 @@ def view_here(
     for module in ("echo2", *modules):
         shown_paths |= set(_module_paths(module.partition(".")[0]))
     for path in readable:
-        shown_paths.add(_checked_readable(path))
+        wanted = Path(path).expanduser().absolute()
+        if not wanted.exists():
+            raise ConfigError(f"task.readable: expected a file or folder at {path}, found nothing there")
+        if Path.home().is_relative_to(wanted.resolve()):
+            raise ConfigError(f"task.readable: expected less than the whole home folder, got {path}")
+        shown_paths.add(str(wanted))
     search = os.pathsep.join(str(Path(path).absolute()) for path in sys.path if path)
     environment = (
         ("PATH", "/usr/bin:/bin"), ("HOME", SCRATCH), ("TMPDIR", SCRATCH), ("LANG", "C.UTF-8"), ("PYTHONPATH", search),
@@ -140,16 +145,6 @@ def view_here(
     )  # fmt: skip
     kept_out = {str(Path(path).expanduser().absolute()) for path in (*hidden, "~")}
     return View(tuple(sorted(shown_paths)), links, tuple(sorted(kept_out)), environment, folder or str(Path.cwd()))
-
-
-def _checked_readable(path: str) -> str:
-    """Checks a path that contained code may read: it must exist, and must not contain the whole home folder."""
-    wanted = Path(path).expanduser().absolute()
-    if not wanted.exists():
-        raise ConfigError(f"task.readable: expected a file or folder at {path}, found nothing there")
-    if Path.home().is_relative_to(wanted.resolve()):
-        raise ConfigError(f"task.readable: expected less than the whole home folder, got {path}")
-    return str(wanted)
 
 
 def _candidates() -> Iterator[str]:

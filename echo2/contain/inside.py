@@ -38,10 +38,6 @@ _PIECE = 1 << 16  # a pipe's capacity on Linux
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _nothing(body: Body) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Handler:
     """`answer` runs in a fork and may read all of a request; `prepare` runs before the fork, outside the run's time limit, and
@@ -49,7 +45,7 @@ class Handler:
     """
 
     answer: Callable[[Body], bytes]
-    prepare: Callable[[Body], None] = _nothing
+    prepare: Callable[[Body], object] = bool  # nothing to prepare
 
 
 class _Program(ctypes.Structure):
@@ -63,8 +59,7 @@ def serve(make: Callable[[str], Handler]) -> None:
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setup = _read(requests)
-    if setup is None:
+    if (setup := _read(requests)) is None:
         return
     limits = Limits(**setup["limits"])  # type: ignore[arg-type] # written by our own process
     namespaces = Namespaces(limits) if setup["isolation"] == "fork" else None
@@ -92,10 +87,11 @@ def _serve_in_forks(handler: Handler, limits: Limits, namespaces: Namespaces, re
             handler.prepare(_body(request))
         cpu_s, wall_s = int(str(request["cpu_s"])), float(str(request["wall_s"]))
         try:
-            ending, used_s, printed, body = _run(handler, _body(request), limits, namespaces, cpu_s, wall_s)
+            answer = _run(handler, _body(request), limits, namespaces, cpu_s, wall_s)
             is_last = not namespaces.clear()
         except OSError as error:  # no process or namespace to be had
-            ending, used_s, printed, body, is_last = Ending.FAULT, 0.0, error_text(error).encode(), b"", True
+            answer, is_last = (Ending.FAULT, 0.0, error_text(error).encode(), b""), True
+        ending, used_s, printed, body = answer
         _write(replies, answer_frame(ending, is_last, used_s, printed, body))
 
 
@@ -139,16 +135,21 @@ def _run(
     if not answered.startswith(_SHUT_IN):
         return Ending.FAULT, used_s, printed, b""
     answered = answered.removeprefix(_SHUT_IN)
-    ending = _ending(early, status, answered, used_s >= cpu_s - _CPU_SLACK_S)
+    ending = ending_of(early, status, bool(answered), used_s, cpu_s)
     return ending, used_s, printed, answered if ending is Ending.ANSWERED else b""
 
 
-def _ending(early: Ending | None, status: int, answered: bytes, is_cpu_used_up: bool) -> Ending:
+def ending_of(early: Ending | None, status: int, has_answer: bool, used_s: float, cpu_s: int) -> Ending:
+    """`early`: the limit for which the fork was killed from here; `status`: how it ended, as os.wait4 says.
+
+    On a virtual machine whose time is stolen, the kernel may send SIGXCPU before the time that it reports reaches the limit.
+    """
     if early is Ending.OUTPUT_USED_UP:
         return early
-    if early is None and os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and answered:
+    if early is None and status == 0 and has_answer:
         return Ending.ANSWERED
-    if is_cpu_used_up:
+    is_ended_by_limit = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+    if is_ended_by_limit or used_s >= cpu_s - _CPU_SLACK_S:
         return Ending.CPU_USED_UP
     return early or Ending.DIED
 
@@ -187,8 +188,9 @@ def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
     for here, there in ((nothing, 0), (printed, 1), (printed, 2), (reply, 3)):
         os.dup2(here, there)
     os.closerange(4, 1 << 16)
+    # SIGXCPU at the limit; the first process of a namespace ignores it, and others may handle it: so SIGKILL a second later.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     for which, bound in (
-        (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, limits.scratch_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files_max),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -210,11 +212,7 @@ def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
 
 def _read(pipe: int) -> dict[str, object] | None:
     """The next message of the process outside; None at end of file."""
-    head = _exactly(pipe, LENGTH.size)
-    if head is None:
-        return None
-    payload = _exactly(pipe, LENGTH.unpack(head)[0])
-    if payload is None:
+    if (head := _exactly(pipe, LENGTH.size)) is None or (payload := _exactly(pipe, LENGTH.unpack(head)[0])) is None:
         return None
     message = json.loads(payload)
     assert isinstance(message, dict), "frames hold JSON objects"

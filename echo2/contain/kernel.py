@@ -75,8 +75,7 @@ REFUSED: Mapping[str, tuple[int, int]] = {
     "clock_adjtime": (305, 266),
 }  # fmt: skip
 
-# glibc falls back to clone, whose flags a filter can read, when clone3 is not there.
-_ABSENT = {"clone3": (435, 435)}
+_CLONE3 = 435  # on both machines. Glibc falls back to clone, whose flags a filter can read, when clone3 is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,8 @@ def filter_program(machine: str) -> bytes:
     ]
     if machine == "x86_64":
         steps += [_step(_IF_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
-    steps += [_step(_IF_AT_LEAST, _FIRST_UNKNOWN, 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
-    for numbers in _ABSENT.values():
-        steps += [_step(_IF_EQUAL, numbers[column], 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
+    for test, number in ((_IF_AT_LEAST, _FIRST_UNKNOWN), (_IF_EQUAL, _CLONE3)):
+        steps += [_step(test, number, 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
     for numbers in REFUSED.values():
         if numbers[column] >= 0:
             steps += [_step(_IF_EQUAL, numbers[column], 0, 1), _step(_RETURN, _ERRNO | _EPERM)]
@@ -188,7 +186,10 @@ class Namespaces:
     def fork(self) -> int:
         """As os.fork; the child is outside of this process's PID namespace, and must call `settle`."""
         if not self.are_own:
-            _remove(SCRATCH)  # what this process left there; a run's leftovers were removed, or ended this process
+            for entry in list(
+                os.scandir(SCRATCH)
+            ):  # what this process left; a run's were removed, or ended this process
+                shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else Path(entry).unlink()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those with a handler would arrive
             return os.fork()
         _call("unshare", _NEW_PIDS)  # for the next child, not for this process
@@ -227,14 +228,6 @@ class Namespaces:
         except OSError:
             return False
         return True
-
-
-def _remove(folder: str) -> None:
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            Path(entry.path).unlink()
 
 
 def _become_first() -> None:

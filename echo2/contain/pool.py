@@ -47,7 +47,10 @@ class FairQueue(Generic[Item]):
     def push(self, sender: str, item: Item) -> None:
         account = self._senders.get(sender)
         if account is None:
-            self._make_room()
+            if len(self._senders) >= SENDERS_MAX:
+                idle = [name for name, other in self._senders.items() if not other.waiting and not other.running]
+                for name in idle[:1]:
+                    del self._senders[name]
             account = self._senders[sender] = _Sender(self._level_s)
         elif not account.waiting and not account.running:
             account.used_s = max(account.used_s, self._level_s)
@@ -85,12 +88,6 @@ class FairQueue(Generic[Item]):
         self._senders.clear()
         self._waiting = 0
         return items
-
-    def _make_room(self) -> None:
-        if len(self._senders) >= SENDERS_MAX:
-            idle = next((name for name, one in self._senders.items() if not one.waiting and not one.running), None)
-            if idle is not None:
-                del self._senders[idle]
 
 
 Result = TypeVar("Result")
@@ -211,9 +208,6 @@ class Pool:
             return None
 
 
-_MODULE = "echo2.contain.program_inside"  # what a template process of programs runs
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """`files`: contents by name (no folders), written beside the program before it starts."""
@@ -228,28 +222,17 @@ class Program:
                 raise TaskError(f"program: expected file names without folders, got {name!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """`problem` is empty after a clean exit. `output`: stdout and stderr together, truncated. If `ending` is FAULT, the machine
-    failed, not the program, and nothing can be concluded about the program.
-    """
-
-    ending: Ending
-    output: str
-    problem: str
-    seconds: float
-
-
 class ProgramPool:
     """`process_count` processes, each running one program at a time. Raises ResourceError if containment does not work here."""
 
     def __init__(self, limits: Limits | None = None, process_count: int = 1, queue_max: int = 1 << 12):
         bubblewrap()
-        launch = Launch(_MODULE, "", limits or Limits(), view_here(folder=SCRATCH))
+        launch = Launch("echo2.contain.program_inside", "", limits or Limits(), view_here(folder=SCRATCH))
         self._pool = Pool(lambda: Sandbox(launch), launch.limits, process_count, queue_max)
 
-    def submit(self, program: Program, sender: str = "") -> Future[Ran]:
-        """Queues a program. `sender`: whom it runs for; senders with long-running programs queue behind others."""
+    def submit(self, program: Program, sender: str = "") -> Future[Answer]:
+        """Queues a program. `sender`: whom it runs for; senders with long-running programs queue behind others. The answer's `note`
+        is empty after a clean exit; with the ending FAULT nothing can be concluded about the program."""
         body = {"code": program.code, "stdin": program.stdin, "files": dict(program.files)}
         return self._pool.submit(body, _ran, sender)
 
@@ -257,12 +240,10 @@ class ProgramPool:
         self._pool.close()
 
 
-def _ran(answer: Answer) -> Ran:
-    output = answer.printed.decode(errors="replace")
+def _ran(answer: Answer) -> Answer:
     if answer.ending is not Ending.ANSWERED:
-        return Ran(answer.ending, output, answer.note, answer.seconds)
+        return answer
     try:
-        problem = str(foreign_object(answer.body).get("problem", ""))
+        return replace(answer, note=str(foreign_object(answer.body).get("problem", "")))
     except MalformedMessage as error:
-        return Ran(Ending.DIED, output, shown(error), answer.seconds)
-    return Ran(answer.ending, output, problem, answer.seconds)
+        return replace(answer, ending=Ending.DIED, note=shown(error))

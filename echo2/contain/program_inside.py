@@ -18,10 +18,6 @@ from echo2.contain.inside import Handler, serve
 ERROR_CHARS_MAX = 4000  # the last lines of a traceback, which an agent reads as its tool's answer
 
 
-def _made(setup: str) -> Handler:
-    return Handler(_ran)
-
-
 def _ran(request: Mapping[str, object]) -> bytes:
     """Writes the program's files, executes it, and reports how it ended: `problem` is empty for a clean exit."""
     files = request["files"]
@@ -43,4 +39,4 @@ def _ran(request: Mapping[str, object]) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(_made)
+    serve(lambda setup: Handler(_ran))

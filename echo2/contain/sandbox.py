@@ -59,15 +59,14 @@ class Sandbox:
         if len(frame) > self._limits.request_bytes:
             note = f"expected a request of at most {self._limits.request_bytes} bytes, got {len(frame)}"
             return Answer(Ending.REQUEST_TOO_LARGE, note=note)
-        try:
-            process = self._living() or self._start()
-        except (TimeoutError, EOFError, OSError, EchoError) as error:
+        if self._process is not None and self._process.poll() is not None:  # it ended while it had no request
             self.kill()
-            return Answer(Ending.FAULT, note=shown(f"its process could not start: {error or 'it took too long'}"))
+        if self._process is None and (trouble := self._start()):
+            return Answer(Ending.FAULT, note=shown(f"its process could not start: {trouble}"))
         began = time.monotonic()
         is_contained = self._launch.view is not None
         try:
-            answer = self._exchange(process, frame, began + wall_s + (GRACE_S if is_contained else 0.0))
+            answer = self._exchange(frame, began + wall_s + (GRACE_S if is_contained else 0.0))
         except TimeoutError:
             answer = Answer(Ending.CONTAINMENT_ENDED if is_contained else Ending.TIMED_OUT)
             self.kill()
@@ -76,18 +75,9 @@ class Sandbox:
             answer = Answer(Ending.CONTAINMENT_ENDED if is_contained else Ending.FAULT, note=note)
             self.kill()
         if self._process is None and is_contained:
-            try:
-                self._start()
-            except (TimeoutError, EOFError, OSError, EchoError):  # the next request meets the error again
-                self.kill()
+            self._start()  # if it fails, the next request meets the error again
         note = answer.note or _note(answer, cpu_s, wall_s, self._limits)
         return dataclasses.replace(answer, note=note, seconds=time.monotonic() - began)
-
-    def _living(self) -> subprocess.Popen[bytes] | None:
-        """The process; None if there is none, or if it ended while it had no request."""
-        if self._process is not None and self._process.poll() is not None:
-            self.kill()
-        return self._process
 
     @property
     def pid(self) -> int | None:
@@ -106,7 +96,16 @@ class Sandbox:
                     stream.close()
         self._process = None
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> str:
+        """Starts the process and makes it ready; returns what went wrong."""
+        try:
+            self._launched()
+        except (TimeoutError, EOFError, OSError, EchoError) as error:
+            self.kill()
+            return str(error) or "it took too long"
+        return ""
+
+    def _launched(self) -> None:
         deadline = time.monotonic() + self._limits.start_s
         command = [sys.executable, "-P", "-m", self._launch.module]
         environment: Mapping[str, str] = {}
@@ -115,16 +114,16 @@ class Sandbox:
             environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
         else:
             command = box_command(bubblewrap().path, self._launch.view, self._limits.scratch_bytes, command)
-        process = subprocess.Popen(
+        errors = None if self._launch.view is None else subprocess.DEVNULL
+        self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if self._launch.view is None else subprocess.DEVNULL,
+            stderr=errors,
             env=environment,
             start_new_session=True,
         )
-        self._process = process
-        for stream in (process.stdin, process.stdout):
+        for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None, "both pipes were asked for"
             os.set_blocking(stream.fileno(), False)
         setup = {
@@ -132,13 +131,13 @@ class Sandbox:
             "limits": dataclasses.asdict(self._limits),
             "isolation": "none" if self._launch.view is None else "fork",
         }
-        answer = self._exchange(process, request_frame(setup), deadline)
+        answer = self._exchange(request_frame(setup), deadline)
         if answer.ending is not Ending.ANSWERED:
-            raise EOFError(f"it could not be made ready: {answer.printed.decode(errors='replace')}")
-        return process
+            raise EOFError(f"it could not be made ready: {answer.output}")
 
-    def _exchange(self, process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> Answer:
-        assert process.stdin is not None and process.stdout is not None, "both pipes were asked for"
+    def _exchange(self, frame: bytes, deadline: float) -> Answer:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None, "it was started"
         _write(process.stdin.fileno(), frame, deadline)
         head = _read(process.stdout.fileno(), HEAD.size, deadline)
         length, ending, is_last, cpu_s, printed_length = HEAD.unpack(head)
@@ -162,9 +161,9 @@ def _note(answer: Answer, cpu_s: int, wall_s: float, limits: Limits) -> str:
         case Ending.CONTAINMENT_ENDED:
             return f"its process did not answer within {wall_s + GRACE_S:g} s"
         case Ending.FAULT:
-            return shown("it could not be shut in: " + answer.printed.decode(errors="replace")[-300:])
+            return shown("it could not be shut in: " + answer.output[-300:])
         case Ending.DIED:
-            return shown("it ended without an answer: " + answer.printed.decode(errors="replace")[-300:])
+            return shown("it ended without an answer: " + answer.output[-300:])
     return ""
 
 

@@ -21,7 +21,7 @@ from echo2.base.errors import ConfigError, LimitExceeded
 from echo2.tasks.rendering import render
 from echo2.tasks.task import ChatMessage, Prompt, prompt_text, texts_in
 from echo2.tasks.token_text import named_ids
-from echo2.tasks.tools import ToolFormat, tool_format_of
+from echo2.tasks.tools import tool_format_of
 
 _STARTED = datetime.now(UTC).replace(microsecond=0)  # for use outside a run, which tells when it began
 _Chat = list[dict[str, Any]]
@@ -82,7 +82,9 @@ class ChatFormat:
         if not self.is_chat:
             return tuple(self._plain("\n" + "\n".join(_content(message) for message in messages) + "\n"))
         mark, other = marks_for(list(messages))
-        behind = self._behind(self.control_tokens.marked_chat(messages, mark), said=f"{other}answer{other}")
+        said, after = f"{other}answer{other}", self.control_tokens.marked_chat(messages, mark)
+        chat: _Chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *after]
+        behind = self._rendered(chat, (), [said, *_contents(after)]).rpartition(said)[2]
         # If the model sampled its closing token, do not repeat that token.
         closing = self._decoded(turn[-1:]) if turn else ""
         if closing and int(turn[-1]) in self._special_ids and behind.startswith(closing):
@@ -90,7 +92,7 @@ class ChatFormat:
             whole, alone = self.control_tokens.encode(behind, mark), self.control_tokens.encode(closing, mark)
             if whole[: len(alone)] == alone:
                 return tuple(whole[len(alone) :])
-            return tuple(self.control_tokens.encode(behind.removeprefix(closing), mark))
+            behind = behind.removeprefix(closing)
         return tuple(self.control_tokens.encode(behind, mark))
 
     def conversation(self, messages: Sequence[ChatMessage]) -> list[tuple[list[int], list[int]]]:
@@ -131,18 +133,15 @@ class ChatFormat:
         text = _before(self.text_of(token_ids), stops)
         if not has_tools:
             return text, []
-        ends, end = self.tokenizer.all_special_ids, len(token_ids)
-        while end and token_ids[end - 1] in ends:
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self.tokenizer.all_special_ids:
             end -= 1
-        rest, calls = self._tool_format.split(_before(self._decoded(token_ids[:end]), stops))
+        tool_format = tool_format_of(str(self.tokenizer.chat_template or ""))
+        rest, calls = tool_format.split(_before(self._decoded(token_ids[:end]), stops))
         if not calls:
             return text, []
         told = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         return rest, [{"id": "", "type": "function", "function": function} for function in told]
-
-    @cached_property
-    def _tool_format(self) -> ToolFormat:
-        return tool_format_of(str(self.tokenizer.chat_template or ""))
 
     @cached_property
     def turn_end(self) -> int | None:
@@ -159,10 +158,6 @@ class ChatFormat:
             if token in self._special_ids or self._decoded([token]).strip():
                 return token if token in self._special_ids else None
         return None
-
-    def _behind(self, messages: _Chat, said: str) -> str:
-        chat: _Chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *messages]
-        return self._rendered(chat, (), [said, *_contents(messages)]).rpartition(said)[2]
 
     def _plain(self, text: str, *, is_beginning: bool = False) -> list[int]:
         mark, _ = marks_for(text)
@@ -190,7 +185,9 @@ class ChatFormat:
         except ValueError as error:  # several by name, none of them the default
             raise ConfigError(f"chat template: {error}") from None
         arguments = {**self.tokenizer.special_tokens_map, **self.options.arguments}
-        for way in (chat, *_other_ways(chat)):
+        untooled = [{"role": "user", "content": _content(m)} if m["role"] == "tool" else m for m in chat]
+        unsystemed = _folded(untooled)
+        for way in (chat, untooled, _joined(untooled), unsystemed, _joined(unsystemed)):  # each gives up more
             try:
                 text = render(template, way, tools, arguments, self.options.now)
             except LimitExceeded as error:
@@ -221,13 +218,6 @@ def _content(message: Mapping[str, Any]) -> str:
 def _contents(chat: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the texts that a rendering must contain. Leaves out the model's turns, since templates may drop its thoughts."""
     return [_content(message) for message in chat if message["role"] != "assistant"]
-
-
-def _other_ways(chat: _Chat) -> list[_Chat]:
-    """Returns variants of the chat for templates that support fewer roles, each giving up more than the one before."""
-    untooled = [{"role": "user", "content": _content(m)} if m["role"] == "tool" else m for m in chat]
-    unsystemed = _folded(untooled)
-    return [untooled, _joined(untooled), unsystemed, _joined(unsystemed)]
 
 
 def _folded(chat: _Chat) -> _Chat:
@@ -287,19 +277,16 @@ class ControlTokens:
         if not others:
             return self._encoded(first, is_framed=is_beginning)
         body = self._encoded(first)
-        before, after = self._frame(first, body) if is_beginning else ([], [])
+        before, after = list[int](), list[int]()
+        if is_beginning:
+            framed = self._encoded(first, is_framed=True)
+            at = next((at for at in range(len(framed)) if framed[at : at + len(body)] == body), len(framed))
+            before, after = framed[:at], framed[at + len(body) :]
+        anchor = self._encoded(_ANCHOR)
         for piece in others:
-            body += self._continued(piece)
+            whole = self._encoded(_ANCHOR + piece)
+            body += whole[len(anchor) :] if whole[: len(anchor)] == anchor else self._encoded(piece)
         return [*before, *body, *after]
-
-    def _frame(self, text: str, body: list[int]) -> tuple[list[int], list[int]]:
-        framed = self._encoded(text, is_framed=True)
-        at = next((at for at in range(len(framed)) if framed[at : at + len(body)] == body), len(framed))
-        return framed[:at], framed[at + len(body) :]
-
-    def _continued(self, piece: str) -> list[int]:
-        anchor, whole = self._encoded(_ANCHOR), self._encoded(_ANCHOR + piece)
-        return whole[len(anchor) :] if whole[: len(anchor)] == anchor else self._encoded(piece)
 
     def _encoded(self, text: str, *, is_framed: bool = False) -> list[int]:
         ids = checked_call(lambda: self._tokenizer.encode(text, add_special_tokens=is_framed))

@@ -12,6 +12,7 @@ parts of type text. The answer is `answer`, `ground_truth`, `reward_model.ground
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import hashlib
 import json
@@ -63,26 +64,34 @@ def read_math_rows(
     choice = columns or ColumnChoice()
     rows: dict[bytes, MathRow] = {}
     repeated = contrary = 0
-    for file in data_files(path, split, subset):
-        for number, row in enumerate(_rows_of(file), start=1):
-            read = _math_row(row, f"{file.name} row {number}", choice)
-            words = " ".join(str(read.prompt).split())
-            key = _digest(words.casefold())
-            like = rows.get(key, read)
-            is_other = like.answer != read.answer and " ".join(str(like.prompt).split()) != words  # X beside x
-            first = rows.setdefault(_digest(words) if is_other else key, read)
-            repeated += first is not read
-            contrary += first.answer != read.answer
-            if len(rows) > ROWS_MAX:
-                raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
-    if not rows:
-        raise TaskError(f"data set {path}: expected rows, found none in split {split!r}")
+    for row, where in _rows_under(path, split, subset):
+        read = _math_row(row, where, choice)
+        words = " ".join(str(read.prompt).split())
+        key = _digest(words.casefold())
+        like = rows.get(key, read)
+        is_other = like.answer != read.answer and " ".join(str(like.prompt).split()) != words  # X beside x
+        first = rows.setdefault(_digest(words) if is_other else key, read)
+        repeated += first is not read
+        contrary += first.answer != read.answer
     if repeated:
         _log.warning(
             "data set %s: %d of %d rows repeat an earlier prompt and are left out, %d of them with another answer",
             path, repeated, repeated + len(rows), contrary,
         )  # fmt: skip
     return list(rows.values())
+
+
+def _rows_under(path: Path, split: str, subset: str = "") -> Iterator[tuple[Row, str]]:
+    """Yields the rows of all files with their places, for messages. TaskError if there is none, or there are too many."""
+    count = 0
+    for file in data_files(path, split, subset):
+        for number, row in enumerate(_rows_of(file), start=1):
+            count += 1
+            if count > ROWS_MAX:
+                raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
+            yield row, f"{file.name} row {number}"
+    if not count:
+        raise TaskError(f"data set {path}: expected rows, found none in split {split!r}")
 
 
 def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
@@ -98,7 +107,9 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
     chosen = [p for p in found if split in _split_words(p.relative_to(path))]
     if not chosen and len(found) == 1 and not _SPLITS & _split_words(found[0].relative_to(path)):
         chosen = found  # the only file, whose name speaks of no split
-    folders = sorted({folder for p in chosen if (folder := _subset_of(p.relative_to(path), split))})
+    # The folder of a configuration: `main/train-00000-of-00001.parquet` -> main.
+    above = ([part for part in p.relative_to(path).parts[:-1] if part not in (split, "data")] for p in chosen)
+    folders = sorted({own[0] for own in above if own})
     if subset:
         chosen = [p for p in chosen if subset in p.relative_to(path).parts[:-1]]
     elif len(folders) > 1:
@@ -109,12 +120,6 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
             f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}; the argument split names another"
         )
     return chosen
-
-
-def _subset_of(relative: Path, split: str) -> str:
-    """Returns the folder of the data set's configuration, '' if none: `main/train-00000-of-00001.parquet` -> main."""
-    own = [part for part in relative.parts[:-1] if part not in (split, "data")]
-    return own[0] if own else ""
 
 
 def _split_words(relative: Path) -> set[str]:
@@ -156,9 +161,7 @@ def _json_lines(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise TaskError(f"{file.name} line {number}: expected a JSON object, got {error}") from error
-        if not isinstance(row, dict):
-            raise TaskError(f"{file.name} line {number}: expected a JSON object, got {type(row).__name__}")
-        yield row
+        yield _object(row, f"{file.name} line {number}")
 
 
 def _array_rows(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
@@ -170,9 +173,13 @@ def _array_rows(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{file.name}: expected a JSON array of objects, got {error}") from error
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise TaskError(f"{file.name} row {number}: expected a JSON object, got {type(row).__name__}")
-        yield row
+        yield _object(row, f"{file.name} row {number}")
+
+
+def _object(row: object, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _digest(words: str) -> bytes:
@@ -239,19 +246,12 @@ def _answer(value: object, where: str) -> str:
 def _prompt(value: object, where: str) -> Prompt:
     if isinstance(value, str):
         return _text(value, where)
-    if isinstance(value, list):
-        messages = [
-            ChatMessage(role, _content(m.get("content", m.get("value")), where))
-            for m in value
-            if isinstance(m, Mapping) and (role := _ROLES.get(str(m.get("role") or m.get("from"))))
-        ]
-        if messages and messages[-1].role == "assistant":
-            raise TaskError(
-                f"{where}: expected a prompt that the model answers, got one that ends with the assistant's message"
-            )
-        if messages and len(messages) == len(value):
-            return tuple(messages)
-    raise TaskError(f"{where}: expected a prompt as text or as a list of {{role, content}}, got {str(value)[:80]!r}")
+    messages = _messages(value, "", f"{where} prompt")
+    if messages[-1].role == "assistant":
+        raise TaskError(
+            f"{where}: expected a prompt that the model answers, got one that ends with the assistant's message"
+        )
+    return messages
 
 
 def _text(value: str, where: str) -> str:
@@ -288,15 +288,7 @@ Conversation = tuple[ChatMessage, ...]
 def read_conversations(path: Path) -> list[Conversation]:
     """Reads the conversations under `path`, each once: chats in a column of `CHAT_COLUMNS`, or a `prompt` with its `completion`, as
     texts or chats. Raises `TaskError` with row and column for one that cannot be trained on."""
-    rows: dict[Conversation, None] = {}
-    for file in data_files(path, "train"):
-        for number, row in enumerate(_rows_of(file), start=1):
-            rows[_conversation(row, f"{file.name} row {number}")] = None
-            if len(rows) > ROWS_MAX:
-                raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
-    if not rows:
-        raise TaskError(f"data set {path}: expected conversations, found none")
-    return list(rows)
+    return list(dict.fromkeys(_conversation(row, where) for row, where in _rows_under(path, "train")))
 
 
 def _conversation(row: Row, where: str) -> Conversation:
@@ -324,8 +316,8 @@ def _messages(value: object, role: str, where: str) -> Conversation:
     """`role`: whose message a bare text is; empty: it is refused."""
     if isinstance(value, str) and role:
         return (ChatMessage(role, value),)
-    if not isinstance(value, list):
-        raise TaskError(f"{where}: expected a list of {{role, content}}, got {str(value)[:80]!r}")
+    if not isinstance(value, list) or not value:
+        raise TaskError(f"{where}: expected text or a list of {{role, content}}, got {str(value)[:80]!r}")
     return tuple(_message(one, f"{where} message {number}") for number, one in enumerate(value, start=1))
 
 
@@ -354,23 +346,20 @@ def local_data_set(path: str) -> Path:
     local = Path(path).expanduser()
     if local.exists() or not _HUB_ID.fullmatch(path):
         return local
-    try:
-        from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download
 
-        fetch = partial(snapshot_download, path, repo_type="dataset", allow_patterns=_FILES, cache_dir=_cache())
-        try:
-            return Path(fetch(local_files_only=True))
-        except FileNotFoundError:
-            kept = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
-            if fetched_by_commit := max(kept.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
-                return fetched_by_commit
-            if os.environ.get("HF_HUB_OFFLINE") == "1":
-                raise TaskError(
-                    f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"
-                ) from None
-            return Path(fetch())
-    except TaskError:
-        raise
+    fetch = partial(snapshot_download, path, repo_type="dataset", allow_patterns=_FILES, cache_dir=_cache())
+    with contextlib.suppress(FileNotFoundError):
+        return Path(fetch(local_files_only=True))
+    kept = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
+    if fetched_by_commit := max(kept.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
+        return fetched_by_commit
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        raise TaskError(
+            f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"
+        )
+    try:
+        return Path(fetch())
     except Exception as error:  # noqa: BLE001  the hub's client raises whatever its transport does
         raise TaskError(f"data set {path}: no such folder here, and not to be had from the hub: {error}") from None
 

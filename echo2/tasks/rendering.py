@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,47 +91,29 @@ def render(
 ) -> str:
     """The text of a chat, up to the point where the model answers. `arguments`: further variables of the template; `now`: what
     its `strftime_now` tells. Raises ConfigError with what the template raised, LimitExceeded if it broke a limit."""
-    chat = [{key: value for key, value in message.items() if value is not None} for message in chat]
-    return _renderer.render(
-        {
-            "template": template,
-            "chat": chat,
-            "tools": list(tools) or None,
-            "more": dict(arguments),
-            "now": now.isoformat(),
-        }
-    )
+    said = [{key: value for key, value in message.items() if value is not None} for message in chat]
+    more = {"tools": list(tools) or None, "more": dict(arguments), "now": now.isoformat()}
+    return _renderer.render({"template": template, "chat": said, **more})
 
 
 # ---- inside that process
 
 
-@lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
+def _rendered(template: str, chat: Any, tools: Any, more: Mapping[str, Any], now: str) -> str:
     from transformers.utils import chat_template_utils
 
-    return chat_template_utils._compile_jinja_template(template)
-
-
-def _rendered(asked: Mapping[str, Any]) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    now = datetime.fromisoformat(asked["now"])
-    _compiled(asked["template"]).environment.globals["strftime_now"] = now.strftime
-    texts = render_jinja_template(
-        [asked["chat"]],
-        tools=asked["tools"],
-        chat_template=asked["template"],
-        add_generation_prompt=True,
-        **asked["more"],
-    )[0]
+    compiled = chat_template_utils._compile_jinja_template(template)  # which it caches
+    compiled.environment.globals["strftime_now"] = datetime.fromisoformat(now).strftime
+    texts, _ = chat_template_utils.render_jinja_template(
+        [chat], tools=tools, chat_template=template, add_generation_prompt=True, **more
+    )
     return str(texts[0])
 
 
 def _answer(request: bytes) -> bytes:
     """Raises MemoryError if that is more than the limit."""
     try:
-        text = _rendered(json.loads(request))
+        text = _rendered(**json.loads(request))
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template may raise anything: TemplateError, TypeError, ...

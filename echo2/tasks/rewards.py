@@ -67,7 +67,6 @@ class RewardFailure(enum.Enum):
         return self not in (RewardFailure.RAISED, RewardFailure.FAULT)
 
 
-# Failures for which the completion is to blame.
 _USED_UP = (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT, RewardFailure.OUT_OF_MEMORY)
 
 
@@ -83,8 +82,6 @@ class Scored:
 
 
 PROCESSES_MIN, PROCESSES_MAX = 2, 16  # one may hang while the other scores; more than 16 are for a cluster (task.ray)
-
-
 QUEUE_MAX = 1 << 16  # requests that wait: some minutes of a fleet
 
 
@@ -161,11 +158,11 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
     refuse any text.
     """
     containment = replace(containment or Containment(), processes=1)
-    ask: Callable[[str], Future[Scored]]
+    scorer: RewardScorer
     texts: tuple[str, ...] = SAMPLE_TEXTS
     if is_environment(spec):
-        pool = RewardPool(spec, None, containment)
-        ask, close = (lambda text: pool.submit_step(0, [text])), pool.close
+        scorer = RewardPool(spec, None, containment)
+        asked = (scorer.submit_step(0, [text]) for text in texts)
     else:
         task = make_task(spec)
         try:
@@ -174,18 +171,18 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
             text = f"task {spec.name}: expected an instance from sample(0), got {error_text(error)}"
             raise TaskError(text) from error
         scorer = make_scorer(task, spec, None, containment)
-        ask, close = (lambda text: scorer.submit(0, text)), scorer.close
+        asked = (scorer.submit(0, text) for text in texts)
+    messages = []
     try:
-        messages = []
-        for text in texts:
-            result = ask(text).result()
+        for answer in asked:
+            result = answer.result()
             if result.failure is None:
                 return
             messages.append(result.message)
             if result.failure is RewardFailure.FAULT:  # the process itself: another text does not help
                 break
     finally:
-        close()
+        scorer.close()
     raise TaskError(
         f"task {spec.name}: expected a reward for a sample before the run starts, got {messages[0]}{remedy(messages[0])}"
     )
@@ -228,13 +225,8 @@ def unjudgeable_references(spec: TaskSpec, containment: Containment | None = Non
             f"{task.name}: expected references that can be judged, {len(failed)} of {count} cannot: {named}"
         )
     if failed:
-        _log.warning(
-            "%s: %d of %d references cannot be judged; their rows are left out: %s",
-            task.name,
-            len(failed),
-            count,
-            named,
-        )
+        text = "%s: %d of %d references cannot be judged; their rows are left out: %s"
+        _log.warning(text, task.name, len(failed), count, named)
     return frozenset(failed)
 
 
@@ -274,12 +266,9 @@ class RewardPool:
         if index in self._at_fault:
             return _done(self._at_fault[index])
         answer: Future[Scored] = Future()
-        asked = self._ask(index, completion_text, sender)
+        asked = self._pool.submit({"index": index, "text": completion_text}, self._read, sender)
         asked.add_done_callback(lambda done: self._judge(done, answer, index))
         return answer
-
-    def _ask(self, index: int, text: str, sender: str) -> Future[Scored]:
-        return self._pool.submit({"index": index, "text": text}, self._read, sender)
 
     def _judge(self, asked: Future[Scored], answer: Future[Scored], index: int) -> None:
         """Passes the result on. Where a completion used up its limits, a harmless text is scored first: if that uses them up as
@@ -308,7 +297,7 @@ class RewardPool:
             self._give(answer, result)
 
         try:
-            self._ask(index, SAMPLE_TEXTS[0], "").add_done_callback(probed)
+            self.submit_references(range(index, index + 1)).add_done_callback(probed)
         except LimitExceeded:  # the queue is full; the next such completion asks again
             self._give(answer, result)
 
@@ -336,8 +325,7 @@ class RewardPool:
 def _pool_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Pool:
     if containment.ray:
         count = containment.processes or processes_of_cluster(containment.ray)
-        there = replace(containment, ray="")
-        return Pool(lambda: RayRunner(spec, limits, there), limits, count, QUEUE_MAX)
+        return Pool(lambda: RayRunner(spec, limits, replace(containment, ray="")), limits, count, QUEUE_MAX)
     launch = launch_of(spec, limits, containment)
     count = containment.processes or reward_processes(available_cores())
     return Pool(lambda: Sandbox(launch), limits, count, QUEUE_MAX)
@@ -447,16 +435,12 @@ def _number(found: object) -> float:
 def _messages(found: object) -> tuple[ChatMessage, ...]:
     if not isinstance(found, list) or not 0 < len(found) <= MESSAGES_MAX:
         raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(found)}")
-    return tuple(_message(message) for message in found)
-
-
-def _message(found: object) -> ChatMessage:
-    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
-        raise MalformedMessage(f"world: expected a message as [role, content], got {shown(found)}")
-    role, content = found
-    if role not in ("system", "user", "assistant", "tool"):
-        raise MalformedMessage(f"world: expected the role system, user, assistant or tool, got {shown(role)}")
-    return ChatMessage(role, content)
+    for message in found:
+        if not isinstance(message, list) or len(message) != 2 or not all(isinstance(part, str) for part in message):
+            raise MalformedMessage(f"world: expected a message as [role, content], got {shown(message)}")
+        if message[0] not in ("system", "user", "assistant", "tool"):
+            raise MalformedMessage(f"world: expected the role system, user, assistant or tool, got {shown(message[0])}")
+    return tuple(ChatMessage(role, content) for role, content in found)
 
 
 CLUSTER_PROCESSES_MAX = 256  # bounds the actors that one learner keeps
@@ -508,8 +492,7 @@ class RayRunner:
     """A runner of `Pool` that holds one actor at a time. The cluster must be connected already."""
 
     def __init__(self, spec: TaskSpec, limits: Limits, containment: Containment) -> None:
-        self._told = spec, limits, containment
-        self._limits = limits
+        self._made_of, self._limits = (spec, limits, containment), limits
         self._actor: Any = None
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
@@ -522,7 +505,7 @@ class RayRunner:
             try:
                 if ready is None:
                     made = ray.remote(RayScorer).options(num_cpus=1, scheduling_strategy="SPREAD", max_restarts=0)
-                    self._actor = made.remote(*self._told)
+                    self._actor = made.remote(*self._made_of)
                     ready = self._actor.ready.remote()
                 done, _ = ray.wait([ready], timeout=LOOK_S)
                 if done:
@@ -543,12 +526,11 @@ class RayRunner:
         limit_s = self._limits.wall_s * times + 2 * GRACE_S + self._limits.start_s
         try:
             answer: Answer = ray.get(self._actor.ask.remote(dict(body), times), timeout=limit_s)
-        except ray.exceptions.GetTimeoutError:
+        except ray.exceptions.RayError as error:  # a timeout too
             self.kill()
-            raise RunnerLost(f"no answer of a machine of the Ray cluster within {limit_s:.0f} s") from None
-        except ray.exceptions.RayError as error:
-            self.kill()
-            raise RunnerLost(shown(f"its machine of the Ray cluster is gone: {error}")) from None
+            raise RunnerLost(
+                shown(f"no answer of a machine of the Ray cluster within {limit_s:.0f} s: {error}")
+            ) from None
         return answer
 
     def kill(self) -> None:

@@ -11,7 +11,6 @@ world's answer to an episode's last completion; the answer is {messages} or {val
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
@@ -48,50 +47,32 @@ def _reward(reward: Reward) -> Answer:
     return {"value": reward.value, "parts": dict(reward.parts)}
 
 
-def _observation(observation: Observation) -> Answer:
-    if observation.reward is not None:
-        return _reward(observation.reward)
-    return {"messages": [[message.role, message.content] for message in observation.messages]}
-
-
 def _made(setup: str) -> Handler:
     """Makes the request handler for the task or the environments that `setup` (a TaskSpec as JSON) describes."""
     spec = spec_from_json(setup)
     if is_environment(spec):
         steps = EpisodeReplay(make_environment_source(spec))
 
-        def stepped(body: Body) -> bytes:
-            completions = tuple(map(str, cast(list[object], body["completions"])))
-            return _bytes(_caught(lambda: _observation(steps.step(int(str(body["index"])), completions))))
+        def stepped(body: Body) -> Answer:
+            observation = steps.step(int(str(body["index"])), tuple(map(str, cast(list[object], body["completions"]))))
+            if observation.reward is not None:
+                return _reward(observation.reward)
+            return {"messages": [[message.role, message.content] for message in observation.messages]}
 
-        return Handler(stepped)
+        return Handler(lambda body: json.dumps(_caught(lambda: stepped(body))).encode())
     task = make_task(spec)
     sample = lru_cache(maxsize=INSTANCES_CACHED)(task.sample)
-    if not is_users_own(spec):
-        _warm(task)
-
-    def prepare(body: Body) -> None:
-        sample(int(str(body["index"])))
+    if not is_users_own(spec):  # so that the scorer's lazy imports are loaded before the first fork
+        for text in ("", (answer := task.sample(0).answer), f"\\boxed{{{answer}}}"):
+            scored(task, task.sample(0), text)
 
     def answered(body: Body) -> bytes:
-        first = int(str(body["index"]))
-        for index in range(first + 1, int(str(body.get("stop", first + 1)))):
-            if "error" in scored(task, task.sample(index), str(body["text"])):
-                return _bytes({"value": -1.0, "parts": {}})
-        return _bytes(scored(task, sample(first), str(body["text"])))
+        first, text = int(str(body["index"])), str(body["text"])
+        others = range(first + 1, int(str(body.get("stop", first + 1))))
+        fails = any("error" in scored(task, task.sample(index), text) for index in others)
+        return json.dumps({"value": -1.0, "parts": {}} if fails else scored(task, sample(first), text)).encode()
 
-    return Handler(answered, prepare)
-
-
-def _warm(task: Task) -> None:
-    """Scores some sample answers, so that the scorer's lazy imports are loaded before the first fork."""
-    for text in ("", (answer := task.sample(0).answer), f"\\boxed{{{answer}}}"):
-        with contextlib.suppress(Exception):  # a real completion will raise it again, and that is reported
-            task.score(task.sample(0), text)
-
-
-def _bytes(answer: Answer) -> bytes:
-    return json.dumps(answer).encode()
+    return Handler(answered, prepare=lambda body: sample(int(str(body["index"]))))
 
 
 class EpisodeReplay:

@@ -78,15 +78,11 @@ def permuted(index: int, size: int, seed: int) -> int:
     while True:
         left, right = value >> half_bits, value & mask
         for round_number in range(4):
-            left, right = right, left ^ (_mixed(seed, round_number, right) & mask)
+            block = hashlib.blake2b(f"{seed}/{round_number}/{right}".encode(), digest_size=8)
+            left, right = right, left ^ (int.from_bytes(block.digest(), "big") & mask)
         value = (left << half_bits) | right
         if value < size:
             return value
-
-
-def _mixed(seed: int, round_number: int, half: int) -> int:
-    block = hashlib.blake2b(f"{seed}/{round_number}/{half}".encode(), digest_size=8)
-    return int.from_bytes(block.digest(), "big")
 
 
 CYCLE_MAX = 1000  # largest number of places in a cycle, so weights are exact to one part in CYCLE_MAX
@@ -165,7 +161,7 @@ class MixedSplit:
 
     def train_index(self, position: int) -> int:
         task, place = self._at(position)
-        return self._index_of(task, self.splits[task].train_index(place))
+        return task + self.splits[task].train_index(place) * len(self.splits)
 
     def held_out_index(self, position: int) -> int:
         """Counts through the held-out instances of the first task, then those of the second, and so on."""
@@ -173,9 +169,7 @@ class MixedSplit:
         assert 0 <= position < ends[-1], "held-out positions are below the held-out counts' sum"
         task = bisect_right(ends, position)
         split = self.splits[task]
-        return self._index_of(task, split.held_out_index(position - (ends[task] - split.held_out_count)))
-
-    def _index_of(self, task: int, own_index: int) -> int:
+        own_index = split.held_out_index(position - (ends[task] - split.held_out_count))
         return task + own_index * len(self.splits)
 
     def _at(self, position: int) -> tuple[int, int]:

@@ -65,7 +65,7 @@ def _check_neighbours(first: _Container, second: _Container) -> None:
     a, b = first.head, second.head
     same = a.table_digest == b.table_digest and replace(
         a.header, target_version=b.header.target_version, parent_version=b.header.parent_version,
-        parent_fingerprint=b.header.parent_fingerprint, target_fingerprint=b.header.target_fingerprint,
+        parent_fingerprint=b.header.parent_fingerprint,
     ) == b.header  # fmt: skip
     if not same or a.header.target_version != b.header.parent_version:
         raise DeltaFormatError(f"{first.whose} and {second.whose}: expected consecutive deltas, cut in the same way")

@@ -36,7 +36,6 @@ _HEADER = struct.Struct("<4sBBHIQqQQQIIII")  # as above
 _BLOCK = struct.Struct("<4sBBBBQIIIQ")  # as above
 _END = struct.Struct("<4sBBHQIQQ")  # as above
 _DIGEST = struct.Struct("<Q")  # XXH3-64
-_HAS_TARGET_FINGERPRINT = 1  # bit 0 of the flags
 HEADER_BYTES_MAX = 1 << 28  # the tensor table of 2^20 tensors with names of 200 bytes
 PAYLOAD_BYTES_MAX = BLOCK_ELEMENTS_MAX * 8 + 4096  # raw elements of the widest type, and the heads of their planes
 
@@ -62,26 +61,22 @@ class Method(enum.Enum):
 class DeltaHeader:
     """The header's fields: from which version to which, and how the weights are cut into blocks.
 
-    `parent_version` None: a keyframe. `target_fingerprint` None: computed while encoding; the end frame carries it
-    in any case. Fingerprints are those of `fingerprint.fingerprint` under `fingerprint_key`. `set_name` keeps a LoRA
-    adapter's containers apart from the base weights'.
+    `parent_version` None: a keyframe. Fingerprints are those of `fingerprint.fingerprint` under `fingerprint_key`; the end frame
+    carries the target's.
     """
 
     target_version: Version
     parent_version: Version | None = None
     parent_fingerprint: int | None = None
-    target_fingerprint: int | None = None
     fingerprint_key: int = 0
     setting: CodecSetting = CodecSetting.FAST
     block_elements: int = BLOCK_ELEMENTS
     shard_count: int = 1
-    set_name: str = ""
 
     def describe(self) -> str:
         """Names the container for error messages."""
         kind = "keyframe" if self.parent_version is None else f"delta from version {self.parent_version}"
-        of = f" of set {self.set_name}" if self.set_name else ""
-        return f"{kind} to version {self.target_version}{of}"
+        return f"{kind} to version {self.target_version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +208,12 @@ def encode_header(header: DeltaHeader, table: TensorTable) -> bytes:
 
 def encode_header_of(header: DeltaHeader, table_digest: int, body: bytes = b"") -> bytes:
     """Encodes the header frame for a table given by its digest; `body`: the table itself, in keyframes."""
-    name = header.set_name.encode()
     fields = _HEADER.pack(
-        HEADER_MAGIC, FORMAT_VERSION, header.setting.value,
-        0 if header.target_fingerprint is None else _HAS_TARGET_FINGERPRINT,
-        _HEADER.size + 8 + len(name) + len(body) + _DIGEST.size,
+        HEADER_MAGIC, FORMAT_VERSION, header.setting.value, 0, _HEADER.size + 8 + len(body) + _DIGEST.size,
         header.target_version, -1 if header.parent_version is None else header.parent_version,
-        header.parent_fingerprint or 0, header.target_fingerprint or 0, header.fingerprint_key,
-        header.block_elements, header.shard_count, len(name), len(body),
+        header.parent_fingerprint or 0, 0, header.fingerprint_key, header.block_elements, header.shard_count, 0, len(body),
     )  # fmt: skip
-    frame = fields + struct.pack("<Q", table_digest) + name + body
+    frame = fields + struct.pack("<Q", table_digest) + body
     return frame + _DIGEST.pack(xxhash.xxh3_64_intdigest(frame))
 
 
@@ -268,24 +259,23 @@ def frame_bytes(prefix: bytes | memoryview) -> int | None:
 
 def _parse_header(data: memoryview) -> HeaderFrame:
     raw = bytes(data)
-    (_, _, setting, flags, _, target, parent, parent_print, target_print, key, elements, shards, name_bytes,
-     body_bytes) = _HEADER.unpack_from(raw)  # fmt: skip
+    _, _, setting, flags, _, target, parent, parent_print, zero, key, elements, shards, none, body_bytes = (
+        _HEADER.unpack_from(raw)
+    )
     whose = f"header of version {target}"
     if xxhash.xxh3_64_intdigest(raw[:-8]) != _DIGEST.unpack_from(raw, len(raw) - 8)[0]:
         raise DeltaFormatError(f"{whose}: its digest differs from its bytes")
     cursor = _Cursor(raw[_HEADER.size : -8], whose)
     (table_digest,) = cursor.unpack("<Q")
-    name = cursor.text(name_bytes)
     body = cursor.take(body_bytes)
-    if cursor.left or flags > 1 or parent < -1 or setting not in {s.value for s in CodecSetting}:
-        raise DeltaFormatError(f"{whose}: expected known flags and setting, and nothing after its table")
+    if cursor.left or flags or zero or none or parent < -1 or setting not in {s.value for s in CodecSetting}:
+        raise DeltaFormatError(f"{whose}: expected a known setting, no flags, and nothing after its table")
     if not 1 <= elements <= BLOCK_ELEMENTS_MAX or not 1 <= shards <= SHARDS_MAX:
         raise DeltaFormatError(f"{whose}: expected 1 to {BLOCK_ELEMENTS_MAX} elements a block, got {elements}")
     header = DeltaHeader(
         target_version=Version(target), parent_version=None if parent < 0 else Version(parent),
-        parent_fingerprint=None if parent < 0 else parent_print,
-        target_fingerprint=target_print if flags & _HAS_TARGET_FINGERPRINT else None,
-        fingerprint_key=key, setting=CodecSetting(setting), block_elements=elements, shard_count=shards, set_name=name,
+        parent_fingerprint=None if parent < 0 else parent_print, fingerprint_key=key, setting=CodecSetting(setting),
+        block_elements=elements, shard_count=shards,
     )  # fmt: skip
     table = parse_table(body, whose) if parent < 0 else None
     if (table is None) != (not body) or (table is not None and table.digest() != table_digest):

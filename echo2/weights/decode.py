@@ -22,7 +22,7 @@ import xxhash
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
-from echo2.weights.bits import I64, U32
+from echo2.weights.bits import I64
 from echo2.weights.block import Changes, decode_sparse, decode_steps, decode_whole, is_plain, read_plain, whole_step
 from echo2.weights.container import BlockFrame, DeltaHeader, EndFrame, HeaderFrame, Method, TensorTable, parse_frame
 from echo2.weights.elements import Bits, Block, Segment, TensorSpec, blocks_of
@@ -105,13 +105,6 @@ def _cut(bits: Bits, block: Block) -> list[Bits]:
     return [bits[segment.base : segment.base + segment.count] for segment in block.segments]
 
 
-def _parts(positions: U32, block: Block) -> list[slice]:
-    """Slices of a block's changes, one per segment."""
-    bases = np.array([segment.base for segment in block.segments], np.uint32)
-    borders = [*np.searchsorted(positions, bases).tolist(), positions.size]
-    return [slice(begin, end) for begin, end in pairwise(borders)]
-
-
 def _whole_bits(block: Block, method: Method, payload: memoryview, old: list[Bits]) -> Bits:
     bits = np.empty(block.element_count, block.element.bits_dtype)
     if method is Method.STEPS:
@@ -119,15 +112,6 @@ def _whole_bits(block: Block, method: Method, payload: memoryview, old: list[Bit
     else:
         decode_whole(method, payload, block.element, bits)
     return bits
-
-
-def _moved(held: Bits, steps: I64) -> Bits | None:
-    """The elements plus their steps; None if one leaves its range."""
-    after = held.astype(np.uint64).view(np.int64) + steps
-    if held.itemsize < 8 and after.size and not 0 <= int(after.min()) <= int(after.max()) < 1 << (8 * held.itemsize):
-        return None
-    moved: Bits = after.view(np.uint64).astype(held.dtype)
-    return moved
 
 
 class StagedDelta:
@@ -171,13 +155,17 @@ class StagedDelta:
             return
         changes = staged.changes()
         positions, steps = changes.positions(), changes.steps()
-        for segment, held, part in zip(block.segments, live, _parts(positions, block), strict=True):
+        bases = np.array([segment.base for segment in block.segments], np.uint32)
+        borders = [*np.searchsorted(positions, bases).tolist(), positions.size]
+        parts = (slice(begin, end) for begin, end in pairwise(borders))
+        for segment, held, part in zip(block.segments, live, parts, strict=True):
             places = positions[part].astype(np.int64) - segment.base
-            moved = _moved(held[places], steps[part])
-            if moved is None:
+            if not places.size:
+                continue
+            after = held[places].astype(np.uint64).view(np.int64) + steps[part]
+            if held.itemsize < 8 and not 0 <= int(after.min()) <= int(after.max()) < 1 << (8 * held.itemsize):
                 raise self._wrapped(block)
-            if places.size:
-                yield _update(segment, places + segment.start, moved)
+            yield _update(segment, places + segment.start, after.view(np.uint64).astype(held.dtype))
 
     def _wrapped(self, block: Block) -> FingerprintMismatch:
         return FingerprintMismatch(
@@ -235,7 +223,9 @@ class ContainerDecoder:
         try:
             parsed = parse_frame(frame)
         except DeltaFormatError as error:
-            raise DeltaFormatError(f"{self._whose()}: {error}{self._tensor_hint(frame)}") from None
+            index = int.from_bytes(frame[16:20], "little")  # of the block that it claims to be
+            hint = f" ({self._plan[index].describe()})" if len(frame) >= 36 and index < len(self._plan) else ""
+            raise DeltaFormatError(f"{self._whose()}: {error}{hint}") from None
         if isinstance(parsed, HeaderFrame):
             self._begin(parsed)
             return
@@ -261,11 +251,6 @@ class ContainerDecoder:
     def _whose(self) -> str:
         return "delta container" if self._head is None else self._head.header.describe()
 
-    def _tensor_hint(self, frame: bytes) -> str:
-        """Describes the block that a damaged frame claims to be; empty if unknown."""
-        index = int.from_bytes(frame[16:20], "little")
-        return f" ({self._plan[index].describe()})" if len(frame) >= 36 and index < len(self._plan) else ""
-
     def _begin(self, head: HeaderFrame) -> None:
         if self._head is not None:
             if head.container_id != self._head.container_id:
@@ -289,8 +274,6 @@ class ContainerDecoder:
 
     def _check_base(self, head: HeaderFrame) -> None:
         header = head.header
-        if header.set_name != self._base.set_name:
-            raise DeltaFormatError(f"{header.describe()}: expected a version of set {self._base.set_name or 'base'!r}")
         if header.parent_version is None:
             return
         if header.parent_version != self._base.version:
@@ -389,11 +372,10 @@ class ContainerDecoder:
         else:
             start = header.parent_fingerprint
         fingerprint = (start + sum(self._steps.values())) % MODULUS
-        for claimed in (self._end.target_fingerprint, header.target_fingerprint):
-            if claimed is not None and claimed != fingerprint:
-                raise FingerprintMismatch(
-                    f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {fingerprint:016x}"
-                )
+        if (claimed := self._end.target_fingerprint) != fingerprint:
+            raise FingerprintMismatch(
+                f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {fingerprint:016x}"
+            )
         return StagedDelta(header, self._table, fingerprint, self._base, self._staged, self._whole)
 
 

@@ -61,34 +61,25 @@ def table_of(weights: WeightSet) -> TensorTable:
 
 
 class HostWeights:
-    """Exact bits by name, with their version and fingerprint.
+    """Exact bits by name, with their version and fingerprint."""
 
-    `set_name`: the base weights (empty) or the name of an adapter; versions of another set are refused.
-    """
-
-    def __init__(
-        self, table: TensorTable, bits: dict[str, Bits], version: Version | None, key: int, set_name: str = ""
-    ) -> None:
+    def __init__(self, table: TensorTable, bits: dict[str, Bits], version: Version | None, key: int) -> None:
         self.table, self.table_digest, self._bits = table, table.digest(), bits
         self._specs = {spec.name: spec for spec in table.specs}
-        self.set_name = set_name
-        self.version = version
-        self.key = key
+        self.version, self.key = version, key
         self._fingerprint: int | None = None
 
     @classmethod
-    def empty(cls, key: int = 0, set_name: str = "") -> HostWeights:
+    def empty(cls, key: int = 0) -> HostWeights:
         """A host without weights: its first version must be a keyframe."""
-        return cls(TensorTable((), ()), {}, None, key, set_name)
+        return cls(TensorTable((), ()), {}, None, key)
 
     @classmethod
-    def from_tensors(
-        cls, weights: WeightSet, version: Version, key: int = 0, set_name: str = "", *, copy: bool = True
-    ) -> HostWeights:
+    def from_tensors(cls, weights: WeightSet, version: Version, key: int = 0, *, copy: bool = True) -> HostWeights:
         """A host with the bits of CPU tensors. `copy=False` shares their memory: nothing else may write to them then."""
         table = table_of(weights)
         bits = {spec.name: bits_of(weights[spec.name]) for spec in table.specs}
-        return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key, set_name)
+        return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key)
 
     @property
     def total_bytes(self) -> int:
@@ -109,15 +100,14 @@ class HostWeights:
 
     def fingerprint(self, key: int | None = None) -> int:
         """The fingerprint of the held version; for another key than the host's it is computed from all bits."""
-        if key is not None and key != self.key:
-            return self._computed(key)
-        if self._fingerprint is None:
-            self._fingerprint = self._computed(self.key)
-        return self._fingerprint
-
-    def _computed(self, key: int) -> int:
-        parts = (sum_bits(spec.name, self._bits[spec.name], key) for spec in self.table.specs)
-        return whole_fingerprint(self.table.specs, key, parts)
+        is_own = key is None or key == self.key
+        if is_own and self._fingerprint is not None:
+            return self._fingerprint
+        asked = self.key if key is None else key
+        parts = (sum_bits(spec.name, self._bits[spec.name], asked) for spec in self.table.specs)
+        found = whole_fingerprint(self.table.specs, asked, parts)
+        self._fingerprint = found if is_own else self._fingerprint
+        return found
 
     def commit(self, staged: StagedDelta) -> None:
         """Moves to a staged version, entirely or not at all. Committing the held version again does nothing."""
@@ -130,7 +120,15 @@ class HostWeights:
             self._specs = {spec.name: spec for spec in staged.table.specs}
         else:
             self._check_parent(staged, has_same_tensors)
-            self._exchange_all(staged)
+            done: list[int] = []
+            try:
+                for part in staged.exchange_parts():
+                    staged.exchange(part, self)
+                    done.append(part)
+            except BaseException:
+                for part in reversed(done):
+                    staged.exchange(part, self)
+                raise
         self.version, self.key, self._fingerprint = staged.version, key, staged.fingerprint
 
     def _check_parent(self, staged: StagedDelta, has_same_tensors: bool) -> None:
@@ -145,17 +143,6 @@ class HostWeights:
             raise FingerprintMismatch(
                 f"staged version {staged.version}: its parent {staged.parent} has another fingerprint than the host's"
             )
-
-    def _exchange_all(self, staged: StagedDelta) -> None:
-        done: list[int] = []
-        try:
-            for part in staged.exchange_parts():
-                staged.exchange(part, self)
-                done.append(part)
-        except BaseException:
-            for part in reversed(done):
-                staged.exchange(part, self)
-            raise
 
 
 # The device path: compares, selects and gathers on the device, so that only changed elements are copied to the host.

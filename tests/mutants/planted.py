@@ -151,8 +151,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "                    self._begin_scoring(last)\n", "                    pass\n"),
     # what the made-up defects of earlier simulators were, and what seeds have found
     Mutant("a commit leaves a part of the old version behind", "weights/host.py",
-           "            for part in staged.exchange_parts():\n                staged.exchange(part, self)\n                done.append(part)\n        except",
-           "            for part in list(staged.exchange_parts())[:-1]:\n                staged.exchange(part, self)\n                done.append(part)\n        except",
+           "                for part in staged.exchange_parts():\n                    staged.exchange(part, self)\n                    done.append(part)\n            except",
+           "                for part in list(staged.exchange_parts())[:-1]:\n                    staged.exchange(part, self)\n                    done.append(part)\n            except",
            (_UNIT + "weights/test_round_trip.py",)),
     Mutant("a lost learner is not dialled again", "worker/reports.py",
            "                await self._session(self._target)\n                pause_s",

@@ -21,8 +21,8 @@ import pytest
 
 from echo2.base.errors import ResourceError
 from echo2.contain.box import bubblewrap, view_here
-from echo2.contain.messages import SCRATCH, Ending, Limits
-from echo2.contain.pool import Program, ProgramPool, Ran
+from echo2.contain.messages import SCRATCH, Answer, Ending, Limits
+from echo2.contain.pool import Program, ProgramPool
 from echo2.contain.sandbox import Launch, Sandbox
 from echo2.tasks.built_in import EXECUTING_DATA_SETS
 from echo2.tasks.registry import make_task
@@ -223,7 +223,7 @@ def sandbox(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     bubblewrap.cache_clear()
 
 
-def _ran(pool: ProgramPool, outside: Outside, codes: Iterator[str]) -> list[tuple[str, Ran]]:
+def _ran(pool: ProgramPool, outside: Outside, codes: Iterator[str]) -> list[tuple[str, Answer]]:
     submitted = [(code, pool.submit(Program(outside.filled(code)))) for code in codes]
     return [(code, future.result(WAIT_S)) for code, future in submitted]
 
@@ -237,7 +237,7 @@ def test_hostile_programs_get_nothing_and_leave_nothing(outside: Outside) -> Non
             (code, ran)
             for code, ran in _ran(pool, outside, iter(codes))
             if "GOT" in ran.output
-            or SECRET in ran.output + ran.problem
+            or SECRET in ran.output + ran.note
             or ran.ending in (Ending.FAULT, Ending.CONTAINMENT_ENDED)
         ]
         assert not got, got

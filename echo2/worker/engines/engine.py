@@ -77,7 +77,7 @@ class TokenChunk:
     routing: Routing = NO_ROUTING
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """Counters since the engine's start, in seconds, tokens and sequences; `running_*` and `waiting_*` are current counts.
 
@@ -85,13 +85,13 @@ class EngineStats:
     all tokens prefilled, completions included. Each is 0 if the engine does not report it.
     """
 
-    running_sequences: int
-    waiting_sequences: int
-    sampled_tokens: int
-    decode_s: float
-    prefill_s: float
-    swap_s: float
-    swap_count: int
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    sampled_tokens: int = 0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    swap_s: float = 0.0
+    swap_count: int = 0
     prompt_tokens: int = 0
     shared_prompt_tokens: int = 0
     prefilled_tokens: int = 0

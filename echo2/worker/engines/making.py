@@ -36,9 +36,9 @@ class SeveralEngines:
     """Starts the engines one after another: starting one may change the process's environment."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        if not engines:
-            raise ConfigError("engines: expected at least one, got none")
         self._engines = tuple(engines)
+        self.slot_count = sum(engine.slot_count for engine in engines)
+        self.draws_by_seed = all(engine.draws_by_seed for engine in engines)
         self._home: dict[str, tuple[int, str]] = {}  # request id to engine number and prefix key
         self._groups: dict[str, tuple[int, set[str]]] = {}  # prefix key to engine number and request ids
         self._reading: dict[asyncio.Task[Sequence[TokenChunk]], int] = {}
@@ -47,14 +47,6 @@ class SeveralEngines:
     def version(self) -> Version | None:
         versions = {engine.version for engine in self._engines}
         return versions.pop() if len(versions) == 1 else None
-
-    @property
-    def slot_count(self) -> int:
-        return sum(engine.slot_count for engine in self._engines)
-
-    @property
-    def draws_by_seed(self) -> bool:
-        return all(engine.draws_by_seed for engine in self._engines)
 
     async def start(self) -> None:
         for engine in self._engines:
@@ -103,13 +95,15 @@ class SeveralEngines:
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         swaps = (engine.swap(staged, mode) for engine in self._engines)
-        found = await asyncio.gather(*swaps, return_exceptions=True)
-        errors = [(at, result) for at, result in enumerate(found) if isinstance(result, BaseException)]
-        for at, error in errors:
-            if not isinstance(error, EngineError):
+        pauses_s = await asyncio.gather(
+            *swaps, return_exceptions=True
+        )  # all are tried before the first error is raised
+        for at, error in enumerate(pauses_s):
+            if isinstance(error, EngineError):
+                raise EngineError(f"engine {at} of {len(self._engines)}: {error}") from error
+            if isinstance(error, BaseException):
                 raise error
-            raise EngineError(f"engine {at} of {len(self._engines)}: {error}") from error
-        return max(result for result in found if isinstance(result, float))
+        return max(result for result in pauses_s if isinstance(result, float))
 
     async def fingerprint(self, key: int) -> int:
         found = await asyncio.gather(*(engine.fingerprint(key) for engine in self._engines))

@@ -23,59 +23,45 @@ def seen(code: str, *arguments: str, **view: tuple[str, ...]) -> str:
 
 
 @needs_namespaces
-def test_the_packages_and_the_readable_are_seen_and_the_hidden_are_not(tmp_path: Path) -> None:
-    """Also where a hidden folder lies within what is shown, and what is shown deeper within it."""
+def test_the_packages_and_the_readable_are_seen_and_the_hidden_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a hidden folder lies within what is shown, and what is shown deeper within it; relative paths mean the same."""
     seen_of = {
-        "data/rows.jsonl": True,
-        "data/run/identity.key": False,
-        "data/run/venv/x.py": True,
-        "other/secret": False,
-    }
+        "data/rows.jsonl": True, "data/run/identity.key": False, "data/run/venv/x.py": True, "other/secret": False,
+    }  # fmt: skip
     for name in seen_of:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
     code = "import sys, os, echo2, numpy; [print(p, os.path.exists(p)) for p in sys.argv[1:]]"
-    names = {str(tmp_path / name): is_seen for name, is_seen in seen_of.items()}
     data = tmp_path / "data"
-    found = seen(code, *names, readable=(str(data), str(data / "run" / "venv")), hidden=(str(data / "run"),))
-    assert found.splitlines() == [f"{name} {is_seen}" for name, is_seen in names.items()]
+    found = seen(code, *seen_of, readable=("data", str(data / "run" / "venv")), hidden=(str(data / "run"),))
+    assert found.splitlines() == [f"{name} {is_seen}" for name, is_seen in seen_of.items()]
 
 
 @needs_namespaces
-def test_a_users_package_is_seen_and_what_lies_beside_it_is_not(
+def test_a_users_package_and_those_that_a_pth_file_adds_are_seen_and_what_lies_beside_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("value = 7")
-    (tmp_path / "beside.py").write_text("value = 8")
+    """The latter as where one virtual environment lies over another."""
+    for name, value in (("mine/__init__.py", 7), ("beside.py", 8), ("site-packages/below.py", 9)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"value = {value}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert seen("import mine; print(mine.value)", modules=("mine",)).strip() == "7"
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    assert seen("import mine, below; print(mine.value, below.value)", modules=("mine",)).strip() == "7 9"
     assert "No module named 'beside'" in seen("import beside", modules=("mine",))
 
 
-@needs_namespaces
-def test_packages_that_a_pth_file_adds_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one virtual environment lies over another."""
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "below.py").write_text("value = 9")
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    assert seen("import below; print(below.value)").strip() == "9"
-
-
-@needs_namespaces
-def test_relative_paths_mean_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rows.jsonl").write_text("row")
-    monkeypatch.chdir(tmp_path)
-    assert seen("print(open('rows.jsonl').read())", readable=("rows.jsonl",)).strip() == "row"
-
-
 def test_home_and_what_is_missing_are_not_readable() -> None:
-    with pytest.raises(ConfigError, match="less than the whole home"):
-        view_here(readable=("~",))
-    with pytest.raises(ConfigError, match="less than the whole home"):
-        view_here(readable=("/",))
-    with pytest.raises(ConfigError, match="found nothing there"):
-        view_here(readable=("/no/such/thing",))
+    for path, said in (
+        ("~", "less than the whole home"),
+        ("/", "less than the whole home"),
+        ("/no/such", "nothing there"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            view_here(readable=(path,))
     for path in ("relative", "/a/../b", ""):
         with pytest.raises(ConfigError, match="expected absolute paths"):
             box_command("bwrap", View((path,)), 1 << 20, ["python"])

@@ -13,6 +13,7 @@ import pytest
 
 from echo2.base.errors import TaskError
 from echo2.contain.box import bubblewrap, containment_problem, view_here
+from echo2.contain.inside import ending_of
 from echo2.contain.messages import SCRATCH, Ending, Limits
 from echo2.contain.pool import Program, ProgramPool
 from echo2.contain.sandbox import Launch, Sandbox
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(containment_problem()), reason="nothing can
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProgramPool]:
-    made = ProgramPool(Limits(cpu_s=2, wall_s=5.0))
+    made = ProgramPool(Limits(cpu_s=1, wall_s=20.0), process_count=2)
     yield made
     made.close()
 
@@ -31,19 +32,40 @@ def pool() -> Iterator[ProgramPool]:
 def test_a_program_has_its_files_and_input_and_its_output_comes_back(pool: ProgramPool) -> None:
     files = {"answer.py": "def double(n): return 2 * n"}
     ran = pool.submit(Program("from answer import double\nprint(double(int(input())))", "21\n", files)).result(WAIT_S)
-    assert (ran.ending, ran.output, ran.problem) == (Ending.ANSWERED, "42\n", "")
-
-
-def test_a_failing_program_says_how(pool: ProgramPool) -> None:
-    assert "AssertionError: 2 is 2" in pool.submit(Program("assert 1 == 2, '2 is 2'")).result(WAIT_S).problem
-    assert pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).problem == "exit 3"
-    assert "SyntaxError" in pool.submit(Program("def")).result(WAIT_S).problem
-
-
-def test_file_names_have_no_folders() -> None:
+    assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "42\n", "")
     for name in ("../x", "/x", "a/b", "", ".."):
         with pytest.raises(TaskError, match="names without folders"):
             Program("", files={name: ""})
+
+
+def test_a_failing_program_says_how(pool: ProgramPool) -> None:
+    assert "AssertionError: 2 is 2" in pool.submit(Program("assert 1 == 2, '2 is 2'")).result(WAIT_S).note
+    assert pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).note == "exit 3"
+    assert "SyntaxError" in pool.submit(Program("def")).result(WAIT_S).note
+
+
+SPIN = "while True: pass"
+HANDLES = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize("code", [SPIN, HANDLES + SPIN, HANDLES.replace("signal.SIG_IGN", "lambda *_: None") + SPIN])
+def test_a_program_that_computes_too_long_has_used_up_its_time_also_if_it_handles_the_signal(
+    pool: ProgramPool, code: str
+) -> None:
+    ran = pool.submit(Program(code)).result(WAIT_S)
+    assert ran.ending is Ending.CPU_USED_UP and ran.note == "computed longer than 1 s"
+
+
+def test_the_kernels_signal_tells_it_even_where_stolen_time_makes_it_come_early() -> None:
+    def ended(status: int, used_s: float, early: Ending | None = None, *, has_answer: bool = False) -> Ending:
+        return ending_of(early, status, has_answer, used_s, cpu_s=2)
+
+    for status, used_s in ((signal.SIGXCPU, 0.7), (signal.SIGKILL, 2.4), (signal.SIGKILL, 1.9)):
+        assert ended(status, used_s) is Ending.CPU_USED_UP
+    assert ended(signal.SIGKILL, 0.7) is ended(1 << 8, 0.1) is ended(0, 0.1) is Ending.DIED
+    assert ended(signal.SIGKILL, 0.7, Ending.TIMED_OUT) is Ending.TIMED_OUT
+    assert ended(signal.SIGKILL, 2.0, Ending.OUTPUT_USED_UP) is Ending.OUTPUT_USED_UP
+    assert ended(0, 2.0, has_answer=True) is Ending.ANSWERED
 
 
 @pytest.fixture
@@ -57,7 +79,7 @@ def body_of(code: str) -> dict[str, object]:
     return {"code": code, "stdin": "", "files": {}}
 
 
-def test_who_runs_when_the_process_ends_is_charged_and_has_the_next_one_started(sandbox: Sandbox) -> None:
+def test_who_runs_when_the_process_ends_is_charged_and_without_a_run_nobody_is(sandbox: Sandbox) -> None:
     assert sandbox.ask(body_of("print(1)")).printed == b"1\n"
     first = sandbox.pid
     assert first is not None
@@ -66,13 +88,7 @@ def test_who_runs_when_the_process_ends_is_charged_and_has_the_next_one_started(
     answer = sandbox.ask(body_of("import time; time.sleep(60)"))
     killing.join()
     assert answer.ending is Ending.CONTAINMENT_ENDED and "its process ended" in answer.note
-    assert sandbox.pid not in (None, first), "started again before the answer, in its own time"
-    assert sandbox.ask(body_of("print(1)")).printed == b"1\n"
-
-
-def test_a_process_that_ends_while_nothing_runs_is_replaced_and_charged_to_nobody(sandbox: Sandbox) -> None:
-    assert sandbox.ask(body_of("print(1)")).printed == b"1\n"
-    assert sandbox.pid is not None
+    assert sandbox.pid is not None and sandbox.pid != first, "started again before the answer, in its own time"
     handle = os.pidfd_open(sandbox.pid)
     os.killpg(sandbox.pid, signal.SIGKILL)
     assert select.select([handle], [], [], WAIT_S)[0]

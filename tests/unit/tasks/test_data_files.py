@@ -143,10 +143,10 @@ def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
     [
         ('{"prompt": "x", "solution": "1"}\n', r"x.jsonl row 1: expected a column answer or .*got prompt, solution"),
         ('{"prompt": "x", "answer": ""}\n', "expected a column answer"),
-        ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2: expected a prompt as text or"),
+        ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2 prompt: expected text or a list"),
         (
             '{"prompt": [{"role": "user", "content": null}], "answer": "1"}\n',
-            "row 1: expected a message's content as text, or as parts of type text, got 'None'",
+            "row 1 prompt message 1: expected a message's content as text, or as parts of type text, got 'None'",
         ),
         ('{"prompt": "x", "answer": ["$3$", "$-3$"]}\n', "row 1: expected one answer .* write several as one text"),
         ('{"prompt": "x", "answer": {"value": 1}}\n', "row 1: expected one answer"),
@@ -159,7 +159,7 @@ def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
         ('{"prompt": "x", "answer": "2\\n####"}\n', "row 1: expected the answer after ####"),
         (
             '{"prompt": [{"role": "robot", "content": "x"}], "answer": "1"}\n',
-            "row 1: expected a prompt as text or as a list",
+            "row 1 prompt message 1: expected a role among",
         ),
         ('{"prompt": "x", "answer": NaN}\n', "row 1: expected one answer as text or number, got 'nan'"),
         ('{"prompt": "x", "answer": true}\n', "row 1: expected one answer as text or number, got 'True'"),
@@ -167,7 +167,7 @@ def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
         ('{"prompt": "[{\\"role\\": \\"user\\"}]", "answer": "1"}\n', "row 1: .* a chat as a list instead of text"),
         (
             '{"prompt": [{"role": null, "content": "x"}], "answer": "1"}\n',
-            "row 1: expected a prompt as text or as a list",
+            "row 1 prompt message 1: expected a role among",
         ),
         (
             '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": "1"}\n',

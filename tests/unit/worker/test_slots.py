@@ -32,9 +32,9 @@ class SlotTraffic(RuleBasedStateMachine):
         self.said: list[tuple[int, ...]] = []
 
     def place(self, slot: int, at: int, *, is_written: bool = False) -> tuple[int, int]:
-        assert at // BLOCK_TOKENS < self.table.blocks.count(slot), "what is cached has a place"
+        assert at // BLOCK_TOKENS < self.table.blocks.counts[slot], "what is cached has a place"
         block = int(self.table.blocks.tables[slot, at // BLOCK_TOKENS])
-        assert not is_written or self.table.blocks.holders(block) == 1, "shared blocks are not written"
+        assert not is_written or self.table.blocks.holders[block] == 1, "shared blocks are not written"
         return block, at % BLOCK_TOKENS
 
     @rule(prefix=st.sampled_from("abcd"), done=st.integers(0, 4), siblings=st.integers(1, 4))
@@ -114,11 +114,11 @@ class SlotTraffic(RuleBasedStateMachine):
     @invariant()
     def blocks_are_not_lost(self) -> None:
         blocks = self.table.blocks
-        held = [int(block) for row in range(len(blocks.tables)) for block in blocks.tables[row, : blocks.count(row)]]
-        assert {block: held.count(block) for block in held} == {block: blocks.holders(block) for block in held}
+        held = [int(block) for row in range(len(blocks.tables)) for block in blocks.tables[row, : blocks.counts[row]]]
+        assert {block: held.count(block) for block in held} == {block: blocks.holders[block] for block in held}
         assert len(set(held)) + blocks.free_count == blocks.block_count
         for slot, sequence in self.table.running.items():
-            assert blocks.count(slot) <= blocks_for(len(sequence.tokens)), "no more than is in use"
+            assert blocks.counts[slot] <= blocks_for(len(sequence.tokens)), "no more than is in use"
 
     @invariant()
     def slots_are_not_lost(self) -> None:
@@ -176,22 +176,24 @@ def test_siblings_prefill_their_prompt_once_also_after_its_sequence_has_left() -
 def test_the_next_turn_computes_only_what_is_new_and_nothing_of_other_weights() -> None:
     table = SlotTable(1, CONTEXT)
     said = said_by(table, request("first", max_new_tokens=4), [5, 6, 7, 8])
-    before = table.counts.filled
+    before = table.prefilled_tokens
     second = GenerateRequest("second", (*said, 50, 51), (), SamplingParams(max_new_tokens=2), "other")
     said = said_by(table, second, [1, 2])
-    assert (table.counts.filled - before, table.counts.shared) == (2, 73), "the last sampled, never fed, and the next"
+    assert (table.prefilled_tokens - before, table.shared_prompt_tokens) == (2, 73), (
+        "the last sampled, never fed, and the next"
+    )
     table.weights_changed(keep_kv=True)
     said_by(table, GenerateRequest("third", (*said, 52), (), SamplingParams(max_new_tokens=2), "other"), [1, 2])
-    assert table.counts.filled - before == 2 + len(said), "what other weights computed is computed anew"
+    assert table.prefilled_tokens - before == 2 + len(said), "what other weights computed is computed anew"
 
 
 def test_the_chat_that_goes_on_keeps_its_cache_where_others_must_go() -> None:
     table = SlotTable(1, CONTEXT, CONTEXT)  # four blocks in all
     said = said_by(table, request("old", "d", max_new_tokens=1), [5])
     said_by(table, GenerateRequest("newer", tuple(range(60, 100)), (), SamplingParams(max_new_tokens=1), "n"), [5])
-    shared = table.counts.shared
+    shared = table.shared_prompt_tokens
     said_by(table, GenerateRequest("more", (*said, *range(30)), (), SamplingParams(max_new_tokens=1), "m"), [5])
-    assert table.counts.shared - shared == 40
+    assert table.shared_prompt_tokens - shared == 40
 
 
 def test_nothing_is_admitted_while_holding_and_an_id_in_use_is_refused() -> None:
@@ -232,5 +234,5 @@ def test_blocks_are_taken_from_the_lowest_on_and_come_back_and_one_sequence_must
     assert pool.reserve(0, 40) and pool.reserve(1, 1) and pool.free_count == 3
     pool.keep(0, 0)
     assert pool.reserve(2, 33) and list(pool.tables[2, :2]) == [0, 1] and pool.free_count == 3
-    assert pool.reserve(0, CONTEXT) is False and pool.count(0) == 0, "all or nothing"
+    assert pool.reserve(0, CONTEXT) is False and pool.counts[0] == 0, "all or nothing"
     assert pool.reserve(0, 3 * BLOCK_TOKENS) and pool.free_count == 0

@@ -38,7 +38,6 @@ _log = logging.getLogger("echo2.worker")
 def _model_of(
     given: Mapping[str, object], adapter: Adapter | None, quantisation: Quantisation
 ) -> tuple[LiveTensors, Callable[[BlockPool], Forward]]:
-    """A model's weights, and how to make a forward pass over them."""
     config = {key: value for key, value in given.items() if key != ROUTING_KEY}
     tells_routing = bool(given.get(ROUTING_KEY, False))
     reason = why_not_fused(config)
@@ -84,6 +83,8 @@ class EmbeddedEngine:
     `cache_tokens`: cache size for all sequences together; 0: enough for every slot at full length. Tokens leave through `outbox`.
     """
 
+    draws_by_seed = True
+
     def __init__(
         self,
         config: Mapping[str, object],
@@ -103,7 +104,7 @@ class EmbeddedEngine:
         self._context_tokens = context_tokens or limit
         if not 2 <= self._context_tokens <= limit:
             raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
-        self.carries_state, self._slot_count = self._weights.carries_state, slot_count
+        self.carries_state, self.slot_count = self._weights.carries_state, slot_count
         self._outbox = outbox or Outbox()
         self._loop = StepLoop(
             self._weights, make_forward, slot_count, self._context_tokens, self._outbox, slowdown, cache_tokens
@@ -114,14 +115,6 @@ class EmbeddedEngine:
     @property
     def version(self) -> Version | None:
         return self._loop.version
-
-    @property
-    def slot_count(self) -> int:
-        return self._slot_count
-
-    @property
-    def draws_by_seed(self) -> bool:
-        return True
 
     async def start(self) -> None:
         if self._thread is not None:

@@ -123,7 +123,6 @@ class CachedDecoder:
         self._blocks.keep(0, 0)
 
     def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Logits [T, V] after feeding one token to each of T slots at the given positions."""
         places = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
 
         hidden = self._embed(token_ids)
@@ -136,7 +135,6 @@ class CachedDecoder:
         return self._products.product(normed, self._weights.head).float()
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        """Computes keys and values of runs of tokens, all runs in one pass."""
         counts = [len(fill.token_ids) for fill in fills]
         slots_T = np.repeat([fill.slot for fill in fills], counts)
         positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
@@ -150,7 +148,6 @@ class CachedDecoder:
                 self._finish(layer, hidden, attended, self._weights.layers[index + 1].input_norm, normed)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies cached positions between blocks, of all layers."""
         for copy in copies:
             self._cache[copy.target, :, :, :, : copy.count] = self._cache[copy.source, :, :, :, : copy.count]
 

@@ -289,18 +289,15 @@ class GeneralDecoder:
         """Does nothing: there is nothing to compile, and the comparison with transformers needs weights first."""
 
     def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Logits [T, V] after feeding one token to each of T slots at the given positions."""
         self._try_once()
         slots_T, positions_T = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
         return self._logits(token_ids, _Pass(self._cache, self._tables, slots_T, positions_T))
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        """Computes keys and values of runs of tokens, all runs in one pass."""
         self._try_once()
         self._fill(self._cache, self._tables, fills)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies cached positions between blocks, of all layers."""
         for copy in copies:
             self._cache[copy.target, :, :, :, : copy.count] = self._cache[copy.source, :, :, :, : copy.count]
             if self._routers is not None:
@@ -351,7 +348,6 @@ class GeneralDecoder:
         return logits[0].float()
 
     def _fill(self, cache: torch.Tensor, tables: np.ndarray, fills: Sequence[Fill]) -> None:
-        """Computes keys and values of all runs."""
         slots_T = np.repeat([fill.slot for fill in fills], [len(fill.token_ids) for fill in fills])
         positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
         token_ids = [token for fill in fills for token in fill.token_ids]
@@ -427,7 +423,6 @@ class StateDecoder:
         """Does nothing: the comparison with transformers needs weights first."""
 
     def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Logits [T, V] after feeding one token to each of T slots at the given positions."""
         self._try_once()
         for slot, position in zip(slots, positions, strict=True):  # all of them before any goes on alone
             self._read(slot, position)
@@ -439,7 +434,6 @@ class StateDecoder:
         return torch.stack(rows)
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        """Reads runs of tokens."""
         self._try_once()
         for fill in fills:
             self._keep(fill.slot, fill.start, fill.token_ids)

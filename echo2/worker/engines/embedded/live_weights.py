@@ -9,7 +9,7 @@ which the published tensors are views.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.staged import StagedVersion, TensorUpdate
-from echo2.weights.elements import TensorSpec, element_type_of
+from echo2.weights.elements import TensorSpec, bits_of, element_type_of
 from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term, sum_bits
 from echo2.worker.engines.adapter import Adapter
 from echo2.worker.engines.engine import UpdateCheck
@@ -169,7 +169,7 @@ class LiveTensors:
         self._adapter = adapter
         self._published = tensors if adapter is None else adapter.tensors
         self._check = UpdateCheck(model_type, {name: tuple(t.shape) for name, t in self._published.items()})
-        self._bits = {name: patterns_of(tensor).reshape(-1) for name, tensor in self._published.items()}
+        self._bits = {name: bits_of(tensor) for name, tensor in self._published.items()}
         if adapter is not None:
             adapter.lay_base(tensors)
 
@@ -218,37 +218,19 @@ class LiveTensors:
         if self._adapter is not None:
             self._adapter.merge(self._tensors, [update.name for update in written])
 
-    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every tensor in the dtype that was published."""
-        for name, tensor in self._published.items():
-            if self._is_widened(name):
-                narrow = _upper_halves(self._bits[name]).view(np.int16)
-                yield name, torch.from_numpy(narrow).view(torch.bfloat16).reshape(tensor.shape)
-            else:
-                yield name, tensor
-
     def fingerprint(self, key: int) -> int:
         """Keyed fingerprint of the weights as published; float32 copies of bf16 weights are narrowed piece by piece."""
         return int(sum(self._fingerprint_of(name, tensor, key) for name, tensor in self._published.items()) % MODULUS)
 
     def _fingerprint_of(self, name: str, tensor: torch.Tensor, key: int) -> int:
-        if not self._is_widened(name):
-            return fingerprint_tensor(name, tensor, key)
         bits = self._bits[name]
+        if self._check.dtypes.get(name) != "bfloat16" or bits.itemsize < 4:  # as it was published
+            return fingerprint_tensor(name, tensor, key)
         pieces = (
             sum_bits(name, _upper_halves(bits[begin : begin + PIECE_ELEMENTS]), key, begin)
             for begin in range(0, len(bits), PIECE_ELEMENTS)
         )
         return header_term(key, TensorSpec(name, _BF16, tuple(tensor.shape))) + sum(pieces)
-
-    def _is_widened(self, name: str) -> bool:
-        """Whether a tensor was published in bf16 and is held in float32."""
-        return self._check.dtypes.get(name) == "bfloat16" and self._bits[name].itemsize == 4
-
-
-def patterns_of(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bits as numpy sees them, without a copy: uint16 of bf16, uint32 of float32."""
-    return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint32).numpy()
 
 
 def _upper_halves(bits: np.ndarray) -> np.ndarray:
@@ -263,13 +245,11 @@ def _as_in(live: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 def _put_whole(live: np.ndarray, bits: np.ndarray) -> None:
     """Writes a whole tensor, in pieces that stay in the processor's cache."""
-    if bits.dtype == live.dtype:
-        live[:] = bits
-        return
     for begin in range(0, len(live), PIECE_ELEMENTS):
         piece = live[begin : begin + PIECE_ELEMENTS]
         piece[:] = bits[begin : begin + PIECE_ELEMENTS]
-        piece <<= 16
+        if bits.dtype != live.dtype:
+            piece <<= 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -32,15 +32,21 @@ from echo2.worker.engines.outbox import Outbox, SampledToken
 
 
 class Forward(Protocol):
-    """A model's forward pass over its cache. `decode` returns logits; `fill` computes keys and values only."""
+    """A model's forward pass over its cache. Not thread-safe: one thread calls it."""
 
     def warm_up(self) -> None: ...
 
-    def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor: ...
+    def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Logits [T, V] after feeding one token to each of T slots at the given positions."""
+        ...
 
-    def fill(self, fills: Sequence[Fill]) -> None: ...
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Computes keys and values of runs of tokens, all runs in one pass."""
+        ...
 
-    def copy(self, copies: Sequence[Copy]) -> None: ...
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies cached positions between blocks, of all layers."""
+        ...
 
     @property
     def routing(self) -> Callable[[int, int, int], bytes] | None:
@@ -70,15 +76,6 @@ class LiveSwap:
 
 
 @dataclass(slots=True)
-class _Counters:
-    sampled_tokens: int = 0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    swap_s: float = 0.0
-    swap_count: int = 0
-
-
-@dataclass(slots=True)
 class StepLoop:
     """`run` is the thread's function. Methods marked "in the thread", `run_commands` and `step` run in that thread; the others may
     be called from any thread."""
@@ -91,7 +88,7 @@ class StepLoop:
     slowdown: float = 1.0
     cache_tokens: int = 0
     version: Version | None = None
-    _counters: _Counters = field(default_factory=_Counters)
+    _totals: EngineStats = field(default_factory=EngineStats)
     _commands: deque[tuple[Future[Any], Callable[[], object]]] = field(default_factory=deque)
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -172,18 +169,14 @@ class StepLoop:
         self._swap_if_ready()
 
     def stats(self) -> EngineStats:
-        counters = self._counters
-        return EngineStats(
-            running_sequences=len(self._table.running),
-            waiting_sequences=len(self._table.waiting),
-            sampled_tokens=counters.sampled_tokens,
-            decode_s=counters.decode_s,
-            prefill_s=counters.prefill_s,
-            swap_s=counters.swap_s,
-            swap_count=counters.swap_count,
-            prompt_tokens=self._table.counts.asked,
-            shared_prompt_tokens=self._table.counts.shared,
-            prefilled_tokens=self._table.counts.filled,
+        table = self._table
+        return replace(
+            self._totals,
+            running_sequences=len(table.running),
+            waiting_sequences=len(table.waiting),
+            prompt_tokens=table.prompt_tokens,
+            shared_prompt_tokens=table.shared_prompt_tokens,
+            prefilled_tokens=table.prefilled_tokens,
         )
 
     def run_commands(self) -> None:
@@ -225,7 +218,7 @@ class StepLoop:
             self._forward.fill(fills)
             self._table.filled(fills)
             self._forward.copy(self._table.next_copies())
-        self._counters.prefill_s += time.monotonic() - began
+        self._totals.prefill_s += time.monotonic() - began
 
     def _decode(self) -> None:
         batch = self._table.decodable()
@@ -238,14 +231,11 @@ class StepLoop:
             [sequence.slot for sequence in batch],
             [sequence.cached for sequence in batch],
         )
-        routings = [self._routing_of(sequence) for sequence in batch]
         params = [sequence.request.sampling for sequence in batch]
         numbers = [uniform(s.request.sampling.seed, s.completion_count) for s in batch]
-        drawn = draw(logits, params, numbers)
         tokens = []
-        for sequence, token_id, logprob, raw, routing in zip(
-            batch, drawn.token_ids, drawn.logprobs, drawn.raw_logprobs, routings, strict=True
-        ):
+        for sequence, (token_id, logprob, raw) in zip(batch, draw(logits, params, numbers), strict=True):
+            routing = self._routing_of(sequence)
             reason = self._table.extend(sequence, token_id)
             request_id = sequence.request.request_id
             tokens.append(SampledToken(request_id, self.version, reason, token_id, logprob, raw, routing))
@@ -253,8 +243,8 @@ class StepLoop:
                 self._table.release(sequence)
         if self._pending_swap is not None:
             self._pending_swap.steps_left -= 1
-        self._counters.sampled_tokens += len(tokens)
-        self._counters.decode_s += time.monotonic() - began
+        self._totals.sampled_tokens += len(tokens)
+        self._totals.decode_s += time.monotonic() - began
         self.outbox.put(tokens)
 
     def _routing_of(self, sequence: SlotSequence) -> Routing:
@@ -295,8 +285,8 @@ class StepLoop:
         self.version = swap.version
         self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
         stood_still_s = time.monotonic() - began
-        self._counters.swap_s += stood_still_s
-        self._counters.swap_count += 1
+        self._totals.swap_s += stood_still_s
+        self._totals.swap_count += 1
         return stood_still_s
 
     def _refuse_what_waits(self, failure: EchoError) -> None:
@@ -325,28 +315,18 @@ ELEMENTS_MAX = 1 << 19
 """Most logits processed at a time; bounds the memory of intermediate results."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Per sequence: the token, its log-probability under the sampling distribution and under the raw model."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
+Drawn = tuple[int, float, float]
+"""A token, its log-probability under the sampling distribution and under the raw model."""
 
 
-def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
+def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[Drawn]:
     """Draws one token per row. `uniforms`: one random number in [0, 1) per row."""
-    drawn, step = SampledTokens([], [], []), max(1, ELEMENTS_MAX // logits_TV.shape[1])
-    for begin in range(0, len(logits_TV), step):
-        rows = slice(begin, begin + step)
-        part = _drawn(logits_TV[rows], params[rows], uniforms[rows])
-        drawn.token_ids.extend(part.token_ids)
-        drawn.logprobs.extend(part.logprobs)
-        drawn.raw_logprobs.extend(part.raw_logprobs)
-    return drawn
+    step = max(1, ELEMENTS_MAX // logits_TV.shape[1])
+    parts = (slice(begin, begin + step) for begin in range(0, len(logits_TV), step))
+    return [drawn for rows in parts for drawn in _drawn(logits_TV[rows], params[rows], uniforms[rows])]
 
 
-def _drawn(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
+def _drawn(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Iterator[Drawn]:
     raw_TV = torch.log_softmax(logits_TV, dim=-1)
     sampling_TV = _sampling_logprobs(logits_TV, raw_TV, params)
     cumulative_TV = sampling_TV.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -359,9 +339,8 @@ def _drawn(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: 
     if greedy:
         logprobs[greedy] = 0.0
     raw = raw_TV.gather(1, chosen)
-    return SampledTokens(
-        chosen[:, 0].tolist(), logprobs[:, 0].clamp_(max=0.0).tolist(), raw[:, 0].clamp_(max=0.0).tolist()
-    )
+    numbers = (each[:, 0].clamp_(max=0.0).tolist() for each in (logprobs, raw))
+    return zip(chosen[:, 0].tolist(), *numbers, strict=True)
 
 
 def _sampling_logprobs(logits: torch.Tensor, raw: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

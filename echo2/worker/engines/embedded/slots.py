@@ -29,14 +29,14 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockPool:
-    """`tables[slot, n]` is the block of the positions from n * BLOCK_TOKENS on; only the first `count(slot)` entries of a row are
-    valid. The table is int32 of shape (slot_count + kept_rows, blocks per sequence).
+    """`tables[slot, n]` is the block of the positions from n * BLOCK_TOKENS on; only the first `counts[slot]` entries of a row
+    are valid; `holders[block]` entries name a block. The table is int32 of shape (slot_count + kept_rows, blocks per sequence).
 
     `cache_tokens` bounds all slots together; 0: enough for every slot at full length. The last `kept_rows` rows hold the caches of
     ended sequences, out of the same blocks.
     """
 
-    __slots__ = ("_counts", "_free", "_holders", "_unused", "block_count", "slot_count", "tables")
+    __slots__ = ("_free", "_unused", "block_count", "counts", "holders", "slot_count", "tables")
 
     def __init__(self, slot_count: int, context_tokens: int, cache_tokens: int = 0, kept_rows: int = 0) -> None:
         each = blocks_for(context_tokens)
@@ -47,8 +47,8 @@ class BlockPool:
                 f"cache: expected room for one sequence of {context_tokens} tokens, got {cache_tokens} tokens in all"
             )
         self.tables = np.zeros((slot_count + kept_rows, each), np.int32)
-        self._counts = [0] * (slot_count + kept_rows)
-        self._holders = [0] * self.block_count
+        self.counts = [0] * (slot_count + kept_rows)
+        self.holders = [0] * self.block_count
         self._free: list[int] = []
         self._unused = 0  # blocks from this number on were never handed out
 
@@ -56,12 +56,9 @@ class BlockPool:
     def free_count(self) -> int:
         return len(self._free) + self.block_count - self._unused
 
-    def count(self, slot: int) -> int:
-        return self._counts[slot]
-
     def missing(self, slot: int, tokens: int) -> int:
         """How many more blocks the slot needs for `tokens` positions."""
-        return max(0, blocks_for(tokens) - self._counts[slot])
+        return max(0, blocks_for(tokens) - self.counts[slot])
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Gives the slot blocks for `tokens` positions; if too few are free, changes nothing and returns False."""
@@ -69,7 +66,11 @@ class BlockPool:
         if missing > self.free_count:
             return False
         for _ in range(missing):
-            self._hold(slot, self._take())
+            if self._free:
+                self._hold(slot, heapq.heappop(self._free))
+            else:
+                self._unused += 1
+                self._hold(slot, self._unused - 1)
         return True
 
     def share(self, source: int, target: int, tokens: int) -> int:
@@ -77,7 +78,7 @@ class BlockPool:
 
         Returns the number of positions shared; the caller copies the rest.
         """
-        assert self._counts[target] == 0, "blocks are shared with a slot that holds none"
+        assert self.counts[target] == 0, "blocks are shared with a slot that holds none"
         whole = tokens // BLOCK_TOKENS
         for number in range(whole):
             self._hold(target, int(self.tables[source, number]))
@@ -85,34 +86,25 @@ class BlockPool:
 
     def hand_over(self, source: int, target: int) -> None:
         """Moves all blocks of `source` to `target`, which holds nothing."""
-        assert self._counts[target] == 0, "blocks are handed to a row that holds none"
-        count = self._counts[source]
+        assert self.counts[target] == 0, "blocks are handed to a row that holds none"
+        count = self.counts[source]
         self.tables[target, :count] = self.tables[source, :count]
-        self._counts[target], self._counts[source] = count, 0
+        self.counts[target], self.counts[source] = count, 0
 
     def keep(self, slot: int, tokens: int) -> None:
         """Gives back the slot's blocks beyond its first `tokens` positions."""
         kept = blocks_for(tokens)
-        while self._counts[slot] > kept:
-            self._counts[slot] -= 1
-            block = int(self.tables[slot, self._counts[slot]])
-            self._holders[block] -= 1
-            if not self._holders[block]:
+        while self.counts[slot] > kept:
+            self.counts[slot] -= 1
+            block = int(self.tables[slot, self.counts[slot]])
+            self.holders[block] -= 1
+            if not self.holders[block]:
                 heapq.heappush(self._free, block)
 
-    def holders(self, block: int) -> int:
-        return self._holders[block]
-
-    def _take(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self._unused += 1
-        return self._unused - 1
-
     def _hold(self, slot: int, block: int) -> None:
-        self.tables[slot, self._counts[slot]] = block
-        self._counts[slot] += 1
-        self._holders[block] += 1
+        self.tables[slot, self.counts[slot]] = block
+        self.counts[slot] += 1
+        self.holders[block] += 1
 
 
 KEPT_PER_SLOT = 4  # chats that wait for their tools, and prompts of which siblings may still come
@@ -223,15 +215,6 @@ class Fill:
 
 
 @dataclass(slots=True)
-class PrefixCounts:
-    """Token counts since the start: shareable prompt tokens of admitted sequences, tokens shared, tokens computed by prefill."""
-
-    asked: int = 0
-    shared: int = 0
-    filled: int = 0
-
-
-@dataclass(slots=True)
 class SlotTable:
     """The slots of one engine. Each change of weights starts a new epoch; caches of an older epoch are never shared."""
 
@@ -244,7 +227,9 @@ class SlotTable:
     """If set, admits nothing (a swap is waiting for running sequences to end)."""
     waiting: deque[GenerateRequest] = field(default_factory=deque)
     running: dict[int, SlotSequence] = field(default_factory=dict)
-    counts: PrefixCounts = field(default_factory=PrefixCounts)
+    prompt_tokens: int = 0  # shareable ones of admitted sequences
+    shared_prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     _slot_of: dict[str, int] = field(default_factory=dict)
     _waiting_ids: set[str] = field(default_factory=set)
     _free: deque[int] = field(default_factory=deque)
@@ -278,7 +263,7 @@ class SlotTable:
             sequence = SlotSequence(request, slot, [*request.prompt_token_ids, *request.token_ids])
             self.running[slot] = sequence
             self._slot_of[request.request_id] = slot
-            self.counts.asked += sequence.shareable
+            self.prompt_tokens += sequence.shareable
             seated.append(sequence)
         return seated
 
@@ -303,11 +288,11 @@ class SlotTable:
         shared = blocks.share(source, slot, count)
         copies = []
         if shared < count and blocks.reserve(slot, count):
-            last = blocks.count(slot) - 1
+            last = blocks.counts[slot] - 1
             copies.append(Copy(int(blocks.tables[source, last]), int(blocks.tables[slot, last]), count - shared))
             shared = count
         sequence.epoch, sequence.cached = self.epoch, shared
-        self.counts.shared += max(0, shared - before)
+        self.shared_prompt_tokens += max(0, shared - before)
         return copies
 
     def next_fills(self, budget_tokens: int) -> list[Fill]:
@@ -339,7 +324,7 @@ class SlotTable:
             if not fill.start:
                 sequence.epoch = self.epoch
             sequence.cached = fill.start + len(fill.token_ids)
-            self.counts.filled += len(fill.token_ids)
+            self.prefilled_tokens += len(fill.token_ids)
 
     def decodable(self) -> list[SlotSequence]:
         """The sequences that the next decode step can extend; a cache position is reserved for each."""

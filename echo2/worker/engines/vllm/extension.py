@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from echo2.base.errors import EchoError, EngineError
 from echo2.base.rng import uniform
-from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, STREAM, Entry, read_patches
-from echo2.worker.engines.vllm.weight_map import RoundedLayer, RoundedMap, Scaled, WeightMap, record_map, record_pieces
+from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, RAW_LOGPROB_ID, STREAM, Entry, read_patches
+from echo2.worker.engines.vllm.weight_map import RoundedLayer, WeightMap, record_map, record_pieces
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -64,23 +65,16 @@ def map_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], factor: floa
     runner.lora_manager.remove_all_adapters()
 
     def load(probes: Mapping[str, torch.Tensor]) -> None:
-        manager.add_adapter(LoRAModel(ADAPTER_ID, _rank(shapes), _layers(probes)))
+        rank = next(shape[0] for name, shape in shapes.items() if name.endswith(_A))
+        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, _layers(probes)))
         manager.activate_adapter(ADAPTER_ID)
 
-    dtype = manager.lora_config.lora_dtype
-    pieces = record_pieces(load, shapes, dtype)
-    for name in shapes:
-        if not pieces[name]:
+    scaled = {}
+    for name, pieces in record_pieces(load, shapes, manager.lora_config.lora_dtype).items():
+        if not pieces:
             raise EngineError(f"tensor {name}: vLLM has no LoRA layer that takes it")
-    derived = {
-        name: [Scaled(p.offset, p.strides, p.live, factor if name.endswith(_B) else 1.0) for p in found]
-        for name, found in pieces.items()
-    }
-    return WeightMap(shapes, {name: [] for name in shapes}, derived)
-
-
-def _rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return next(shape[0] for name, shape in shapes.items() if name.endswith(_A))
+        scaled[name] = [replace(piece, factor=factor if name.endswith(_B) else 1.0) for piece in pieces]
+    return WeightMap(shapes, scaled)
 
 
 def _layers(probes: Mapping[str, torch.Tensor]) -> dict[str, LoRALayerWeights]:
@@ -112,16 +106,6 @@ def rounded_layers(model: torch.nn.Module) -> list[RoundedLayer]:
                 "which cannot be fed with changes; expected worker.quantisation none"
             )
     return found
-
-
-def map_rounded(
-    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], layers: Sequence[RoundedLayer], config: Path
-) -> RoundedMap:
-    """The map of published tensors for a model with these rounded `layers`."""
-    device = next(iter(layers[0].live.values())).device
-    with _masters_in_place(model, layers):
-        weights = record_map(model.load_weights, shapes, model, device, config)  # type: ignore[arg-type]
-    return RoundedMap(weights, layers)
 
 
 def _layer(name: str, module: Any) -> RoundedLayer:
@@ -170,9 +154,6 @@ def _masters_in_place(model: torch.nn.Module, layers: Sequence[RoundedLayer]) ->
 
 vllm_ops._supports_onednn = False
 
-RAW_LOGPROB_ID = -1
-"""Marks, in place of a token id, the entry with the raw model's log-probability of the sampled token."""
-
 SUMS_MAX = 1 << 24
 """Cumulative probabilities held at a time: 128 MiB that vLLM's memory planning does not include."""
 _BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
@@ -218,14 +199,12 @@ class SeededDraws(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The drawn token of each row, and the log-probabilities of the sampling distribution [rows, vocabulary], float32."""
         logprobs = _top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-        numbers = torch.tensor(self._numbers(len(logits)), dtype=torch.float64, device=logits.device)
+        states = (self._runner.requests[name] for name in self._runner.input_batch.req_ids[: len(logits)])
+        places = (place_of(state.sampling_params.extra_args, len(state.output_token_ids)) for state in states)
+        numbers = torch.tensor([uniform(*place) for place in places], dtype=torch.float64, device=logits.device)
         rows = max(1, SUMS_MAX // logits.shape[-1])
         parts = zip(torch.split(logprobs, rows), torch.split(numbers, rows), strict=True)
         return torch.cat([_picked(*part) for part in parts]), logprobs
-
-    def _numbers(self, count: int) -> list[float]:
-        states = (self._runner.requests[request_id] for request_id in self._runner.input_batch.req_ids[:count])
-        return [uniform(*place_of(state.sampling_params.extra_args, len(state.output_token_ids))) for state in states]
 
 
 def place_of(told: dict[str, int], sampled_tokens: int) -> tuple[int, int]:
@@ -278,8 +257,8 @@ class WorkerExtension:
     """The methods that the engine calls in each of vLLM's processes. They return errors as a text `error: ...`, because exceptions
     lose their class on the way."""
 
-    _echo2_map: WeightMap | RoundedMap | None = None  # of the published tensors
-    _echo2_base: WeightMap | RoundedMap | None = None  # of an adapter's base model
+    _echo2_map: WeightMap | None = None  # of the published tensors
+    _echo2_base: WeightMap | None = None  # of an adapter's base model
     model_runner: Any
 
     def echo2_report_both_logprobs(self) -> str:
@@ -304,14 +283,14 @@ class WorkerExtension:
         try:
             model = self.model_runner.model
             config = Path(self.model_runner.model_config.model)  # the folder that the engine wrote
-            found: WeightMap | RoundedMap
             # Some models' loaders ask for vLLM's config, which is set only while it makes a model.
             with without_adapters(model), set_current_vllm_config(self.model_runner.vllm_config):
-                if layers := rounded_layers(model):
-                    found = map_rounded(model, _shapes(shapes), layers, config)
-                else:
+                layers = rounded_layers(model)
+                if not layers:
                     _refuse_changed_experts(model)
-                    found = record_map(model.load_weights, _shapes(shapes), model, config=config)
+                device = next(iter(layers[0].live.values())).device if layers else None
+                with _masters_in_place(model, layers):
+                    found = record_map(model.load_weights, _shapes(shapes), model, device, config, layers)
         except EchoError as error:
             return f"error: {error}"
         self._echo2_base, self._echo2_map = (found, self._echo2_map) if is_base else (self._echo2_base, found)
@@ -338,8 +317,8 @@ class WorkerExtension:
 
     def echo2_follow(self) -> str:
         """Rounds again the layers that the last update touched; `echo2_settle` must follow."""
-        if not isinstance(self._echo2_map, RoundedMap):
-            return "error: expected layers that vLLM rounds, got none"
+        if self._echo2_map is None:
+            return "error: expected a keyframe first, got a change"
         try:
             self._echo2_map.follow()
         except (EchoError, RuntimeError) as error:  # torch raises RuntimeError if memory is short

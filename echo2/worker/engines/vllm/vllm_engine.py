@@ -30,7 +30,7 @@ from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
-from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, STREAM, VllmWeights
+from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, RAW_LOGPROB_ID, STREAM, VllmWeights
 from echo2.worker.options import WorkerOptions
 
 GPU_MEMORY_SHARE = 0.9  # share of a GPU's memory that vLLM may use
@@ -142,7 +142,6 @@ STOP_TIMEOUT_S = 9.0  # within the 10 s that `Engine.stop` promises
 APPLY_TIMEOUT_S = 300.0  # bounds every call to vLLM's processes; loading a large keyframe takes longest
 _log = logging.getLogger("echo2.worker")
 _EXTENSION = "echo2.worker.engines.vllm.extension.WorkerExtension"
-_RAW_LOGPROB_ID = -1  # no token has it
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _TEMPERATURE_MIN = 0.01  # vLLM raises smaller ones to this
 
@@ -156,15 +155,6 @@ class _Stream:
     count: int = 0
     is_known: bool = False
     is_aborted: bool = False
-
-
-@dataclass(slots=True)
-class _VllmCounters:
-    sampled_tokens: int = 0
-    busy_s: float = 0.0
-    swap_s: float = 0.0
-    swap_count: int = 0
-    busy_since: float | None = None
 
 
 class VllmEngine:
@@ -188,25 +178,23 @@ class VllmEngine:
         linger_s: float = 0.0,
         draft_tokens: int = 0,
     ) -> None:
-        self._config = config
         refuse_unsupported(config, quantisation, adapter)
-        self._quantisation = quantisation
-        limit = int(str(self._config.get("max_position_embeddings", 0)))
+        self._config, self._quantisation = config, quantisation
+        limit = int(str(config.get("max_position_embeddings", 0)))
         self._context_tokens = context_tokens or limit
         if not 2 <= self._context_tokens <= limit:
             raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
         self._vocab_count = int(str(self._config["vocab_size"]))
-        self._slot_count = slot_count
-        self._gpus = tuple(gpus)
+        self.version: Version | None = None
+        self.slot_count, self._gpus = slot_count, tuple(gpus)
+        self.draws_by_seed = not draft_tokens  # with drafts, vLLM draws acceptance from its own random generator
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
         self._outbox = Outbox(linger_s=linger_s)
         self._room = asyncio.Event()
-        self._version: Version | None = None
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
-        self._draft_tokens = draft_tokens
-        self._adapter = adapter
+        self._draft_tokens, self._adapter = draft_tokens, adapter
         self._weights = VllmWeights(
             self._rpc,
             str(self._config.get("model_type")),
@@ -214,19 +202,9 @@ class VllmEngine:
             is_rounded=quantisation is not Quantisation.NONE,
         )
         self._swap_order = asyncio.Lock()
-        self._counters = _VllmCounters()
-
-    @property
-    def version(self) -> Version | None:
-        return self._version
-
-    @property
-    def slot_count(self) -> int:
-        return self._slot_count
-
-    @property
-    def draws_by_seed(self) -> bool:
-        return not self._draft_tokens  # with drafts, vLLM draws acceptance from its own random generator
+        self._sampled_tokens = self._swap_count = 0
+        self._busy_s = self._swap_s = 0.0
+        self._busy_since: float | None = None
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -261,7 +239,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             load_format="dummy",  # weights arrive by swap
             max_model_len=self._context_tokens,
-            max_num_seqs=self._slot_count,
+            max_num_seqs=self.slot_count,
             gpu_memory_utilization=GPU_MEMORY_SHARE,
             enforce_eager=is_cpu(),
             logprobs_mode="processed_logprobs",
@@ -321,7 +299,7 @@ class VllmEngine:
         self._outbox.open(request.request_id)
         stream = _Stream(request)
         self._streams[request.request_id] = stream
-        if self._version is not None:
+        if self.version is not None:
             self._begin(stream)
 
     async def next_chunks(self) -> Sequence[TokenChunk]:
@@ -339,9 +317,9 @@ class VllmEngine:
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         async with self._swap_order:
-            if staged.parent is not None and staged.parent != self._version:
+            if staged.parent is not None and staged.parent != self.version:
                 raise EngineError(
-                    f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
+                    f"version {staged.version}: expected a change of live version {self.version}, got {staged.parent}"
                 )
             await self._weights.stage(staged)
             stood_still_s = await self._apply(staged.version, mode)
@@ -355,26 +333,21 @@ class VllmEngine:
         return await self._weights.fingerprint(key)
 
     def stats(self) -> EngineStats:
-        counters = self._counters
-        running = sum(stream.count > 0 for stream in self._streams.values())
-        since = counters.busy_since
+        running, since = sum(stream.count > 0 for stream in self._streams.values()), self._busy_since
         return EngineStats(
             running_sequences=running,
             waiting_sequences=len(self._streams) - running,
-            sampled_tokens=counters.sampled_tokens,
-            decode_s=counters.busy_s + (time.monotonic() - since if since is not None else 0.0),
+            sampled_tokens=self._sampled_tokens,
+            decode_s=self._busy_s + (time.monotonic() - since if since is not None else 0.0),
             prefill_s=0.0,  # vLLM mixes prefill into decode steps
-            swap_s=counters.swap_s,
-            swap_count=counters.swap_count,
+            swap_s=self._swap_s,
+            swap_count=self._swap_count,
         )
 
     async def _apply(self, version: Version, mode: SwapMode) -> float:
-        waits = mode is SwapMode.FINISH_FIRST
-        began = time.monotonic()
-        keeps = mode is SwapMode.KEEP_KV
-        await self._llm.pause_generation(mode="wait" if waits else "keep", clear_cache=not keeps)
-        if waits:
-            began = time.monotonic()
+        waits, began = mode is SwapMode.FINISH_FIRST, time.monotonic()
+        await self._llm.pause_generation(mode="wait" if waits else "keep", clear_cache=mode is not SwapMode.KEEP_KV)
+        began = time.monotonic() if waits else began
         try:
             await self._weights.apply()
             try:
@@ -382,13 +355,13 @@ class VllmEngine:
             except Exception:
                 await self._weights.settle(is_kept=False)
                 raise
-            self._version = version
+            self.version = version
             self._epoch += 1
-            self._counters.swap_count += 1
+            self._swap_count += 1
         finally:
             await self._llm.resume_generation()
             stood_still_s = time.monotonic() - began
-            self._counters.swap_s += stood_still_s
+            self._swap_s += stood_still_s
         return stood_still_s
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
@@ -399,8 +372,7 @@ class VllmEngine:
             raise EngineError(f"vLLM failed in {method}: {error}") from error
 
     def _begin(self, stream: _Stream) -> None:
-        if self._counters.busy_since is None:
-            self._counters.busy_since = time.monotonic()
+        self._busy_since = self._busy_since or time.monotonic()
         stream.task = asyncio.create_task(self._follow(stream))
 
     async def _follow(self, stream: _Stream) -> None:
@@ -437,13 +409,13 @@ class VllmEngine:
         is_greedy = stream.request.sampling.temperature == 0.0
         sampled = []
         for token_id, logprobs, version in zip(completion.token_ids, completion.logprobs or (), versions, strict=True):
-            raw = min(logprobs[_RAW_LOGPROB_ID].logprob, 0.0)
+            raw = min(logprobs[RAW_LOGPROB_ID].logprob, 0.0)
             logprob = 0.0 if is_greedy else min(logprobs[token_id].logprob, 0.0)
             sampled.append(
                 SampledToken(stream.request.request_id, version, FinishReason.UNFINISHED, token_id, logprob, raw)
             )
         stream.count += len(sampled)
-        self._counters.sampled_tokens += len(sampled)
+        self._sampled_tokens += len(sampled)
         self._outbox.put(sampled)
 
     def _versions(self, stream: _Stream, completion: Any) -> list[Version]:
@@ -462,11 +434,10 @@ class VllmEngine:
     def _end(self, stream: _Stream, reason: FinishReason) -> None:
         request_id = stream.request.request_id
         self._streams.pop(request_id, None)
-        self._outbox.put([SampledToken(request_id, self._version or Version(0), reason)])
-        counters = self._counters
-        if not self._streams and counters.busy_since is not None:
-            counters.busy_s += time.monotonic() - counters.busy_since
-            counters.busy_since = None
+        self._outbox.put([SampledToken(request_id, self.version or Version(0), reason)])
+        if not self._streams and self._busy_since is not None:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
 
     def _lora_request(self) -> Any:
         """vLLM's reference to the adapter that the extension has registered; None without one. vLLM never reads its path."""

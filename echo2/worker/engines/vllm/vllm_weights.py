@@ -76,6 +76,8 @@ STREAM, POSITION = "echo2_stream", "echo2_position"
 before this request."""
 ADAPTER_ID = 1
 """vLLM's number for the only adapter."""
+RAW_LOGPROB_ID = -1
+"""Marks, in place of a token id, the entry with the raw model's log-probability of the sampled token."""
 NO_FINGERPRINT = -1  # no sum is negative
 Entry = tuple[str, str, int, int, int]
 """A patch in a file: name, dtype, offset in bytes, number of positions or -1 (whole tensor), number of values."""

@@ -3,7 +3,7 @@
 The map is recorded, not written by hand: the model's own loader runs once on tensors without storage, and every final
 `Tensor.copy_` shows which part of which tensor goes where. Guarantees: a parameter that is not completely filled is refused by
 name; an update is applied completely or undone, and can be undone until it is settled. If live values differ from the published
-ones in their bits (`Scaled`, `RoundedLayer`), the published bits are kept on the host as well; a rounded layer that an update
+ones in their bits (a `factor`, a `RoundedLayer`), the published bits are kept on the host as well; a rounded layer that an update
 touches is rounded again from its whole master, by the same function as at loading, and undoing an update rounds the old masters
 again. Which layers are rounded again depends only on an update's names: if several processes hold parts of a layer, all of them
 round it, in the same order, so that they can agree on scales.
@@ -23,45 +23,19 @@ from echo2.base.errors import EngineError
 from echo2.weights.elements import TensorSpec, element_type_of
 from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term
 
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A live value computed from a published one: a strided part (offset and strides) of the tensor times `factor`, in the dtype of
-    the live view. It differs from the published value in its bits, so those are kept on the host to prove it."""
-
-    offset: int
-    strides: tuple[int, ...]
-    live: torch.Tensor
-    factor: float
-
-    def put(self, published: torch.Tensor) -> None:
-        self.live.copy_(self._values(published))
-
-    def follows(self, published: torch.Tensor) -> bool:
-        """Whether the live value equals, bit for bit, what `put` would write."""
-        return bool(torch.equal(_bits(self.live.cpu()), _bits(self._values(published))))
-
-    def _values(self, published: torch.Tensor) -> torch.Tensor:
-        part = published.as_strided(self.live.shape, self.strides, self.offset)
-        return (part.float() * self.factor).to(self.live.dtype)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits as integers, so that NaNs compare equal."""
-    return values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()])
-
-
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A strided part of a published tensor (`offset` and `strides` in elements) and the live view that it fills."""
+    """A strided part of a published tensor (`offset` and `strides` in elements) and the live view that it fills. `factor`: the live
+    values are this part times it, in their own dtype; None: they are the published values."""
 
     offset: int
     strides: tuple[int, ...]
     live: torch.Tensor
+    factor: float | None = None
 
     def positions(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A mask of the flat published positions that are in this piece, and the places of those in `live_flat`."""
@@ -89,6 +63,33 @@ class TensorPiece:
         """This part of a whole published tensor, in the live view's shape."""
         return published.as_strided(self.live.shape, self.strides, self.offset)
 
+    def product(self, published: torch.Tensor) -> torch.Tensor:
+        """The live values of a piece with a factor."""
+        return (self.part_of(published).float() * (self.factor or 0.0)).to(self.live.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedLayer:
+    """`live`: the tensors that the layer computes with, by parameter name; `rounded`: computes the same tensors from a master."""
+
+    name: str
+    master: torch.Tensor
+    live: Mapping[str, torch.Tensor]
+    rounded: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+
+    def put(self) -> None:
+        for name, values in self.rounded(self.master).items():
+            self.live[name].copy_(values)
+
+    def follows(self) -> bool:
+        """Whether the live values equal, bit for bit, what `put` would write."""
+        return all(_are_equal(self.live[name], values) for name, values in self.rounded(self.master).items())
+
+
+def _are_equal(live: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the bits are the same, so that NaNs compare equal."""
+    return bool(torch.equal(*(each.contiguous().view(torch.uint8) for each in (live, values))))
+
 
 @dataclass(frozen=True, slots=True)
 class Patch:
@@ -101,20 +102,22 @@ class Patch:
 
 
 class WeightMap:
-    """Maps published names to pieces of live parameters, and to live values derived from them."""
+    """Maps published names to pieces of live parameters and of the masters of rounded `layers`. `device`: computes fingerprints;
+    None: each tensor's own device."""
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         pieces: Mapping[str, list[TensorPiece]],
-        derived: Mapping[str, Sequence[Scaled]] | None = None,
         device: torch.device | None = None,
+        layers: Sequence[RoundedLayer] = (),
     ) -> None:
-        """`device`: computes fingerprints; None: each tensor's own device."""
         self.shapes = dict(shapes)
-        self._pieces = dict(pieces)
-        self._derived = dict(derived or {})
-        self._device = device
+        self._pieces, self._device = dict(pieces), device
+        self._layers = {layer.master.untyped_storage().data_ptr(): layer for layer in layers}
+        self._touched: set[int] = set()  # storages that the update has written to
+        self._rounded: list[RoundedLayer] = []
+        self._derived = {name for name, found in pieces.items() if any(p.factor is not None for p in found)}
         self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of tensors with derived live values
         self._dtypes: dict[str, str] = {}
         self._undo: list[Callable[[], object]] = []
@@ -130,13 +133,12 @@ class WeightMap:
             found.append((name, count, "" if name in self._derived else str(parts)))
         return found
 
-    def storages_of(self, name: str) -> set[int]:
-        """Addresses of the storages that hold the tensor's live elements."""
+    def _storages_of(self, name: str) -> set[int]:
         return {piece.live.untyped_storage().data_ptr() for piece in self._pieces[name]}
 
     def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
-        """Writes checked patches in place. Keeps old values in host memory until `settle`; on failure restores them and raises
-        EngineError.
+        """Writes checked patches in place; rounded values stay as they are until `follow`. Keeps old values in host memory until
+        `settle`; on failure restores them and raises EngineError.
 
         `goes_on`: continues the update of the last call. Before the first published weights are live, whole tensors' old values
         are not kept.
@@ -144,51 +146,62 @@ class WeightMap:
         if not goes_on:
             self.settle(is_kept=True)
             self._keeps_old = bool(self._dtypes)
+            self._touched = set()
         name, dtypes = "", {}
         try:
             for patch in patches:
                 name, dtypes[patch.name] = patch.name, patch.dtype
-                if patch.name in self._derived:
+                if len(patch.bits):
+                    self._touched |= self._storages_of(name)
+                if name in self._derived:
                     self._derive(patch)
-                for piece in self._pieces[patch.name]:
+                    continue
+                for piece in self._pieces[name]:
                     self._write(patch, piece)
         except (RuntimeError, IndexError, KeyError, ValueError, EngineError) as error:
             self.settle(is_kept=False)
             raise EngineError(f"tensor {name}: the update did not apply, old weights are back: {error}") from error
         self._dtypes.update(dtypes)
 
+    def follow(self) -> None:
+        """Rounds again the layers that the update touched. Call `settle` afterwards, whether or not this succeeds."""
+        self._rounded = [layer for storage, layer in self._layers.items() if storage in self._touched]
+        for layer in self._rounded:
+            layer.put()
+
     def settle(self, *, is_kept: bool) -> None:
         """Ends the last update: restores the old values (not `is_kept`), or drops them."""
         undo, self._undo = self._undo, []
+        rounded, self._rounded = self._rounded, []
         if not is_kept:
-            for put_back in reversed(undo):
+            for put_back in (*reversed(undo), *(layer.put for layer in rounded)):
                 put_back()
 
     def sums(self, key: int) -> list[tuple[int, int]]:
-        """For each tensor, in the order of `shapes`: its header's term of the fingerprint, and the sum over its elements here."""
-        return [self._sum(name, key) for name in self.shapes]
+        """For each tensor, in the order of `shapes`: its header's term of the fingerprint, and the sum over its elements here; a
+        wrong one if live values do not follow from the published ones."""
+        is_off = {storage for storage, layer in self._layers.items() if not layer.follows()}
+        return [self._sum(name, key, bool(is_off & self._storages_of(name))) for name in self.shapes]
 
-    def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the live weights under their published names and dtypes, if this process holds all of them."""
-        return sum(map(sum, self.sums(key))) % MODULUS
-
-    def _sum(self, name: str, key: int) -> tuple[int, int]:
+    def _sum(self, name: str, key: int, is_off: bool) -> tuple[int, int]:
         if name in self._derived:
             whole = self._master(name)
-            is_off = not all(derived.follows(whole) for derived in self._derived[name])
+            is_off = not all(_are_equal(piece.live.cpu(), piece.product(whole)) for piece in self._pieces[name])
         else:
-            whole, is_off = self._gathered(name), False
+            whole = self._gathered(name)
         header = header_term(key, TensorSpec(name, element_type_of(name, whole), self.shapes[name]))
         return header, (fingerprint_tensor(name, whole, key) - header + is_off) % MODULUS
 
     def _gathered(self, name: str) -> torch.Tensor:
         """A tensor as published, from its live values; zeros for elements that this process does not hold."""
         pieces = self._pieces[name]
-        dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
-        device = self._device or pieces[0].live.device
-        whole = torch.zeros(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=device)
+        dtype = _TORCH_DTYPES[self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))]
+        whole = torch.zeros(self.shapes[name], dtype=dtype, device=self._device or pieces[0].live.device)
         for piece in pieces:
-            piece.part_of(whole).copy_(_narrowed(piece.live, _TORCH_DTYPES[dtype]))
+            live = piece.live
+            if live.dtype != dtype:
+                live = (live.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+            piece.part_of(whole).copy_(live)
         return whole
 
     def _master(self, name: str) -> torch.Tensor:
@@ -200,6 +213,10 @@ class WeightMap:
         before = self._masters.get(name)
         replaced = None if patch.positions is None or before is None else before[patch.positions]
 
+        def put() -> None:
+            for piece in self._pieces[name]:
+                piece.live.copy_(piece.product(self._master(name)))
+
         def put_back() -> None:
             if before is None or old_dtype is None:
                 self._masters.pop(name, None)
@@ -207,16 +224,14 @@ class WeightMap:
             if replaced is not None:
                 before[patch.positions] = replaced
             self._masters[name], self._dtypes[name] = before, old_dtype
-            for derived in self._derived[name]:
-                derived.put(self._master(name))
+            put()
 
         self._undo.append(put_back)
         if patch.positions is None:
             self._masters[name], self._dtypes[name] = patch.bits, patch.dtype
         else:
             self._masters[name][patch.positions] = patch.bits
-        for derived in self._derived[name]:
-            derived.put(self._master(name))
+        put()
 
     def _write(self, patch: Patch, piece: TensorPiece) -> None:
         live = piece.live
@@ -230,15 +245,10 @@ class WeightMap:
         inside, target = piece.positions(patch.positions.to(device))
         values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
         flat = piece.live_flat
-        self._undo.append(_put_back_at(flat, target))
+        # Old values wait on the host, their places in 4 bytes if those suffice.
+        old, places = flat[target].cpu(), target.to("cpu", torch.int32 if flat.numel() <= 1 << 31 else torch.int64)
+        self._undo.append(lambda: flat.index_copy_(0, places.to(device).long(), old.to(device)))
         flat.index_copy_(0, target, values)
-
-
-def _put_back_at(flat: torch.Tensor, places: torch.Tensor) -> Callable[[], object]:
-    """What puts the present values back at `places`. Both are kept on the host, the places in 4 bytes if those suffice."""
-    values = flat[places].cpu()
-    kept = places.to("cpu", torch.int32 if flat.numel() <= 1 << 31 else torch.int64)
-    return lambda: flat.index_copy_(0, kept.to(flat.device).long(), values.to(flat.device))
 
 
 def record_map(
@@ -247,10 +257,11 @@ def record_map(
     model: torch.nn.Module,
     device: torch.device | None = None,
     config: Path | None = None,
+    layers: Sequence[RoundedLayer] = (),
 ) -> WeightMap:
     """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go.
 
-    `device`: computes fingerprints; None: each tensor's own device. `config`: a folder with the model's config.json, for a loader
+    `device`, `layers`: as for the map. `config`: a folder with the model's config.json, for a loader
     that reads the model's files. EngineError if a tensor cannot be placed, a parameter is not filled, or the loader computes what
     it keeps from a tensor: no change would reach that.
     """
@@ -267,7 +278,7 @@ def record_map(
     live = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     pieces = record_pieces(load_each, shapes, next(model.parameters()).dtype, live)
     _refuse_gaps(shapes, pieces, model)
-    return WeightMap(shapes, pieces, device=device)
+    return WeightMap(shapes, pieces, device, layers)
 
 
 def record_pieces(
@@ -357,81 +368,3 @@ def _widened(bits: torch.Tensor, published: str, live: torch.dtype, whose: str) 
     if published == "bfloat16" and live == torch.float32:
         return (bits.to(torch.int32) << 16).view(torch.float32)
     raise EngineError(f"{whose}: expected an engine of dtype {published} or float32, got {live}")
-
-
-def _narrowed(live: torch.Tensor, published: torch.dtype) -> torch.Tensor:
-    """The published values from live ones, bit for bit."""
-    if live.dtype == published:
-        return live
-    return (live.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedLayer:
-    """`live`: the tensors that the layer computes with, by parameter name; `rounded`: computes the same tensors from a master."""
-
-    name: str
-    master: torch.Tensor
-    live: Mapping[str, torch.Tensor]
-    rounded: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-
-    def put(self) -> None:
-        """Rounds the master and writes the result over the live values."""
-        for name, values in self.rounded(self.master).items():
-            self.live[name].copy_(values)
-
-    def follows(self) -> bool:
-        """Whether the live values equal, bit for bit, what `put` would write."""
-        made = self.rounded(self.master)
-        return all(torch.equal(_raw(self.live[name]), _raw(values)) for name, values in made.items())
-
-
-class RoundedMap:
-    """`weights` maps published names to the masters of `layers`, and to the parameters that are not rounded."""
-
-    def __init__(self, weights: WeightMap, layers: Sequence[RoundedLayer]) -> None:
-        self._weights = weights
-        self._layers = {layer.master.untyped_storage().data_ptr(): layer for layer in layers}
-        self._touched: set[int] = set()
-        self._rounded: list[RoundedLayer] = []
-
-    def covers(self) -> list[tuple[str, int, str]]:
-        """As for the weight map."""
-        return self._weights.covers()
-
-    def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
-        """Writes checked patches into masters and unrounded parameters. Rounded values stay as they are until `follow`."""
-        if not goes_on:
-            self._touched, self._rounded = set(), []
-        self._weights.apply(self._noted(patches), goes_on=goes_on)
-
-    def _noted(self, patches: Iterable[Patch]) -> Iterator[Patch]:
-        for patch in patches:
-            if len(patch.bits):
-                self._touched |= self._weights.storages_of(patch.name)
-            yield patch
-
-    def follow(self) -> None:
-        """Rounds again the layers that the update touched. Call `settle` afterwards, whether or not this succeeds."""
-        self._rounded = [layer for storage, layer in self._layers.items() if storage in self._touched]
-        for layer in self._rounded:
-            layer.put()
-
-    def settle(self, *, is_kept: bool) -> None:
-        """Ends the last update: keeps or undoes it."""
-        self._weights.settle(is_kept=is_kept)
-        rounded, self._rounded = self._rounded, []
-        for layer in () if is_kept else rounded:
-            layer.put()
-
-    def sums(self, key: int) -> list[tuple[int, int]]:
-        """As for the weight map, but with wrong sums for the tensors of a layer whose live values do not follow from its master."""
-        is_off = {storage for storage, layer in self._layers.items() if not layer.follows()}
-        return [
-            (header, total + bool(is_off & self._weights.storages_of(name)))
-            for name, (header, total) in zip(self._weights.shapes, self._weights.sums(key), strict=True)
-        ]
-
-
-def _raw(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from echo2.base.errors import EngineError
-from echo2.weights.fingerprint import fingerprint
+from echo2.weights.fingerprint import MODULUS, fingerprint
 from echo2.worker.engines.vllm.vllm_weights import joined
-from echo2.worker.engines.vllm.weight_map import Patch, RoundedLayer, RoundedMap, Scaled, WeightMap, record_map
+from echo2.worker.engines.vllm.weight_map import Patch, RoundedLayer, TensorPiece, WeightMap, record_map
 from tests.contract.engine_rig import fp8_rows
 
 VERSIONS, KEY, HEAD = 12, 11, 4
@@ -116,8 +116,15 @@ def part(tensors: Weights, name: str, places: torch.Tensor | None) -> Patch:
     return Patch(name, "bfloat16", places, found.clone())
 
 
-def mapped(model: ParallelLayer, shapes: dict[str, tuple[int, ...]] = SHAPES) -> WeightMap:
-    return record_map(model.load_weights, shapes, model)
+def mapped(
+    model: ParallelLayer, shapes: dict[str, tuple[int, ...]] = SHAPES, layers: Sequence[RoundedLayer] = ()
+) -> WeightMap:
+    return record_map(model.load_weights, shapes, model, layers=layers)
+
+
+def summed(weight_map: WeightMap, key: int = KEY) -> int:
+    """The fingerprint of a map that holds everything."""
+    return sum(map(sum, weight_map.sums(key))) % MODULUS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -165,17 +172,17 @@ def test_a_parameter_that_nothing_fills_is_refused_by_name() -> None:
 def test_what_is_derived_follows_the_published_values_and_proves_them() -> None:
     """The lower rows of q times a number, in a live tensor."""
     values, live = torch.randn(6, 4).bfloat16(), torch.zeros(3, 4)
-    weight_map = WeightMap({"q": (6, 4)}, {"q": []}, {"q": [Scaled(12, (4, 1), live, 0.3)]})
+    weight_map = WeightMap({"q": (6, 4)}, {"q": [TensorPiece(12, (4, 1), live, 0.3)]})
     weight_map.apply(whole({"q": values}))
     assert torch.equal(live, values.float()[3:] * 0.3)
     changed = values.clone()
     changed[0, 1], changed[5, 3] = 7.0, float("nan")
     weight_map.apply([part({"q": changed}, "q", torch.tensor([1, 23]))])
-    assert weight_map.fingerprint(3) == fingerprint({"q": changed}, 3)
+    assert summed(weight_map, 3) == fingerprint({"q": changed}, 3)
     weight_map.settle(is_kept=False)
-    assert torch.equal(live, values.float()[3:] * 0.3) and weight_map.fingerprint(3) == fingerprint({"q": values}, 3)
+    assert torch.equal(live, values.float()[3:] * 0.3) and summed(weight_map, 3) == fingerprint({"q": values}, 3)
     live[0, 0] += 1
-    assert weight_map.fingerprint(3) != fingerprint({"q": values}, 3), "what is live no longer follows"
+    assert summed(weight_map, 3) != fingerprint({"q": values}, 3), "what is live no longer follows"
 
 
 def test_a_failure_in_the_middle_is_undone_and_any_update_until_it_is_settled() -> None:
@@ -192,7 +199,7 @@ def test_a_failure_in_the_middle_is_undone_and_any_update_until_it_is_settled() 
     weight_map.apply(whole(other))
     weight_map.settle(is_kept=False)
     assert all(torch.equal(old, now) for old, now in zip(before, model.parameters(), strict=True))
-    assert weight_map.fingerprint(9) == fingerprint(tensors, 9)
+    assert summed(weight_map, 9) == fingerprint(tensors, 9)
 
 
 ROUNDED = ("qkv", "gate_up", "o", "down")
@@ -220,7 +227,7 @@ class Served:
         self.made: list[str] = []
         self.fails_at = ""
         self.layers = [self._layer(name, rounding) for name in ROUNDED]
-        self.map = RoundedMap(mapped(self.model), self.layers)
+        self.map = mapped(self.model, SHAPES, self.layers)
 
     def _layer(self, name: str, rounding: Rounding) -> RoundedLayer:
         master = getattr(self.model, name).data
@@ -243,9 +250,6 @@ class Served:
         """Bits of all that is live."""
         codes = {f"{layer.name}.{key}": raw(value) for layer in self.layers for key, value in layer.live.items()}
         return codes | {"norm": raw(self.model.norm.data), "embed": raw(self.model.embed.weight.data)}
-
-    def fingerprint(self) -> int:
-        return sum(map(sum, self.map.sums(KEY))) % (1 << 64)
 
 
 def raw(values: torch.Tensor) -> torch.Tensor:
@@ -293,7 +297,7 @@ def test_only_the_layers_that_a_change_touches_are_rounded_again() -> None:
         assert served.made == ([layer] if layer else [])
         after = served.live()
         assert {key.partition(".")[0] for key in before if not torch.equal(before[key], after[key])} == {layer or name}
-        assert served.fingerprint() == fingerprint(tensors, KEY)
+        assert summed(served.map) == fingerprint(tensors, KEY)
 
 
 @pytest.mark.parametrize("rounding", [to_fp8, to_fp8_whole])
@@ -317,7 +321,7 @@ def test_what_is_taken_back_leaves_masters_codes_and_scales(rounding: Rounding) 
             served.map.follow()
         assert stage == "before" or not is_equal(served.live(), before)
         served.map.settle(is_kept=False)
-        assert is_equal(served.live(), before) and served.fingerprint() == fingerprint(tensors, KEY), stage
+        assert is_equal(served.live(), before) and summed(served.map) == fingerprint(tensors, KEY), stage
 
 
 def test_an_update_that_does_not_apply_rounds_nothing_and_the_fingerprint_counts_only_while_codes_follow() -> None:
@@ -331,6 +335,6 @@ def test_an_update_that_does_not_apply_rounds_nothing_and_the_fingerprint_counts
     for layer, key in itertools.product(served.layers, ("weight", "weight_scale")):
         kept = layer.live[key].clone()
         layer.live[key].view(torch.uint8)[0] ^= 1
-        assert served.fingerprint() != fingerprint(tensors, KEY)
+        assert summed(served.map) != fingerprint(tensors, KEY)
         layer.live[key].copy_(kept)
-    assert served.fingerprint() == fingerprint(tensors, KEY)
+    assert summed(served.map) == fingerprint(tensors, KEY)
