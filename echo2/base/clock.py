@@ -10,4 +10,3 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds on a clock that never goes back; its zero is arbitrary."""
-        ...

@@ -1,32 +1,6 @@
-"""The one exception tree of echo2.
+"""The one exception tree of echo2; docs/reference/errors.md lists it with exit codes.
 
-    EchoError
-    ├── ConfigError            a config file, option or argument is wrong
-    ├── ProtocolError          a message breaks the protocol
-    │   ├── VersionMismatch    protocol or model differ between two nodes
-    │   └── MalformedMessage   a field is missing, out of range or over its limit
-    ├── TrustError             an identity, token or signature does not hold
-    │   ├── BadToken           unknown, expired, used up or revoked
-    │   ├── BadSignature       a signature does not verify
-    │   └── NotAllowed         a known identity asks for what its role may not do
-    ├── IntegrityError         bytes or weights are not what they claim to be
-    │   ├── CorruptChunk       a chunk's hash or signature differs
-    │   ├── DeltaFormatError   a delta container breaks its format
-    │   └── FingerprintMismatch  weights differ from the version claimed
-    ├── ResourceError          the machine lacks something
-    │   ├── DiskFull           no space left where something must be kept
-    │   ├── PortBusy           the listen address is taken
-    │   └── LimitExceeded      a stated limit of queue, size or count is reached
-    ├── EngineError            the inference engine failed or refused
-    ├── StateError             persistent state is missing, locked or of another run
-    ├── TaskError              a task, its data or a reward is wrong
-    ├── TrainingError          loss or gradient stayed without a finite value
-    ├── Dismissed              the operator sends this worker home
-    │   └── RunFinished        the run is over: there is no work left to do
-    └── Unreachable            a peer did not answer within its stated time
-
-A message says what was expected, what came, and from whom. The command line prints it as one line and
-exits with `exit_code`.
+A message says what was expected, what came, and from whom. The command line prints it as one line and exits with `exit_code`.
 """
 
 from __future__ import annotations

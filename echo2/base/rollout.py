@@ -30,16 +30,12 @@ from echo2.base.ids import GroupId, Version
 #
 # Shapes: N rows, L routers, K experts chosen.
 
-ROUTING_KEY = "echo2_routing"
-"""Key in the learner's model config that asks workers to record routing."""
-ROW_BYTES_MAX = 1 << 11
-"""Limit per row; 48 routers that choose 8 of 128 experts take 336 bytes."""
-PROMPT_ROUTING_BYTES_MAX = 2 << 20
-"""The rows of a longer prompt are not sent: the trainer's own router chooses there."""
+ROUTING_KEY = "echo2_routing"  # key in the learner's model config that asks workers to record routing
+ROW_BYTES_MAX = 1 << 11  # limit per row; 48 routers that choose 8 of 128 experts take 336 bytes
+PROMPT_ROUTING_BYTES_MAX = 2 << 20  # the rows of a longer prompt are not sent: the trainer's own router chooses there
 REPORT_ROUTING_BYTES_MAX = 3 << 20
 """Limit for the tokens of one report; together with a prompt's rows it fits into one message."""
-ROLLOUT_ROUTING_BYTES_MAX = 16 << 20
-"""Limit for the tokens of one rollout; a longer one is trained on without routing."""
+ROLLOUT_ROUTING_BYTES_MAX = 16 << 20  # limit for the tokens of one rollout; a longer one is trained on without routing
 
 
 @dataclass(frozen=True, slots=True)

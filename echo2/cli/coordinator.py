@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.errors import EchoError
-from echo2.cli.options import Parser, add_config_arguments, add_log_arguments, parse
-from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
+from echo2.cli.options import Parser, add_daemon_arguments, parse
+from echo2.cli.process import die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.coordinator.hub import CoordinatorOptions
 
 
@@ -22,8 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--exit-when-finished", action="store_true", help="end with the run; else the dashboard stays up"
     )
-    add_config_arguments(parser)
-    add_log_arguments(parser)
+    add_daemon_arguments(parser)
     try:
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
@@ -31,15 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = CoordinatorOptions(folder, config, own.exit_when_finished, own.free_ports)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options), folder)
+    from echo2.coordinator.coordinator import CoordinatorDaemon  # gRPC: only after bad arguments were refused
 
-
-def _daemon(options: CoordinatorOptions) -> Daemon:
-    from echo2.coordinator.coordinator import (
-        CoordinatorDaemon,
-    )  # imports gRPC, so only after bad arguments were refused
-
-    return CoordinatorDaemon(options)
+    return run_daemon(lambda: CoordinatorDaemon(options), folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -36,11 +35,11 @@ from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import ModelSize, worker_fit
 from echo2.trust.enrolment import check_coordinator
 from echo2.trust.identity import JoinLink, Role
-from echo2.worker.machine import Finding, clock_finding, disk_finding, gpu_finding, memory_finding
+from echo2.worker import machine as machines
+from echo2.worker.machine import Finding, WorkerMachine
 
 if TYPE_CHECKING:
     from echo2.tasks.task import Prompt
-    from echo2.worker.machine import WorkerMachine
 
 TIMEOUT_S = 5.0  # for nvidia-smi or a connection: what takes longer is broken for a person who waits
 DISK_WANTED_BYTES = 8 << 30  # twice a 2-billion model in bf16: chunks
@@ -90,18 +89,17 @@ def _advice(finding: Finding) -> str:
 
 
 def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Iterator[Finding]:
-    from echo2.worker.machine import look
-
-    folder = _existing(folder)
-    machine = look(folder)
+    folder = folder.expanduser().absolute()
+    folder = next(path for path in (folder, *folder.parents) if path.is_dir())
+    machine = machines.look(folder)
     yield Finding("Python", f"{sys.version.split()[0]} at {sys.executable}")
     yield _packages()
     yield from _containment(config)
     driver = machine.gpus[0].driver if machine.gpus else ""
-    yield gpu_finding(machine.gpu_text, sum(gpu.memory_bytes for gpu in machine.gpus), driver)
+    yield machines.gpu_finding(machine.gpu_text, sum(gpu.memory_bytes for gpu in machine.gpus), driver)
     yield _torch(bool(machine.gpus))
-    yield memory_finding(machine.memory_bytes, machine.free_memory_bytes)
-    yield disk_finding(str(folder), machine.free_disk_bytes, DISK_WANTED_BYTES)
+    yield machines.memory_finding(machine.memory_bytes, machine.free_memory_bytes)
+    yield machines.disk_finding(str(folder), machine.free_disk_bytes, DISK_WANTED_BYTES)
     if config.model.path:
         yield from model_findings(machine, config)
     if has_task:
@@ -119,7 +117,6 @@ def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Ite
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
     """Checks how the run's model fits this machine, as a worker and as its learner."""
     from echo2.learner.training.model_files import checked_path
-    from echo2.worker.machine import chosen_engine
 
     path = config.model.path
     try:
@@ -137,7 +134,7 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
     shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
     fetch = f"fetch its shape first: hf download {path} config.json" if is_guess else ""
     yield Finding("model", shape, None if is_guess else True, fetch)
-    is_vllm = chosen_engine(config.worker.engine, machine) == "vllm"
+    is_vllm = machines.chosen_engine(config.worker.engine, machine) == "vllm"
     gpus = [gpu.memory_bytes for gpu in machine.gpus] if is_vllm else []
     try:
         yield Finding("worker of it here", worker_fit(size, gpus, machine.memory_bytes, lengths).reason)
@@ -181,14 +178,9 @@ def _tokens_of(prompt: Prompt, config: RunConfig) -> str:
     from echo2.tasks.chat_format import ChatFormat, ChatOptions
 
     how = ChatOptions(config.task.system_prompt, config.task.template_args, config.task.plain_prompts)
-    count, limit = (
-        len(ChatFormat(load_tokenizer(config.model.path), how).prompt(prompt)),
-        config.sampling.max_prompt_tokens,
-    )
-    if count > limit:
-        raise ConfigError(
-            f"the first prompt: expected at most sampling.max_prompt_tokens = {limit} tokens, got {count}"
-        )
+    count = len(ChatFormat(load_tokenizer(config.model.path), how).prompt(prompt))
+    if count > (most := config.sampling.max_prompt_tokens):
+        raise ConfigError(f"the first prompt: expected at most sampling.max_prompt_tokens = {most} tokens, got {count}")
     return f" of {count} tokens"
 
 
@@ -197,9 +189,8 @@ def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) 
     here = [] if config.learner.device == "cpu" else [gpu.memory_bytes for gpu in machine.gpus]
     ranks = os.environ.get("WORLD_SIZE", "")
     count = max(len(here), int(ranks)) if here and ranks.isdigit() else len(here)
-    room = LearnerMachine(
-        count, min(here, default=0), machine.memory_bytes, machine.free_disk_bytes, min(count, len(here))
-    )
+    gpus = (count, min(here, default=0))
+    room = LearnerMachine(*gpus, machine.memory_bytes, machine.free_disk_bytes, min(count, len(here)))
     needed = learner_line(config, size, room).removeprefix("learner: ")
     short = shortages(config, size, room)
     if not short:
@@ -208,13 +199,9 @@ def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) 
     instead = "; ".join(f"for {one.what}: {one.would_fit}" for one in short)
     advice = (
         f"what would fit, {instead}. Only the learner's machine needs it; for a learner of several machines ask with "
+        "WORLD_SIZE=RANKS set"
     )
-    return Finding("learner of it here", f"{needed}. Too little here: {told}", False, advice + "WORLD_SIZE=RANKS set")
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.expanduser().absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return Finding("learner of it here", f"{needed}. Too little here: {told}", False, advice)
 
 
 def _packages() -> Finding:
@@ -237,21 +224,17 @@ def _containment(config: RunConfig) -> Iterator[Finding]:
     if config.task.trusted_rewards:
         for name, args in config.task.asked:
             yield Finding("rewards", trusted_text(name, args), is_good=False)
-    problem = containment_problem()
+    names, problem = [name for name, _ in config.task.asked], containment_problem()
     if not problem:
-        how = bubblewrap()
-        apart = (
-            "each run has namespaces of its own"
-            if how.has_nested
-            else (
+        apart, how = "each run has namespaces of its own", bubblewrap()
+        if not how.has_nested:
+            apart = (
                 "runs share one container, which is replaced after a run that leaves folders: this machine lets nothing inside "
                 "bubblewrap make namespaces"
             )
-        )
         yield Finding("containment", f"rewards and tools can be contained, by {how.path}; {apart}")
-    elif config.task.trusted_rewards or all(name in PLAIN_TASKS for name, _ in config.task.asked):
-        names = ", ".join(name for name, _ in config.task.asked)
-        yield Finding("containment", f"none, and task {names} needs none as configured; {problem}")
+    elif config.task.trusted_rewards or PLAIN_TASKS.issuperset(names):
+        yield Finding("containment", f"none, and task {', '.join(names)} needs none as configured; {problem}")
     else:
         yield Finding("containment", problem, is_good=False)
 
@@ -293,13 +276,9 @@ def _disk_speed(folder: Path) -> Finding:
 
 
 def _clock() -> Finding:
-    tool = shutil.which("timedatectl")
-    said = ""
-    if tool is not None:
-        command = [tool, "show", "-p", "NTPSynchronized", "--value"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            said = done.stdout.strip()
+    said, command = "", ["timedatectl", "show", "-p", "NTPSynchronized", "--value"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout.strip()
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if said == "no":
         return Finding("clock", f"{now}, not synchronised: expected time synchronisation", is_good=False)
@@ -310,12 +289,7 @@ def _clock() -> Finding:
 
 RATE_WANTED_BYTES_PER_S = 1e6  # 10 MB of delta in ten seconds
 # Option of [coordinator], and what listens there.
-PORT_OPTIONS = {
-    "enrol_port": "enrolment",
-    "port": "control streams",
-    "dashboard_port": "dashboard",
-    "relay_port": "relay",
-}
+PORT_OPTIONS = {"enrol_port": "enrolment", "port": "control streams", "dashboard_port": "dashboard"}
 PATHS = {"downlink": "from the coordinator", "uplink": "to the coordinator"}  # how a direction is told
 # The one cure that costs nothing comes first.
 RATE_ADVICE = (
@@ -327,6 +301,7 @@ RATE_ADVICE = (
 def ports_finding(config: RunConfig) -> Finding:
     """Checks whether a coordinator of this config could listen on its ports."""
     wanted = {getattr(config.coordinator, option): name for option, name in PORT_OPTIONS.items()}
+    wanted[config.coordinator.relay_port] = "relay"
     wanted.pop(0, None)
     busy = []
     for port, name in wanted.items():
@@ -346,10 +321,9 @@ def ports_finding(config: RunConfig) -> Finding:
 
 def coordinator_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:
     """Checks that the coordinator that the link pins answers, its round-trip time, and what it sees of this machine."""
-    coordinator = config.coordinator
     advice = (
         f"check the address in the link, that the coordinator runs, and the firewall: its ports are {link.port} and "
-        f"coordinator.port ({coordinator.port} unless the config says otherwise)"
+        f"coordinator.port ({config.coordinator.port} unless the config says otherwise)"
     )
     try:
         host = socket.getaddrinfo(link.host, link.port, type=socket.SOCK_STREAM)[0][4][0]
@@ -390,7 +364,7 @@ def _own_link_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:
         yield Finding("join link", text, is_good=False, advice=advice)
     else:
         yield Finding("join link", f"its token lets a machine in as {found.role}")
-    yield replace(clock_finding(found.skew_s), what="clock skew", advice="")
+    yield replace(machines.clock_finding(found.skew_s), what="clock skew", advice="")
     yield _reach_finding(found.role, found)
     yield from _rate_findings(found)
 

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo2.base.errors import ConfigError, EchoError
-from echo2.cli.options import (
-    Parser,
-    add_config_arguments,
-    add_log_arguments,
-    link_file,
-    link_text,
-    parse,
-    require_extra,
-)
+from echo2.cli.options import Parser, add_daemon_arguments, link_file, link_text, parse, require_extra
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
 from echo2.learner.training.model_files import checked_path
@@ -27,9 +19,11 @@ from echo2.outside.net import EVERY_ADDRESS
 if TYPE_CHECKING:
     from echo2.learner.options import LearnerOptions, TrainerOptions
 
-# Help and description of the command.
-JOIN = "join a run as its learner and train to the last step; the same command goes on after a stop"
-SERVE = "join a run in the learner's place, for a trainer of another project (docs/doors.md)"
+# Help and description of the commands.
+ABOUT = {
+    "join": "join a run as its learner and train to the last step; the same command goes on after a stop",
+    "serve": "join a run in the learner's place, for a trainer of another project (docs/doors.md)",
+}
 
 
 @ended_by_interrupt()
@@ -38,24 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent()
     parser = Parser(prog="echo-learner", description="The learner: trains the model of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in (("join", JOIN), ("serve", SERVE)):
+    for name, text in ABOUT.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(is_served=name == "serve")
-        command.add_argument("link", help="learner join link, or @FILE that holds it")
-        command.add_argument(
-            "--folder", type=Path, help="checkpoints, journal, metrics, model (default: RUNS/NAME/learner)"
-        )
-        command.add_argument(
-            "--metrics-port",
-            type=int,
-            default=0,
-            metavar="PORT",
-            help="port of its Prometheus page on loopback (default: none)",
-        )
+        add = command.add_argument
+        add("link", help="learner join link, or @FILE that holds it")
+        add("--folder", type=Path, help="checkpoints, journal, metrics, model (default: RUNS/NAME/learner)")
+        about = "port of its Prometheus page on loopback (default: none)"
+        add("--metrics-port", type=int, default=0, metavar="PORT", help=about)
         if name == "serve":
-            command.add_argument("--trains", action="store_true", help="a client of Tinker's API trains the model here")
-        add_config_arguments(command)
-        add_log_arguments(command)
+            add("--trains", action="store_true", help="a client of Tinker's API trains the model here")
+        add_daemon_arguments(command)
     try:
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
@@ -141,11 +128,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         teacher_path=learner.teacher,
         supervised_steps=config.sft.step_count,
         supervised_lr=config.sft.lr,
-        gradient_checkpointing=(
-            gradient_checkpointing(config).value
-            if learner.gradient_checkpointing == "auto"
-            else learner.gradient_checkpointing
-        ),
+        gradient_checkpointing=gradient_checkpointing(config).value,
     )
 
 

@@ -65,41 +65,35 @@ class LiveRun:
             await self.children.start("learner")
             link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
             async with OperatorClient(link, self.run_folder / "operator") as operator:
-                if not (await operator.status()).finished:
-                    await self._start(workers)
-                if self.is_plain:
-                    await self._watch(operator, None, workers)
-                    return
-                with Live(draw(self.state), console=self.console, refresh_per_second=4) as live:
-                    await self._watch(operator, live, workers)
+                screen = Live(draw(self.state), console=self.console, refresh_per_second=4)
+                with contextlib.nullcontext() if self.is_plain else screen as live:
+                    while not await self._is_at_its_end(operator, live, workers):
+                        await asyncio.sleep(LOOK_EVERY_S)
         finally:
             await asyncio.shield(asyncio.create_task(self.children.stop_all()))
 
-    async def _start(self, workers: Sequence[str]) -> None:
-        for name in workers:
-            await self.children.start(name)
-
-    async def _watch(self, operator: OperatorClient, live: Live | None, workers: Sequence[str]) -> None:
-        while True:
-            self.children.raise_if_failed()
-            self.children.raise_if_learner_is_alone(time.monotonic())
-            if self._moved.still_s(self.state, time.monotonic()) > self.still_s:
-                waits = self.state.status.learner.waits_for if self.state.status else ""
-                raise Unreachable(
-                    f"the run: expected a step, an evaluation, a version or tokens within {self.still_s:.0f} s, got none: it "
-                    f"stands at step {self.state.status.learner.step if self.state.status else '?'}"
-                    f"{f', waiting for {waits}' if waits else ''}; logs in {self.run_folder / 'logs'}"
-                )
-            with contextlib.suppress(Unreachable):  # a run survives a coordinator that is away for a while
-                self.state.status = await operator.status()
-            if self.state.status and not self.state.status.finished and workers[-1] not in self.children.processes:
-                await self._start(workers)
-            self.state.read(self.run_folder)
-            self._show(live)
-            self.has_seen_the_end = self.state.status is not None and self._is_over(self.state.status)
-            if self.has_seen_the_end or not self.children.is_running("learner"):
-                return
-            await asyncio.sleep(LOOK_EVERY_S)
+    async def _is_at_its_end(self, operator: OperatorClient, live: Live | None, workers: Sequence[str]) -> bool:
+        """Looks at the processes and at the run once, and shows it."""
+        state = self.state
+        self.children.raise_if_failed()
+        self.children.raise_if_learner_is_alone(time.monotonic())
+        if self._moved.still_s(state, time.monotonic()) > self.still_s:
+            waits = state.status.learner.waits_for if state.status else ""
+            raise Unreachable(
+                f"the run: expected a step, an evaluation, a version or tokens within {self.still_s:.0f} s, got none: it "
+                f"stands at step {state.status.learner.step if state.status else '?'}"
+                f"{f', waiting for {waits}' if waits else ''}; logs in {self.run_folder / 'logs'}"
+            )
+        with contextlib.suppress(Unreachable):  # a run survives a coordinator that is away for a while
+            state.status = await operator.status()
+        if state.status and not state.status.finished:
+            for name in workers:
+                if name not in self.children.processes:
+                    await self.children.start(name)
+        state.read(self.run_folder)
+        self._show(live)
+        self.has_seen_the_end = state.status is not None and self._is_over(state.status)
+        return self.has_seen_the_end or not self.children.is_running("learner")
 
     def _show(self, live: Live | None) -> None:
         now = time.monotonic()
@@ -153,11 +147,12 @@ def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
 def plain_line(state: ScreenState) -> str:
     """Formats one status line for use without a screen. Leaves out what has not been measured yet."""
     status = state.status
-    if status is None or not status.learner_is_connected:
-        what = "the coordinator starts" if status is None else status.finished or "the learner loads its model"
-        if status is not None and status.learner.step and not status.finished:
-            what = f"the learner loads what it saved after step {status.learner.step}"
-        return f"{state.elapsed_s:4.0f} s  {what}"
+    if status is None:
+        return f"{state.elapsed_s:4.0f} s  the coordinator starts"
+    if not status.learner_is_connected:
+        step = status.learner.step
+        loads = f"the learner loads what it saved after step {step}" if step else "the learner loads its model"
+        return f"{state.elapsed_s:4.0f} s  {status.finished or loads}"
     learner, predicted = status.learner, status.plan.predicted_utilisation
     versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)
     parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}/{status.learner_hello.step_limit}"]
@@ -170,8 +165,10 @@ def plain_line(state: ScreenState) -> str:
     if status.usd_spent:
         parts.append(f"USD {status.usd_spent:.4f}")
     if status.headline_kind in ("warn", "bad"):
-        return "  ".join([*parts, status.headline])
-    return "  ".join([*parts, *([f"waits for {learner.waits_for}"] if learner.waits_for else [])])
+        parts.append(status.headline)
+    elif learner.waits_for:
+        parts.append(f"waits for {learner.waits_for}")
+    return "  ".join(parts)
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"  # eighths of a character cell
@@ -195,14 +192,14 @@ class ScreenState:
     def read(self, run_folder: Path) -> None:
         """Reads new complete lines of metrics.jsonl and evaluations.jsonl."""
         for name in ("metrics.jsonl", "evaluations.jsonl"):
-            path = run_folder / "learner" / name
+            path, begun = run_folder / "learner" / name, self._offsets.get(name, 0)
             if not path.exists():
                 continue
             with path.open("rb") as file:
-                file.seek(self._offsets.get(name, 0))
+                file.seek(begun)
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[name] = self._offsets.get(name, 0) + len(whole)
+            self._offsets[name] = begun + len(whole)
             for row in map(json.loads, whole.splitlines()):
                 if "reward/mean" in row:
                     self.rewards.append(float(row["reward/mean"]))
@@ -262,10 +259,9 @@ def draw(state: ScreenState) -> RenderableType:
 
 
 def _header(state: ScreenState) -> RenderableType:
-    text = Text()
     minutes, seconds = divmod(int(state.elapsed_s), 60)
-    text.append(f"{state.title}   {f'{minutes}:{seconds:02d}   ' if state.elapsed_s else ''}", style="bold")
-    text.append(state.phase, style="cyan")
+    text = Text(f"{state.title}   {f'{minutes}:{seconds:02d}   ' if state.elapsed_s else ''}", style="bold")
+    text.append(state.phase, style="not bold cyan")
     if state.status is not None and state.status.headline:
         text.append(f"\n{state.status.headline}", style=_KINDS.get(state.status.headline_kind, ""))
     return text
@@ -279,20 +275,18 @@ def _middle(state: ScreenState, status: coordinator_pb2.RunStatus) -> Renderable
     held_out = ", ".join(f"{step}: {reward:.2f}" for step, reward in state.evaluations[-6:]) or "-"
     drawn = ResizableLines(lambda width: curve(state.rewards, width), "green")
     reward = Group(drawn, Text(f"now {now}   held-out at step  {held_out}"))
-    grid.add_row(
-        Panel(reward, title="mean reward (0 to 1)", title_align="left"),
-        Panel(_learner_text(status), title="learner", title_align="left"),
-    )
+    grid.add_row(_panel(reward, "mean reward (0 to 1)"), _panel(_learner_text(status), "learner"))
     bound = status.learner_hello.staleness_bound
     lags = Group(
         ResizableLines(lambda width: lag_lines(list(status.learner.lag_histogram), bound, width)),
         Text(f"tokens trained above S={bound}: {status.learner.over_stale_tokens_trained}", style="bold"),
     )
-    grid.add_row(
-        Panel(_plan_text(status), title="capacity model", title_align="left"),
-        Panel(lags, title="lag of trained tokens", title_align="left"),
-    )
+    grid.add_row(_panel(_plan_text(status), "capacity model"), _panel(lags, "lag of trained tokens"))
     return grid
+
+
+def _panel(inside: RenderableType, title: str) -> Panel:
+    return Panel(inside, title=title, title_align="left")
 
 
 def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
@@ -304,12 +298,11 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
             f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
             f"utilisation {measured:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
         ]
-    share, whole = "", status.full_bytes_published
-    if whole:
-        share = f", {100 * status.artifact_bytes_published / whole:.2g}% of full snapshots ({format_bytes(whole)})"
+    sent, whole = status.artifact_bytes_published, status.full_bytes_published
+    share = f", {100 * sent / whole:.2g}% of full snapshots ({format_bytes(whole)})" if whole else ""
     rows += [
         f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
-        f"deltas {format_bytes(status.artifact_bytes_published)}{share}",
+        f"deltas {format_bytes(sent)}{share}",
     ]
     if status.usd_spent or status.usd_per_hour:
         useful = status.usd_useful / status.usd_spent if status.usd_spent else 1.0
@@ -348,4 +341,4 @@ def _workers(status: coordinator_pb2.RunStatus) -> RenderableType:
             worker.name, state + waits, f"{worker.hello.price_usd_per_hour:.2f}", f"{beat.tokens_per_s:.0f}",
             str(beat.version) if beat.has_version else "none", str(beat.running_sequences),
         )  # fmt: skip
-    return Panel(table, title="workers", title_align="left")
+    return _panel(table, "workers")

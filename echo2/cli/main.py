@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TypeAlias
@@ -17,9 +17,7 @@ from echo2.cli.options import Parser, add_config_arguments, check_options, confi
 from echo2.cli.process import FORCED_EXIT_CODE, ended_by_interrupt, report_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-# Help that several commands share.
-CONFIG = "the run's config; --model.path does as well"
-RUN = "the run's folder (RUNS/NAME), an operator's link, or @FILE with one"
+RUN = "the run's folder (RUNS/NAME), an operator's link, or @FILE with one"  # help that several commands share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,18 +53,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"echo2 {echo2.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_config(commands)
-    _add_demo(commands)
-    _add_run(commands)
-    _add_publish(commands)
-    _add_doctor(commands)
-    _add_export(commands)
-    _add_status(commands)
-    _add_folder(commands)
-    _add_token(commands)
-    _add_plan(commands)
-    _add_offers(commands)
-    _add_ctl(commands)
+    config = commands.add_parser("config", help="look at the configuration")
+    text = "print the resolved config as TOML, each option explained"
+    inner = config.add_subparsers(required=True, metavar="COMMAND")
+    add = add_command(inner, "show", "main:show_config", text, takes_overrides=True).add_argument
+    add("files", nargs="*", type=Path, metavar="FILE", help="run files in TOML; the later one wins")
+    add("--preset", help="local, lan or wan")
+    add("--plain", action="store_true", help="without the explanations")
+    _add_runs(commands)
+    _add_checks(commands)
+    _add_run_folders(commands)
+    _add_plans(commands)
     return parser
 
 
@@ -79,19 +76,122 @@ def add_command(commands: Commands, name: str, command: str, text: str, **more: 
     return parser
 
 
-def _add_config(commands: Commands) -> None:
-    config = commands.add_parser("config", help="look at the configuration")
-    inner = config.add_subparsers(required=True, metavar="COMMAND")
-    show = add_command(
-        inner,
-        "show",
-        "main:show_config",
-        "print the resolved config as TOML, each option explained",
-        takes_overrides=True,
-    )
-    show.add_argument("files", nargs="*", type=Path, metavar="FILE", help="run files in TOML; the later one wins")
-    show.add_argument("--preset", help="local, lan or wan")
-    show.add_argument("--plain", action="store_true", help="without the explanations")
+def _add_runs(commands: Commands) -> None:
+    text, learns = "train a small model over three emulated rented machines", {"takes_overrides": True}
+    add = add_command(commands, "demo", "demo.run:run_demo", text, needs_learner="echo2 demo", **learns).add_argument
+    add("--name", help="names the run folder (default: demo-DATE-TIME)")
+    add("--seed", type=int, default=0, help="of prompts, sampling and links (default: 0)")
+    text = "made: a tiny one, made here; smollm2: SmolLM2-135M-Instruct on sums as a chat, needs echo2[llm]"
+    add("--model", choices=["made", "smollm2"], default="made", help=text)
+    add("--steps", type=int, default=0, help="optimiser steps; 0: as many as it takes to learn (default: 0)")
+    text = "no token older than S steps is trained on; 0: synchronous (default: 4)"
+    add("--staleness", type=int, default=4, metavar="S", help=text)
+    text = "what workers generate with (default: embedded)"
+    add("--engine", choices=["embedded", "vllm"], default="embedded", help=text)
+    text = "Python of the workers' environment, for vLLM"
+    add("--worker-python", default=sys.executable, metavar="PATH", help=text)
+    add("--plain", action="store_true", help="print lines instead of the live screen")
+    for name, about, few in (
+        ("run", "run a config on this machine: coordinator, learner and workers", 1),
+        ("serve", "serve a fleet to a trainer of another project (docs/doors.md)", 0),
+    ):
+        more = {"needs_learner": f"echo2 {name}", "is_served": name == "serve", **learns}
+        add = add_command(commands, name, "run:run_here", about, **more).add_argument
+        add("file", type=Path, metavar="RUN.toml", help="the run file")
+        text = f"worker processes on this machine (default: {few})"
+        add("--workers", type=int, default=few, metavar="N", help=text)
+        if name == "serve":
+            add("--trains", action="store_true", help="a client of Tinker's API trains the model here")
+        add("--preset", help="local, lan or wan")
+        add("--plain", action="store_true", help="print lines instead of the live screen")
+    text = "hand a model folder to the fleet that echo2 serve serves, as its newest version"
+    add = add_command(commands, "publish", "publish:publish", text).add_argument
+    add("folder", help="a model folder with safetensors, or the URL of one")
+    add("--version", type=int, required=True, metavar="N", help="above the newest, such as your step")
+    add("--run", type=Path, required=True, metavar="FOLDER", help="the run's folder, RUNS/NAME")
+    add("--last", action="store_true", help="end the run once workers could fetch it")
+
+
+def _add_checks(commands: Commands) -> None:
+    text = "check this machine and, with a join link, how it is reached and how fast its link is; say what to do about each problem"
+    doctor = add_command(commands, "doctor", "doctor:run_doctor", text, takes_overrides=True)
+    add_config_arguments(doctor)
+    add, text = doctor.add_argument, "join link, or @FILE that holds it; checking does not use it up"
+    add("--link", "--join", default="", help=text)
+    add("--folder", type=Path, help="where the daemon would keep its files (default: here)")
+    add("--json", action="store_true", help="print the findings as JSON")
+    text = "write a run's newest checkpoint as a Hugging Face folder"
+    add = add_command(commands, "export", "main:export", text, needs_learner="echo2 export").add_argument
+    add("run", type=Path, help="the run's folder (RUNS/NAME), finished or not")
+    add("target", type=Path, help="folder to write; new or empty")
+    add("--model", default="", help="the base model, if it has moved since the run began")
+
+
+def _add_run_folders(commands: Commands) -> None:
+    text = "show a run: learner, plan, workers; of a finished one, its report"
+    add = add_command(commands, "status", "operator:show_status", text).add_argument
+    add("run", metavar="RUN", help=RUN)
+    add("--json", action="store_true", help="print the status message as JSON")
+    for name, text in (
+        ("samples", "show completions of held-out prompts: the first and the newest, with the expected answer"),
+        ("tail", "show what the run's processes log, from now on"),
+        ("stop", "stop a run that `echo2 run` runs, as Ctrl-C does: it saves, and the same command goes on"),
+    ):
+        add = add_command(commands, name, f"run_folder:{name}", text).add_argument
+        add("run", type=Path, metavar="RUN", help="the run's folder (RUNS/NAME)")
+    text = "make a join link for a worker, a learner or another operator"
+    add = add_command(commands, "link", "operator:make_link", text).add_argument
+    add("run", metavar="RUN", help=RUN)
+    text = "who may join with it (default: worker)"
+    add("--role", choices=["worker", "learner", "operator"], default="worker", help=text)
+    add("--lifetime", default="7d", help="how long it lets anyone join, such as 12h (default: 7d)")
+    add("--uses", type=int, default=0, help="how many machines may join with it; 0: up to 10,000 (default: 0)")
+    add("--label", default="", help="a note for the list of tokens")
+    text = "change a run that goes on: budget, cap, S, pause, stop, workers"
+    add = add_command(commands, "ctl", "operator:control", text).add_argument
+    add("run", metavar="RUN", help=RUN)
+    text = "advice | set budget=USD cap=USD S=STEPS price.OFFER=USD | pause | resume | stop | worker NAME STATE | do ACTION JSON"
+    add("words", metavar="WORD", nargs="+", help=text)
+
+
+def _add_plans(commands: Commands) -> None:
+    text = "how many of which machines a run needs, what they cost and what limits it"
+    add = _with_model(add_command(commands, "plan", "plan:run_plan", text, takes_overrides=True))
+    add("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
+    text = "S, kappa, uplink, train and others: with another value"
+    add("--what-if", action="append", default=[], metavar="NAME=VALUE,..", help=text)
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--explain", action="store_true", help="show the calculation")
+    text = "what can be rented, by what a million useful tokens of this run would cost on it"
+    parser = add_command(commands, "offers", "offers:run_offers", text, takes_overrides=True)
+    add = _with_model(parser)
+    add("--provider", action="append", default=[], help="only of this one; may be repeated")
+    add("--gpu", action="append", default=[], help="only this kind, such as RTX4090; may be repeated")
+    add("--region", default="", help="only regions whose name holds this")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--spot", action="store_true", help="only spot machines")
+    kinds.add_argument("--on-demand", action="store_true", help="no spot machines")
+    add("--usd-per-hour-max", type=float, default=math.inf, metavar="USD", help="no dearer machines")
+    text = "by USD per token, by price or by speed"
+    add("--sort", choices=["price", "speed", "tokens"], default="tokens", help=text)
+    add("--rows", type=int, help="so many lines, 0: all (default: the best of each kind of GPU)")
+    fetching = parser.add_mutually_exclusive_group()
+    fetching.add_argument("--refresh", action="store_true", help="fetch prices now, or fail")
+    fetching.add_argument("--offline", action="store_true", help="open no connection")
+    add("--max-age", default="1h", metavar="AGE", help="fetch where kept prices are older (default: 1h)")
+    fetching.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded catalogue instead of the market")
+    add("--record", type=Path, metavar="FILE", help="keep what was found in a file, for --recorded")
+    add("--json", action="store_true", help="print them as JSON")
+
+
+def _with_model(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Adds what names a run's model, and returns what adds further arguments."""
+    add = parser.add_argument
+    add("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; --model.path does as well")
+    add("--preset", help="local, lan or wan")
+    add("--billions", type=float, metavar="N", help="the model's parameters, if its config.json is not here")
+    add("--catalogue", type=Path, metavar="GPUS.toml", help="data sheets instead of the built-in ones")
+    return add
 
 
 def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -109,206 +209,16 @@ def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _add_doctor(commands: Commands) -> None:
-    text = "check this machine and, with a join link, how it is reached and how fast its link is; say what to do about each problem"
-    doctor = add_command(commands, "doctor", "doctor:run_doctor", text, takes_overrides=True)
-    add_config_arguments(doctor)
-    doctor.add_argument(
-        "--link", "--join", default="", help="join link, or @FILE that holds it; checking does not use it up"
-    )
-    doctor.add_argument("--folder", type=Path, help="where the daemon would keep its files (default: here)")
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-
-
-def _add_demo(commands: Commands) -> None:
-    demo = add_command(
-        commands,
-        "demo",
-        "demo.run:run_demo",
-        "train a small model over three emulated rented machines",
-        takes_overrides=True,
-        needs_learner="echo2 demo",
-    )
-    demo.add_argument("--name", help="names the run folder (default: demo-DATE-TIME)")
-    demo.add_argument("--seed", type=int, default=0, help="of prompts, sampling and links (default: 0)")
-    demo.add_argument(
-        "--model", choices=["made", "smollm2"], default="made",
-        help="made: a tiny one, made here; smollm2: SmolLM2-135M-Instruct on sums as a chat, needs echo2[llm]",
-    )  # fmt: skip
-    demo.add_argument(
-        "--steps", type=int, default=0, help="optimiser steps; 0: as many as it takes to learn (default: 0)"
-    )
-    demo.add_argument(
-        "--staleness",
-        type=int,
-        default=4,
-        metavar="S",
-        help="no token older than S steps is trained on; 0: synchronous (default: 4)",
-    )
-    demo.add_argument(
-        "--engine",
-        choices=["embedded", "vllm"],
-        default="embedded",
-        help="what workers generate with (default: embedded)",
-    )
-    demo.add_argument(
-        "--worker-python", default=sys.executable, metavar="PATH", help="Python of the workers' environment, for vLLM"
-    )
-    demo.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
-
-
-def _add_run(commands: Commands) -> None:
-    texts = {
-        "run": "run a config on this machine: coordinator, learner and workers",
-        "serve": "serve a fleet to a trainer of another project (docs/doors.md)",
-    }
-    for name, text in texts.items():
-        run = add_command(
-            commands, name, "run:run_here", text,
-            takes_overrides=True, needs_learner=f"echo2 {name}", is_served=name == "serve",
-        )  # fmt: skip
-        run.add_argument("file", type=Path, metavar="RUN.toml", help="the run file")
-        few = 0 if name == "serve" else 1
-        run.add_argument(
-            "--workers", type=int, default=few, metavar="N", help=f"worker processes on this machine (default: {few})"
-        )
-        if name == "serve":
-            run.add_argument("--trains", action="store_true", help="a client of Tinker's API trains the model here")
-        run.add_argument("--preset", default=None, help="local, lan or wan")
-        run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
-
-
-def _add_publish(commands: Commands) -> None:
-    text = "hand a model folder to the fleet that echo2 serve serves, as its newest version"
-    publish = add_command(commands, "publish", "publish:publish", text)
-    publish.add_argument("folder", help="a model folder with safetensors, or the URL of one")
-    publish.add_argument("--version", type=int, required=True, metavar="N", help="above the newest, such as your step")
-    publish.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="the run's folder, RUNS/NAME")
-    publish.add_argument("--last", action="store_true", help="end the run once workers could fetch it")
-
-
-def _add_export(commands: Commands) -> None:
-    export = add_command(
-        commands,
-        "export",
-        "main:export",
-        "write a run's newest checkpoint as a Hugging Face folder",
-        needs_learner="echo2 export",
-    )
-    export.add_argument("run", type=Path, help="the run's folder (RUNS/NAME), finished or not")
-    export.add_argument("target", type=Path, help="folder to write; new or empty")
-    export.add_argument("--model", default="", help="the base model, if it has moved since the run began")
-
-
 def export(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 export`; returns the exit code."""
-    inner = own.run / "learner"
-    if not (inner if inner.is_dir() else own.run).joinpath("checkpoints").is_dir():
+    folder = inner if (inner := own.run / "learner").is_dir() else own.run
+    if not (folder / "checkpoints").is_dir():
         raise StateError(f"{own.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
     from echo2.learner.startup import export_run  # imports torch
 
-    step = export_run(inner if inner.is_dir() else own.run, own.target, own.model)
+    step = export_run(folder, own.target, own.model)
     print(f"{own.target}: the policy after step {step}")
     return 0
-
-
-def _add_status(commands: Commands) -> None:
-    status = add_command(
-        commands, "status", "operator:show_status", "show a run: learner, plan, workers; of a finished one, its report"
-    )
-    status.add_argument("run", metavar="RUN", help=RUN)
-    status.add_argument("--json", action="store_true", help="print the status message as JSON")
-
-
-def _add_folder(commands: Commands) -> None:
-    """What a run's folder on this machine answers."""
-    for name, text in (
-        ("samples", "show completions of held-out prompts: the first and the newest, with the expected answer"),
-        ("tail", "show what the run's processes log, from now on"),
-        ("stop", "stop a run that `echo2 run` runs, as Ctrl-C does: it saves, and the same command goes on"),
-    ):
-        parser = add_command(commands, name, f"run_folder:{name}", text)
-        parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (RUNS/NAME)")
-
-
-def _add_ctl(commands: Commands) -> None:
-    parser = add_command(
-        commands, "ctl", "operator:control", "change a run that goes on: budget, cap, S, pause, stop, workers"
-    )
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument(
-        "words", metavar="WORD", nargs="+",
-        help="advice | set budget=USD cap=USD S=STEPS price.OFFER=USD | pause | resume | stop | worker NAME STATE | do ACTION JSON",
-    )  # fmt: skip
-
-
-def _add_token(commands: Commands) -> None:
-    token = add_command(
-        commands, "link", "operator:make_link", "make a join link for a worker, a learner or another operator"
-    )
-    token.add_argument("run", metavar="RUN", help=RUN)
-    token.add_argument(
-        "--role",
-        choices=["worker", "learner", "operator"],
-        default="worker",
-        help="who may join with it (default: worker)",
-    )
-    token.add_argument("--lifetime", default="7d", help="how long it lets anyone join, such as 12h (default: 7d)")
-    token.add_argument(
-        "--uses", type=int, default=0, help="how many machines may join with it; 0: up to 10,000 (default: 0)"
-    )
-    token.add_argument("--label", default="", help="a note for the list of tokens")
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help=CONFIG)
-    parser.add_argument("--preset", help="local, lan or wan")
-    parser.add_argument(
-        "--billions", type=float, metavar="N", help="the model's parameters, if its config.json is not here"
-    )
-    parser.add_argument("--catalogue", type=Path, metavar="GPUS.toml", help="data sheets instead of the built-in ones")
-
-
-def _add_plan(commands: Commands) -> None:
-    text = "how many of which machines a run needs, what they cost and what limits it"
-    parser = add_command(commands, "plan", "plan:run_plan", text, takes_overrides=True)
-    _add_model_arguments(parser)
-    parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
-    parser.add_argument(
-        "--what-if",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,..",
-        help="S, kappa, uplink, train and others: with another value",
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--explain", action="store_true", help="show the calculation")
-
-
-def _add_offers(commands: Commands) -> None:
-    text = "what can be rented, by what a million useful tokens of this run would cost on it"
-    parser = add_command(commands, "offers", "offers:run_offers", text, takes_overrides=True)
-    _add_model_arguments(parser)
-    parser.add_argument("--provider", action="append", default=[], help="only of this one; may be repeated")
-    parser.add_argument("--gpu", action="append", default=[], help="only this kind, such as RTX4090; may be repeated")
-    parser.add_argument("--region", default="", help="only regions whose name holds this")
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--spot", action="store_true", help="only spot machines")
-    kinds.add_argument("--on-demand", action="store_true", help="no spot machines")
-    parser.add_argument("--usd-per-hour-max", type=float, default=math.inf, metavar="USD", help="no dearer machines")
-    parser.add_argument(
-        "--sort", choices=["price", "speed", "tokens"], default="tokens", help="by USD per token, by price or by speed"
-    )
-    parser.add_argument("--rows", type=int, help="so many lines, 0: all (default: the best of each kind of GPU)")
-    fetching = parser.add_mutually_exclusive_group()
-    fetching.add_argument("--refresh", action="store_true", help="fetch prices now, or fail")
-    fetching.add_argument("--offline", action="store_true", help="open no connection")
-    parser.add_argument(
-        "--max-age", default="1h", metavar="AGE", help="fetch where kept prices are older (default: 1h)"
-    )
-    fetching.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded catalogue instead of the market")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="keep what was found in a file, for --recorded")
-    parser.add_argument("--json", action="store_true", help="print them as JSON")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from echo2.base.errors import ConfigError
@@ -15,8 +15,7 @@ from echo2.base.units import format_duration, parse_duration_s
 from echo2.cli.options import config_of
 from echo2.cli.plan import load_catalogue, question_of
 from echo2.cli.sizing import lengths_of
-from echo2.coordinator.money.market import Catalogue, keep, kept_file, newest, recorded
-from echo2.cost_model.machines import GpuType
+from echo2.coordinator.money.market import keep, kept_file, newest, recorded
 from echo2.cost_model.market import SORTS, OfferFilter, Ranked, ranked
 from echo2.outside import unix_now
 
@@ -27,8 +26,11 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     config = config_of(own.files, own.preset, rest)
     gpus = load_catalogue(own.catalogue)
     question, origin = question_of(config, {}, gpus, own.billions)
-    size = question.model
-    found = _found(own, gpus)
+    size, age_max_s = question.model, parse_duration_s(own.max_age)
+    if own.recorded is not None:
+        found = recorded(own.recorded)
+    else:
+        found = newest(kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=age_max_s)
     if own.record is not None:
         keep(found, own.record)
     spot = True if own.spot else False if own.on_demand else None
@@ -40,16 +42,20 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     if not rows:
         raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")
     rows.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))
-    shown = best_of_each(rows) if own.rows is None and not own.json else rows[: own.rows or None]
     if own.json:
-        print(json.dumps([_plain(one) for one in shown], indent=2))
+        print(json.dumps([_plain(one) for one in rows[: own.rows or None]], indent=2))
         return 0
+    best: dict[str, Ranked] = {}
+    for one in rows:
+        best.setdefault(one.kind or one.offer.gpu, one)
+    shown = list(best.values()) if own.rows is None else rows[: own.rows or None]
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console, age_s = Console(highlight=False), found.age_s(unix_now())
+    aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
     console.print(
         f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens\n"
-        f"{_source_line(found, len(rows))}\n"
+        f"{len(rows)} offers from {found.source}{aged}\n"
         "Rates are predicted from data sheets; 9 of 10 machines are expected within the interval.",
     )
     console.print(_table([one for one in shown if not one.refusal]))
@@ -59,27 +65,6 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     if own.rows is None:
         console.print("One row a kind of GPU, its best; --rows 0 shows every offer.")
     return 0
-
-
-def best_of_each(rows: Sequence[Ranked]) -> list[Ranked]:
-    """The first offer of each kind of GPU, in the order of `rows`."""
-    best: dict[str, Ranked] = {}
-    for one in rows:
-        best.setdefault(one.kind or one.offer.gpu, one)
-    return list(best.values())
-
-
-def _found(own: argparse.Namespace, gpus: Mapping[str, GpuType]) -> Catalogue:
-    if own.recorded is not None:
-        return recorded(own.recorded)
-    age_max_s = parse_duration_s(own.max_age)
-    return newest(kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=age_max_s)
-
-
-def _source_line(found: Catalogue, count: int) -> str:
-    age_s = found.age_s(unix_now())
-    aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
-    return f"{count} offers from {found.source}{aged}"
 
 
 def _table(shown: Sequence[Ranked]) -> Any:
@@ -102,7 +87,4 @@ def _table(shown: Sequence[Ranked]) -> Any:
 
 
 def _plain(one: Ranked) -> dict[str, object]:
-    told = dataclasses.asdict(one)
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in told.items()
-    }
+    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(one).items()}

@@ -149,18 +149,21 @@ def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
 SETTINGS = {"budget": "usd_budget", "cap": "usd_per_hour_cap", "S": "staleness_bound"}
 WORKER_STATES = {"drain": "draining", "ban": "banned", "quarantine": "quarantined"}
 """Words of the command for states; active, standby and automatic stand for themselves."""
-# What follows the run file, as usage says it.
-WORDS = """advice | set budget=USD cap=USD/H S=STEPS price.OFFER=USD/H | pause [REASON] | resume | stop [REASON] |
-worker NAME drain|standby|active|automatic|quarantine|ban [REASON] | do ACTION JSON"""
+WORDS = (
+    "advice | set budget=USD cap=USD/H S=STEPS price.OFFER=USD/H | pause [REASON] | resume | stop [REASON] | "
+    "worker NAME drain|standby|active|automatic|quarantine|ban [REASON] | do ACTION JSON"
+)
+"""What follows the run's folder, as usage says it."""
 
 
 def control(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 ctl`: carries out one command; returns the exit code."""
     name, body = request_of(own.words)
     answer = answered(own.run, lambda operator: operator.act(name, body))
-    print(
-        "\n".join(advice_lines(answer)) if name == "run/advice" else json.dumps(answer, indent=2) if answer else "done"
-    )
+    if name == "run/advice":
+        print("\n".join(advice_lines(answer)))
+    else:
+        print(json.dumps(answer, indent=2) if answer else "done")
     return 0
 
 
@@ -183,7 +186,7 @@ def request_of(words: list[str]) -> tuple[str, dict[str, Any]]:
                 return action, json.loads(text)
             except ValueError as error:
                 raise ConfigError(f"echo2 ctl: {action}: expected JSON, got: {error}") from None
-    raise ConfigError(f"echo2 ctl: expected one of: {' '.join(WORDS.split())}; got {' '.join(words)!r}")
+    raise ConfigError(f"echo2 ctl: expected one of: {WORDS}; got {' '.join(words)!r}")
 
 
 def _settings(changes: list[str]) -> dict[str, Any]:

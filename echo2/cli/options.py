@@ -16,13 +16,6 @@ from echo2.base.errors import ConfigError
 if TYPE_CHECKING:
     from echo2.config.run import RunConfig
 
-# Argparse's own texts, which name neither what was expected nor what came.
-_UNKNOWN, _CHOICE, _MISSING, _TYPE = (
-    re.compile(r"unrecognized arguments: (.*)"),
-    re.compile(r"argument (\S+): invalid choice: (.+?) \(choose from (.*)\)"),
-    re.compile(r"the following arguments are required: (.*)"),
-    re.compile(r"argument (\S+): invalid (\w+) value: (.*)"),
-)
 _KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}  # how a type is told
 
 
@@ -31,18 +24,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage()
-        self.exit(2, f"error: command line: {self._told(message)}\n")
+        self.exit(2, f"error: command line: {self._explained(message)}\n")
 
-    def _told(self, message: str) -> str:
-        if found := _UNKNOWN.fullmatch(message):
+    def _explained(self, message: str) -> str:
+        """Argparse's own texts name neither what was expected nor what came."""
+        if found := re.fullmatch(r"unrecognized arguments: (.*)", message):
             return unknown(found[1].split(), all_options(self))
-        if found := _CHOICE.fullmatch(message):
+        if found := re.fullmatch(r"argument (\S+): invalid choice: (.+?) \(choose from (.*)\)", message):
             name, came, known = found[1], found[2].strip("'"), found[3].replace("'", "")
             where = "" if name == "COMMAND" else f"{name}: "
             return f"{where}expected one of {known}, got {came!r}{_perhaps(came, known.split(', '))}"
-        if found := _MISSING.fullmatch(message):
+        if found := re.fullmatch(r"the following arguments are required: (.*)", message):
             return f"expected {found[1]}, got none; {self.prog} --help explains it"
-        if found := _TYPE.fullmatch(message):
+        if found := re.fullmatch(r"argument (\S+): invalid (\w+) value: (.*)", message):
             return f"{found[1]}: expected {_KINDS.get(found[2], found[2])}, got {found[3]}"
         return message
 
@@ -85,30 +79,17 @@ def with_values(arguments: Sequence[str] | None) -> list[str]:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --config and --preset; other `--section.option value` pairs are overrides."""
-    parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="run file in TOML; may be repeated, the later one wins",
-    )
+    text = "run file in TOML; may be repeated, the later one wins"
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=text)
     parser.add_argument("--preset", help="start from the defaults of a setting: local (one machine), lan or wan")
     parser.epilog = "Any option of the config can be given as --section.option VALUE; `echo2 config show` lists them."
 
 
-def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds those of the config and of the log."""
+    add_config_arguments(parser)
     parser.add_argument("--log-json", action="store_true", help="log one JSON object per line")
     parser.add_argument("-v", "--verbose", action="store_true", help="log details of planner and broadcast, too")
-
-
-def make_importable(files: Sequence[Path]) -> None:
-    """Puts the run files' folders first on the module path, as Python does with a script's folder: a user's own task lies beside
-    the run file that names it. The first file's folder comes before the second's."""
-    for path in reversed(files):
-        folder = str(path.resolve().parent)
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
@@ -119,10 +100,14 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> t
 
 
 def config_of(files: Sequence[Path], preset: str | None, rest: Sequence[str]) -> RunConfig:
-    """Returns the resolved config of run files and overrides, and makes the users' modules beside the files importable."""
+    """Returns the resolved config of run files and overrides. Puts the files' folders first on the module path, as Python does with
+    a script's folder: a user's own task lies beside the run file that names it."""
     from echo2.config.load import load_config, parse_overrides  # imports pydantic, as slow as all the rest
 
-    make_importable(files)
+    for path in reversed(files):
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     return load_config(files, preset, parse_overrides(rest))
 
 

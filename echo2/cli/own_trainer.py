@@ -30,14 +30,12 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError, Unreachable
 from echo2.cli.learner import learner_options
-from echo2.cli.options import make_importable, require_extra
-from echo2.config.load import load_config
+from echo2.cli.options import config_of, require_extra
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import STEPS_MAX
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, OwnTrainerFollower, TrainerLeft
 from echo2.learner.publishing.checkpoint import CheckpointStore
-from echo2.learner.rollouts.groups import Batch
 from echo2.learner.rollouts.prompts import check_rewards_of
 from echo2.learner.startup import prepare_with
 from echo2.learner.training.ranks import ranks_of_environment
@@ -115,29 +113,9 @@ class Run:
 
     def __init__(self, config: str | Path | RunConfig, link: str = "", *, folder: str | Path | None = None) -> None:
         require_extra("learner", "echo2.Run")
-        if not isinstance(config, RunConfig):
-            make_importable([Path(config)])
-        resolved = config if isinstance(config, RunConfig) else load_config([Path(config)], None, {})
-        if not resolved.model.path:
-            raise ConfigError(
-                "model.path: expected a model folder or hub id, for configuration and tokenizer, got nothing"
-            )
+        resolved = config if isinstance(config, RunConfig) else config_of([Path(config)], None, [])
+        _check(resolved)
         place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
-        has_turns = resolved.agent.is_on or any(is_environment(TaskSpec(*task)) for task in resolved.task.asked)
-        if has_turns or resolved.model.lora_rank:
-            raise ConfigError(
-                "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
-                f"{', '.join(name for name, _ in resolved.task.asked)} and rank {resolved.model.lora_rank}"
-            )
-        if resolved.sft.path or resolved.learner.teacher:
-            raise ConfigError(
-                "sft.path, learner.teacher: expected none with a trainer of one's own, whose loss is its own"
-            )
-        if resolved.learner.replicas != 1:
-            raise ConfigError(
-                "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "
-                f"{resolved.learner.replicas}"
-            )
         self.options = learner_options(_without_evaluations(resolved), link, place)
         model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()
         self._daemon: LearnerDaemon | None = None
@@ -154,7 +132,7 @@ class Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
-        self._is_started = False
+        self.is_started = False
 
     @property
     def resume_step(self) -> int:
@@ -182,15 +160,10 @@ class Run:
     def start(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Joins the run with the weights of step `step`. The first `publish` calls it."""
         self.trainer.begin(step, tensors)
-        self._is_started = True
-        if self._daemon is None:
-            return
-        self._thread = threading.Thread(target=self._serve, name="echo2", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_started(self) -> bool:
-        return self._is_started
+        self.is_started = True
+        if self._daemon is not None:
+            self._thread = threading.Thread(target=self._serve, name="echo2", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Leaves the run. Steps trained so far are on disk; a batch not trained on is delivered again at the next start.
@@ -199,8 +172,7 @@ class Run:
         was raised before, and `Unreachable`, which names what it waits for, if the run's side has not ended within
         CLOSE_WITHIN_S. (If another error is already leaving a `with` block, both become warnings.)
         """
-        trouble = self._leave()
-        if trouble is not None:
+        if (trouble := self._leave()) is not None:
             raise trouble
 
     def _leave(self) -> BaseException | None:
@@ -231,31 +203,48 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        trouble = self._leave()
-        if trouble is None:
-            return
         if error is None:
-            raise trouble
-        warnings.warn(f"{type(trouble).__name__}: {trouble}", RuntimeWarning, stacklevel=2)
+            self.close()
+        elif (trouble := self._leave()) is not None:
+            warnings.warn(f"{type(trouble).__name__}: {trouble}", RuntimeWarning, stacklevel=2)
 
     def _serve(self) -> None:
-        failure: BaseException | None = None
+        assert self._daemon is not None and isinstance(self.trainer, OwnTrainer), "rank 0 alone serves"
+        daemon, failure = self._daemon, None
+
+        async def serve() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            try:
+                await daemon.run()
+            finally:
+                await calls_have_ended()
+
         try:
-            asyncio.run(self._run())
+            asyncio.run(serve())
         except (TrainerLeft, asyncio.CancelledError):
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread, by next_batch or hand_in
             failure = error
-        assert isinstance(self.trainer, OwnTrainer), "rank 0 alone serves"
         self.trainer.end(failure)
 
-    async def _run(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        assert self._daemon is not None, "rank 0 alone serves"
-        try:
-            await self._daemon.run()
-        finally:
-            await calls_have_ended()
+
+def _check(config: RunConfig) -> None:
+    """Raises ConfigError for what only the learner's own trainer does."""
+    learner, rank, tasks = config.learner, config.model.lora_rank, config.task.asked
+    if not config.model.path:
+        raise ConfigError("model.path: expected a model folder or hub id, for configuration and tokenizer, got nothing")
+    if config.agent.is_on or any(is_environment(TaskSpec(*task)) for task in tasks) or rank:
+        raise ConfigError(
+            "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
+            f"{', '.join(name for name, _ in tasks)} and rank {rank}"
+        )
+    if config.sft.path or learner.teacher:
+        raise ConfigError("sft.path, learner.teacher: expected none with a trainer of one's own, whose loss is its own")
+    if learner.replicas != 1:
+        raise ConfigError(
+            "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "
+            f"{learner.replicas}"
+        )
 
 
 def _without_evaluations(config: RunConfig) -> RunConfig:
@@ -302,20 +291,15 @@ class Rollouts:
     def __next__(self) -> TrainingBatch:
         if not self.run.is_started:
             raise ConfigError("rollouts: expected Publisher.publish first, for workers need weights to sample from")
-        if self.run.step >= self.run.options.config.learner.steps:
-            raise StopIteration
-        batch = self.run.trainer.next_batch()
+        is_over = self.run.step >= self.run.options.config.learner.steps
+        batch = None if is_over else self.run.trainer.next_batch()
         if batch is None:
             raise StopIteration
-        return _training_batch(batch)
-
-
-def _training_batch(batch: Batch) -> TrainingBatch:
-    samples = []
-    for number, group in enumerate(batch.groups):
-        for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
-            versions = tuple(int(span.version) for span in rollout.version_spans for _ in range(span.count))
-            prompt = group.spec.prompt_token_ids
-            numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
-            samples.append(Sample(number, prompt, rollout.token_ids, numbers, versions, reward))
-    return TrainingBatch(int(batch.step), tuple(samples))
+        samples = []
+        for number, group in enumerate(batch.groups):
+            for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
+                versions = tuple(int(span.version) for span in rollout.version_spans for _ in range(span.count))
+                prompt = group.spec.prompt_token_ids
+                numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
+                samples.append(Sample(number, prompt, rollout.token_ids, numbers, versions, reward))
+        return TrainingBatch(int(batch.step), tuple(samples))

@@ -6,24 +6,13 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from echo2.base.errors import ConfigError
-from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.base.units import format_seconds, parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.cli import sizing
 from echo2.cli.options import config_of
-from echo2.cli.sizing import (
-    LEARNER_GPU,
-    MEAN_SHARE,
-    TAIL_SHARE,
-    LearnerMachine,
-    audit_line,
-    audit_s_per_step,
-    gpus_needed,
-    learner_line,
-    learner_run,
-    lengths_of,
-    model_of,
-    shortages,
-)
+from echo2.cli.sizing import LearnerMachine, audit_s_per_step, lengths_of
 from echo2.config.load import read_toml
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
@@ -49,33 +38,25 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
     question, origin = question_of(config, fleet, catalogue, own.billions)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
-    from echo2.cli.plan_text import (  # imports the planner, needed only here
-        PlannedRun,
-        as_json,
-        planned,
-        print_answer,
-        print_fits,
-        print_lines,
-    )
+    from echo2.cli import plan_text  # imports the planner, needed only here
 
     prompt = config.sampling.max_prompt_tokens / 2  # assumes prompts of half the longest length
     audit_s = audit_s_per_step(config, prompt, question.tokens.mean, question.learner.train_s)
-    run = PlannedRun(config.learner.steps, origin, *assumptions(fleet, own.what_if))
-    answer = planned(question)
+    run = plan_text.PlannedRun(config.learner.steps, origin, *assumptions(fleet, own.what_if))
+    answer = plan_text.planned(question)
     if own.json:
-        print(json.dumps(as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
-    else:
-        print_answer(question, answer, run, own.explain)
-        print_fits(question, answer)
-        gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
-        is_cpu = gpu.name == CPU
-        here = LearnerMachine(
-            0 if is_cpu else gpu_count, 0 if is_cpu else gpu.memory_bytes, gpu.memory_bytes if is_cpu else 0
-        )
-        short = shortages(config, question.model, here)
-        lacks = "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in short)
-        print_lines(learner_line(config, question.model, here) + lacks)
-        print_lines(audit_line(audit_s))
+        print(json.dumps(plan_text.as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
+        return 0
+    plan_text.print_answer(question, answer, run, own.explain)
+    plan_text.print_fits(question, answer)
+    gpu, count = learner_gpus(config, fleet, question.model, catalogue)
+    bytes_each = gpu.memory_bytes
+    machine = LearnerMachine(0, memory_bytes=bytes_each) if gpu.name == CPU else LearnerMachine(count, bytes_each)
+    short = sizing.shortages(config, question.model, machine)
+    lacks = "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in short)
+    plan_text.print_lines(sizing.learner_line(config, question.model, machine) + lacks)
+    scores = "off" if audit_s is None else f"the learner scores {format_seconds(audit_s)} a step on its own device"
+    plan_text.print_lines(f"audit: {scores}")
     return 0
 
 
@@ -84,9 +65,7 @@ def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[b
     lengths, tables = fleet.get("lengths", {}), fleet.get("worker")
     has_mean = isinstance(lengths, Mapping) and "mean_tokens" in lengths
     changed = {name for text in what_ifs for name, _ in parse_what_if(text)}
-    priced = isinstance(tables, list) and all(
-        isinstance(one, Mapping) and "price_usd_per_hour" in one for one in tables
-    )
+    priced = isinstance(tables, list) and all("price_usd_per_hour" in one for one in tables)  # question_of read them
     return not has_mean and "mean" not in changed, not priced
 
 
@@ -95,9 +74,7 @@ def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[b
 
 def load_catalogue(path: Path | None) -> dict[str, GpuType]:
     """Loads the user's catalogue, or the built-in one if `path` is None."""
-    if path is not None:
-        return parse_catalogue(read_toml(path))
-    return dict(built_in_catalogue())
+    return dict(built_in_catalogue()) if path is None else parse_catalogue(read_toml(path))
 
 
 class Fields:
@@ -106,22 +83,15 @@ class Fields:
     def __init__(self, whose: str, table: object) -> None:
         if not isinstance(table, Mapping):
             raise ConfigError(f"{whose}: expected a table, got {table!r}")
-        self.whose = whose
-        self.table = dict(table)
+        self.whose, self.table = whose, dict(table)
 
     def number(self, name: str, default: float) -> float:
         """Takes a bare number."""
-        value = self.table.pop(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.whose}: {name}: expected a number, got {value!r}")
-        return float(value)
+        return float(self._taken(name, default, (int, float), "a number"))
 
     def text(self, name: str, default: str) -> str:
         """Takes a text."""
-        value = self.table.pop(name, default)
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.whose}: {name}: expected a text, got {value!r}")
-        return value
+        return str(self._taken(name, default, (str,), "a text"))
 
     def rate(self, name: str, default: float) -> float:
         """Takes bytes/s, from `300mbit` or a number."""
@@ -136,19 +106,22 @@ class Fields:
         return float(self._parsed(name, default, parse_bytes))
 
     def _parsed(self, name: str, default: float, parse: Callable[[str | float], float]) -> float:
-        value = self.table.pop(name, default)
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ConfigError(f"{self.whose}: {name}: expected a number or a text with a unit, got {value!r}")
+        value = self._taken(name, default, (str, int, float), "a number or a text with a unit")
         try:
             return parse(value)
         except ConfigError as error:
             raise ConfigError(f"{self.whose}: {name}: {error}") from None
 
+    def _taken(self, name: str, default: object, kinds: tuple[type, ...], expected: str) -> Any:
+        value = self.table.pop(name, default)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ConfigError(f"{self.whose}: {name}: expected {expected}, got {value!r}")
+        return value
+
     def link(self, uplink: float, downlink: float, rtt_s: float) -> LinkEstimate:
         """Takes the fields uplink, downlink and rtt."""
-        return LinkEstimate(
-            self.rate("uplink", uplink), self.rate("downlink", downlink), self.seconds("rtt", rtt_s)
-        )  # fmt: skip
+        up, down = self.rate("uplink", uplink), self.rate("downlink", downlink)
+        return LinkEstimate(up, down, self.seconds("rtt", rtt_s))
 
     def done(self) -> None:
         """Raises `ConfigError` if any field was not taken."""
@@ -189,13 +162,20 @@ def question_of(
     """Combines the run's config and the fleet file into one question, with priors for numbers that neither gives; also returns the
     source of the model's size. `billions`: parameters of the model, if neither the fleet file nor the model's config says them."""
     model = Fields("model", fleet.get("model", {}))
-    own = model.number("billions", 0.0) if "billions" in model.table else None
-    size, origin = size_of(own if billions is None else billions, config)
+    if "billions" in model.table:
+        own = model.number("billions", 0.0)
+        billions = own if billions is None else billions
+    if billions is None:
+        size, origin = sizing.model_of(config.model.path)
+    elif billions > 0:
+        size, origin = size_by_billions(built_in_models(), billions), "as given"
+    else:
+        raise ConfigError(f"billions: expected a number above 0, got {billions:g}")
     lengths = Fields("lengths", fleet.get("lengths", {}))
     longest = float(config.sampling.max_new_tokens)
     tokens = TokenCounts(
-        lengths.number("mean_tokens", MEAN_SHARE * longest),
-        lengths.number("tail_tokens", TAIL_SHARE * longest),
+        lengths.number("mean_tokens", sizing.MEAN_SHARE * longest),
+        lengths.number("tail_tokens", sizing.TAIL_SHARE * longest),
         lengths.number("max_tokens", longest),
     )
     tables = fleet.get("worker", None)
@@ -211,31 +191,16 @@ def question_of(
     learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, machine)
     for fields in (model, lengths):
         fields.done()
+    wishes = PlanConfig(
+        staleness_bound=config.staleness.bound,
+        fixed_kappa=config.staleness.kappa,
+        usd_per_hour_cap=config.coordinator.usd_per_hour_cap,
+        usd_budget=config.coordinator.usd_budget,
+    )
     return PlanQuestion(
-        size,
-        lengths_of(config),
-        learner,
-        PlanConfig(
-            staleness_bound=config.staleness.bound,
-            fixed_kappa=config.staleness.kappa,
-            usd_per_hour_cap=config.coordinator.usd_per_hour_cap,
-            usd_budget=config.coordinator.usd_budget,
-        ),
-        tokens,
-        tuple(offers),
-        catalogue,
-        steps=config.learner.steps,
-        recomputes_caches=config.worker.swap_mode == "recompute_kv",
-    ), origin
-
-
-def size_of(billions: float | None, config: RunConfig) -> tuple[ModelSize, str]:
-    """Returns the size of a model of `billions` parameters, or of the config's if it is None, and the source of it."""
-    if billions is None:
-        return model_of(config.model.path)
-    if not billions > 0:
-        raise ConfigError(f"billions: expected a number above 0, got {billions:g}")
-    return size_by_billions(built_in_models(), billions), "as given"
+        size, lengths_of(config), learner, wishes, tokens, tuple(offers), catalogue,
+        steps=config.learner.steps, recomputes_caches=config.worker.swap_mode == "recompute_kv",
+    ), origin  # fmt: skip
 
 
 def _learner(
@@ -247,7 +212,7 @@ def _learner(
     evaluation = round(evaluation_rollouts(config))
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
-    run = learner_run(config, size)
+    run = sizing.learner_run(config, size)
     copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size), run.optimizer_state)
     copied_s = fields.seconds("checkpoint", copied / (CHECKPOINT_BYTES_PER_S * gpu_count))
     idle_s = copied_s / (config.learner.checkpoint_every_steps or steps_between(copied_s, train_s, train_s))
@@ -274,10 +239,8 @@ def _learner(
 def evaluation_rollouts(config: RunConfig) -> float:
     """Returns the rollouts per step, on average, that workers generate for evaluations."""
     task = config.task
-    asked = sum(task.held_out.values()) * task.eval_samples + sum(
-        one.prompts * one.samples for one in task.eval_sets.values()
-    )
-    return asked / task.eval_every_steps
+    own = sum(task.held_out.values()) * task.eval_samples
+    return (own + sum(one.prompts * one.samples for one in task.eval_sets.values())) / task.eval_every_steps
 
 
 def learner_gpus(
@@ -285,9 +248,10 @@ def learner_gpus(
 ) -> tuple[GpuType, int]:
     """Returns the learner's GPU and their number from `[learner]` of the fleet file; by default, the fewest that it fits on."""
     fields = Fields("learner", fleet.get("learner", {}))
-    usual = LEARNER_GPU if LEARNER_GPU in catalogue else next(iter(catalogue))
+    usual = sizing.LEARNER_GPU if sizing.LEARNER_GPU in catalogue else next(iter(catalogue))
     gpu = gpu_of(catalogue, fields.text("gpu", usual))
-    count = int(fields.number("gpu_count", 0 if gpu.name == CPU else gpus_needed(config, size, gpu.memory_bytes)))
+    fewest = 0 if gpu.name == CPU else sizing.gpus_needed(config, size, gpu.memory_bytes)
+    count = int(fields.number("gpu_count", fewest))
     if count < 0 or (count == 0 and gpu.name != CPU):
         raise ConfigError(f"learner: gpu_count: expected a number above 0, got {count}")
     return gpu, max(1, count)

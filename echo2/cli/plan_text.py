@@ -42,10 +42,8 @@ def alternatives(question: PlanQuestion, answer: Plan) -> dict[str, Plan | None]
         return {"cheapest": answer}
     snapshot, wishes = question.snapshot(), question.wishes
     fast = replace(wishes, target_utilisation=1.0, add_margin=0.25)
-    alike = replace(
-        snapshot,
-        workers=tuple(replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers),
-    )
+    equal = [replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers]
+    alike = replace(snapshot, workers=tuple(equal))
     if (fewest := feasible_plan(alike, replace(wishes, usd_per_hour_cap=math.inf, usd_budget=math.inf))) is not None:
         prices = {one.worker_id: one.price_usd_per_hour for one in snapshot.workers}
         priced, useful = sum(prices[worker] for worker in fewest.pool), _useful_per_hour(question, fewest)
@@ -84,16 +82,19 @@ class PlannedRun:
     mean_is_assumed: bool = False
     prices_are_assumed: bool = False
 
-    def usd_range(self, usd: float) -> tuple[float, float]:
-        """What it may cost instead."""
-        low, high = PRICE_RANGE if self.prices_are_assumed else (1.0, 1.0)
-        return usd * low, usd * high
-
 
 def hours_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> float:
     """Hours of the whole run at this plan's utilisation; infinite if nothing is generated."""
     busy_s = run.steps * question.learner.train_s * question.learner.training_share
     return busy_s / answer.predicted_utilisation / 3600 if answer.predicted_utilisation > 0 else math.inf
+
+
+def costs_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, float]:
+    """What the whole run takes, with the learner; `usd_low` and `usd_high` if prices are assumed."""
+    hours = hours_of(question, answer, run)
+    usd = hours * (answer.usd_per_hour + question.learner.price_usd_per_hour)
+    low, high = PRICE_RANGE if run.prices_are_assumed else (1.0, 1.0)
+    return {"steps": run.steps, "hours": hours, "usd": usd, "usd_low": usd * low, "usd_high": usd * high}
 
 
 def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, object]:
@@ -113,17 +114,9 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
     told["left_out"] = {offer.machine: would for offer, would in question.refused.items()}
     told["staleness_bound"] = question.wishes.staleness_bound
     told["learner"] = dataclasses.asdict(question.learner)
-    hours, usd_per_hour = hours_of(question, answer, run), answer.usd_per_hour + question.learner.price_usd_per_hour
     told["model"] = {"billions": question.model.billions, "origin": run.origin}
-    usd = hours * usd_per_hour
-    low, high = run.usd_range(usd)
-    told["run"] = {
-        "steps": run.steps,
-        "hours": _finite(hours),
-        "usd": _finite(usd),
-        "usd_low": _finite(low),
-        "usd_high": _finite(high),
-    }
+    costs = costs_of(question, answer, run)  # JSON has no infinity
+    told["run"] = {name: value if math.isfinite(value) else None for name, value in costs.items()}
     told["lengths"] = dataclasses.asdict(question.tokens) | {"mean_is_assumed": run.mean_is_assumed}
     told["alternatives"] = {
         name: {
@@ -138,22 +131,19 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
     return told
 
 
-def _finite(value: float) -> float | None:
-    """Replaces infinity by None, since JSON has no infinity."""
-    return value if math.isfinite(value) else None
-
-
 # ---- printing
 
 
 def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sums: bool) -> None:
     """Prints what to rent, or what would make the run feasible; then tables, and the calculation if `with_sums`."""
     learner = question.learner
+    tokens = question.tokens
+    how = " (assumed; --what-if mean=N, or [lengths] mean_tokens in the fleet file)" if run.mean_is_assumed else ""
     print_lines(
         f"model    {question.model.billions:.3g} billion parameters ({run.origin})\n"
-        f"step     {_step_text(learner)}; "
-        f"S = {question.wishes.staleness_bound}\n"
-        f"lengths  {_lengths_text(question, run)}\n"
+        f"step     {_step_text(learner)}; S = {question.wishes.staleness_bound}\n"
+        f"lengths  {tokens.mean:.0f} tokens a rollout on average{how}, 95 % below {tokens.tail:.0f}, at most "
+        f"{tokens.longest:.0f}\n"
         f"prices   {PRICES_ASSUMED if run.prices_are_assumed else 'as the fleet file names them'}"
     )
     if learner.dropped_rollouts:
@@ -184,25 +174,25 @@ def _console() -> Console:
     return Console(highlight=False, width=min(COLUMNS_MAX, Console().width))
 
 
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
 PRICES_ASSUMED = "assumed, mid 2026, 0.5-2 times (echo2 offers lists real ones; price_usd_per_hour in the fleet file)"
-
-
-def _lengths_text(question: PlanQuestion, run: PlannedRun) -> str:
-    """Describes the rollouts' lengths, and how to set an assumed mean."""
-    tokens = question.tokens
-    how = " (assumed; --what-if mean=N, or [lengths] mean_tokens in the fleet file)" if run.mean_is_assumed else ""
-    return f"{tokens.mean:.0f} tokens a rollout on average{how}, 95 % below {tokens.tail:.0f}, at most {tokens.longest:.0f}"
 
 
 def _step_text(learner: LearnerEstimate) -> str:
     """Describes what a step takes, with evaluations and checkpoints apart."""
-    rollouts = f"{learner.trained_rollouts} rollouts"
+    told = f"{learner.trained_rollouts} rollouts"
     if learner.evaluation_rollouts:
-        rollouts += f" and {learner.evaluation_rollouts} of evaluations"
-    told = f"{rollouts}, {format_seconds(learner.train_s - learner.idle_s)} of training"
-    return (
-        f"{told}, {format_seconds(learner.idle_s)} of checkpoints" if learner.idle_s >= 5e-4 * learner.train_s else told
-    )
+        told += f" and {learner.evaluation_rollouts} of evaluations"
+    told += f", {format_seconds(learner.train_s - learner.idle_s)} of training"
+    if learner.idle_s >= 5e-4 * learner.train_s:
+        told += f", {format_seconds(learner.idle_s)} of checkpoints"
+    return told
 
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
@@ -224,15 +214,15 @@ def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
 
 
 def _print_price(question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
-    hours, learner_usd = hours_of(question, answer, run), question.learner.price_usd_per_hour
+    costs, learner_usd = costs_of(question, answer, run), question.learner.price_usd_per_hour
     busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
     total, steps = answer.usd_per_hour + learner_usd, "step" if answer.kappa == 1 else f"{answer.kappa} steps"
-    low, high = run.usd_range(hours * total)
-    usd = f"${hours * total:,.2f}" + (f" (${low:,.0f} to ${high:,.0f} at such prices)" if low < high else "")
+    low, high = costs["usd_low"], costs["usd_high"]
+    usd = f"${costs['usd']:,.2f}" + (f" (${low:,.0f} to ${high:,.0f} at such prices)" if low < high else "")
     print_lines(
         f"rent     {_pool(question, answer)}; publish every {steps}; {busy}\n"
         f"price    workers ${answer.usd_per_hour:.2f}/h + learner ${learner_usd:.2f}/h = ${total:.2f}/h\n"
-        f"the run  {run.steps} steps: about {format_seconds(3600 * hours)} and {usd}",
+        f"the run  {run.steps} steps: about {format_seconds(3600 * costs['hours'])} and {usd}",
         style="bold",
     )
 
@@ -265,9 +255,7 @@ def verdict(term: Term) -> str:
 
 
 def _print_terms(answer: Plan) -> None:
-    table = Table(title="what limits the run")
-    for column in ("term", "value and limit", "verdict"):
-        table.add_column(column, overflow="fold")
+    table = _table("what limits the run", "term", "value and limit", "verdict")
     for term in answer.terms:
         mark = ", limiting" if term.limit_kind is answer.binding and term.is_met else ""
         table.add_row(term.limit_kind.value, term.text, verdict(term) + mark)
@@ -275,9 +263,10 @@ def _print_terms(answer: Plan) -> None:
 
 
 def _print_alternatives(question: PlanQuestion, answer: Plan) -> None:
-    table = Table(title="alternatives, workers and learner together")
-    for column in ("plan", "steps a version", "pool", "$/h", "$ per 1000 rollouts", "busy", "spread in", "in flight"):
-        table.add_column(column, overflow="fold")
+    table = _table(
+        "alternatives, workers and learner together",
+        "plan", "steps a version", "pool", "$/h", "$ per 1000 rollouts", "busy", "spread in", "in flight",
+    )  # fmt: skip
     for name, one in alternatives(question, answer).items():
         if one is None:
             table.add_row(name, "", "not feasible", *[""] * 5)
@@ -294,9 +283,7 @@ def print_fits(question: PlanQuestion, answer: Plan) -> None:
     """Prints how the model fits the pool's kinds of machine; a worker there will report the same. `--json` has all kinds."""
     kinds = [question.catalogue[gpu] for gpu in dict.fromkeys(offer.gpu for offer in pool_offers(question, answer))]
     longest = question.lengths.of(question.model)
-    table = Table(title=f"one worker by kind of machine, sequences of up to {longest} tokens")
-    for column in FIT_COLUMNS:
-        table.add_column(column, overflow="fold")
+    table = _table(f"one worker by kind of machine, sequences of up to {longest} tokens", *FIT_COLUMNS)
     for row in fit_rows(question.model, question.lengths, kinds):
         table.add_row(*row)
     _console().print(table)
@@ -311,23 +298,20 @@ def _print_sums(question: PlanQuestion, answer: Plan) -> None:
     batch_s = batch / rate if rate > 0 else math.inf
     rollout_s = staleness.value - answer.broadcast_s - batch_s
     lines = [
-        f"artifact    {format_bytes(learner.delta_bytes)} x (kappa = {kappa})^{learner.delta_growth:g} = "
-        f"{format_bytes(size)}",
+        f"artifact    {format_bytes(learner.delta_bytes)} x (kappa = {kappa})^{learner.delta_growth:g} = {format_bytes(size)}",
         f"transfer    fluid bound of {format_bytes(size)} over {format_bytes(learner.link.uplink_bytes_per_s)}/s and "
         f"the pool's links / {question.wishes.broadcast_efficiency:g} = {answer.transfer_s:.2f} s",
         f"T_bcast     transfer + encode + round trips + apply = {answer.broadcast_s:.2f} s",
         *(f"prefill     {o.key}: {_prefill_text(question, o, answer.kappa)}" for o in pool_offers(question, answer)),
         f"(2) rate    mu_pool = {rate:.4g} against R/T_train = {batch}/{train_s:.4g} = {batch / train_s:.4g} /s",
-        f"(2) links   transfer = {answer.transfer_s:.2f} against kappa*T_train = {kappa}*{train_s:.4g} = "
-        f"{kappa * train_s:.4g} s",
+        f"(2) links   transfer = {answer.transfer_s:.2f} against kappa*T_train = {kappa}*{train_s:.4g} = {kappa * train_s:.4g} s",
         f"(3)         T_bcast + L_roll + R/mu_pool = {answer.broadcast_s:.4g} + {rollout_s:.4g} + {batch_s:.4g} = "
         f"{staleness.value:.4g} against (S-kappa+1)*T_train = ({bound}-{kappa}+1)*{train_s:.4g} = "
         f"{staleness.limit:.4g} s",
         f"in flight   {answer.in_flight_cap_rollouts} rollouts at most",
         *_egress_lines(question, kappa),
         f"price       {answer.usd_per_hour:.2f} (pool) + {learner.price_usd_per_hour:.2f} (learner) USD/h over "
-        f"{_useful_per_hour(question, answer):.0f} useful rollouts/h = "
-        f"{answer.usd_per_useful_rollout:.5f} USD",
+        f"{_useful_per_hour(question, answer):.0f} useful rollouts/h = {answer.usd_per_useful_rollout:.5f} USD",
     ]
     print_lines("\n".join(lines))
 
@@ -337,13 +321,9 @@ def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
     cost, worker = question.prefill_cost(offer), question.worker(offer, 0)
     if question.is_measured(offer):
         return "in its measured rate"
-    period_s = kappa * question.learner.train_s
-    again = (
-        f"caches of {cost.recompute_tokens:.0f} tokens again at each version, {format_seconds(cost.recompute_s)}"
-        if cost.recompute_tokens
-        else "no cache is recomputed"
-    )
-    left = max(0.0, 1.0 - worker.swap_s / period_s)
+    again = f"caches of {cost.recompute_tokens:.0f} tokens again at each version, {format_seconds(cost.recompute_s)}"
+    again = again if cost.recompute_tokens else "no cache is recomputed"
+    left = max(0.0, 1.0 - worker.swap_s / (kappa * question.learner.train_s))
     return (
         f"{cost.tokens_per_s:.0f} tokens/s read, {worker.tokens_per_s:.0f} sampled; {again}: {left:.1%} of the sampling is left, "
         f"{left * worker.tokens_per_s / question.tokens.mean:.4g} rollouts/s each"
@@ -352,9 +332,7 @@ def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
 
 def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
     """Describes a worker's egress cost by provider; empty if no provider charges for egress."""
-    charged = {
-        offer.provider or offer.gpu: offer.egress_usd_per_gib for offer in question.offers if offer.egress_usd_per_gib
-    }
+    charged = {one.provider or one.gpu: one.egress_usd_per_gib for one in question.offers if one.egress_usd_per_gib}
     sent = question.learner.sent_gib_per_hour(kappa)
     each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))
     return [f"egress      {sent:.3g} GiB/h a worker: {each} (in its price)"] if charged else []

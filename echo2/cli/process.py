@@ -28,8 +28,7 @@ from echo2.base.errors import DiskFull, EchoError, ResourceError
 from echo2.coordinator.fleet.tokens import RateLimiter
 
 FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
-PARENT = "ECHO2_PARENT"
-"""Variable with the process id of the command that started this process and must not outlive."""
+PARENT = "ECHO2_PARENT"  # variable with the process id of the command that started this process and must not outlive
 COLUMNS_MAX = 100  # longer lines are hard to read; a narrower terminal wraps them earlier
 END_WITHIN_S = 10.0  # a drain (2 s) and the end of an engine fit several times
 PARENT_LOOK_S = 1.0  # where the kernel does not tell: a second of a lost child costs nothing
@@ -44,11 +43,9 @@ class Daemon(Protocol):
 
     async def run(self) -> object:
         """Runs until done or asked to stop. Raises an `EchoError` if it cannot continue."""
-        ...
 
     def stop(self) -> None:
         """Asks for a clean end; `run` returns soon after. Call it from the event loop's thread only."""
-        ...
 
 
 class _JsonLines(logging.Formatter):
@@ -171,8 +168,7 @@ def wrapped(text: str, indent: int) -> str:
 
 def report_error(error: EchoError) -> int:
     """Prints an error as one line on stderr; returns its exit code."""
-    text = " ".join(str(error).split())
-    print(f"error: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+    print(f"error: {type(error).__name__}:", *str(error).split(), file=sys.stderr, flush=True)
     return error.exit_code
 
 

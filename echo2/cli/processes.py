@@ -24,8 +24,7 @@ from echo2.cli.process import FORCED_EXIT_CODE, PARENT
 
 READY_WITHIN_S = 60.0  # imports on a cold disk
 STOP_WITHIN_S = 10.0  # a daemon's own graceful end
-LEARNER_ALONE_S = 30.0
-"""How long a learner may go on after the last worker has ended: it exports its model meanwhile."""
+LEARNER_ALONE_S = 30.0  # how long a learner may go on after the last worker has ended: it exports its model meanwhile
 LAST_WORDS_LINES = 8  # the end of a traceback
 
 
@@ -50,25 +49,21 @@ class Children:
         lock: RunLock,
     ) -> None:
         self.run_folder, self.commands, self.worker_python = run_folder, commands, worker_python
-        self.environment = {
-            **os.environ, "TOKENIZERS_PARALLELISM": "false", PARENT: str(os.getpid()), **environment
-        }  # fmt: skip
+        own = {"TOKENIZERS_PARALLELISM": "false", PARENT: str(os.getpid())}
+        self.environment = {**os.environ, **own, **environment}
         self._lock = lock
         self._alone_since: float | None = None
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
 
-    def _executable(self, command: list[str]) -> list[str]:
-        """The same command run by this interpreter, or the workers' own, regardless of PATH."""
-        module = command[0].removeprefix("echo-")
-        python = self.worker_python if module == "worker" else sys.executable
-        return [python, "-m", f"echo2.cli.{module}", *command[1:]]
-
     async def start(self, name: str) -> None:
-        """Starts one process; its output goes to logs/NAME.log."""
+        """Starts one process by this interpreter, or the workers' own, regardless of PATH; its output goes to logs/NAME.log."""
+        program, *words = self.commands[name]
+        module = program.removeprefix("echo-")
+        python = self.worker_python if module == "worker" else sys.executable
         with self.log_path(name).open("ab") as log:
             self.processes[name] = await asyncio.create_subprocess_exec(
-                *self._executable(self.commands[name]), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
+                python, "-m", f"echo2.cli.{module}", *words, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
                 env=self.environment, start_new_session=True, pass_fds=(self._lock.descriptor,),
             )  # fmt: skip
         self._lock.note(name, self.processes[name].pid)
@@ -83,14 +78,12 @@ class Children:
     def raise_if_failed(self) -> None:
         """Raises ChildFailed if a process exited with an error. Ignores one killed by a signal: it may be restarted."""
         for name, process in self.processes.items():
-            if process.returncode is not None and process.returncode > 0:
-                raise ChildFailed(
-                    f"{name} ended with code {process.returncode}: {self.last_words(name)}", process.returncode
-                )
+            if (code := process.returncode) is not None and code > 0:
+                raise ChildFailed(f"{name} ended with code {code}: {self.last_words(name)}", code)
 
     def raise_if_learner_is_alone(self, now: float) -> None:
         """Raises ChildFailed if every worker ended LEARNER_ALONE_S ago and the learner still waits: nothing more will come."""
-        workers = [name for name in self.processes if name not in ("coordinator", "learner")]
+        workers = self._workers()
         if not workers or any(map(self.is_running, workers)) or not self.is_running("learner"):
             self._alone_since = None
             return
@@ -99,6 +92,9 @@ class Children:
             raise ChildFailed(
                 f"every worker has ended and the learner still waits; {workers[-1]} said last: {self.last_words(workers[-1])}"
             )
+
+    def _workers(self) -> list[str]:
+        return [name for name in self.processes if name not in ("coordinator", "learner")]
 
     def last_words(self, name: str) -> str:
         lines = self.log_path(name).read_text(errors="replace").splitlines()[-LAST_WORDS_LINES:]
@@ -120,9 +116,7 @@ class Children:
 
     async def stop_all(self) -> None:
         """Stops the workers first and the coordinator last, so that it still receives their clean disconnects."""
-        names = list(self.processes)
-        workers = [name for name in names if name not in ("coordinator", "learner")]
-        await asyncio.gather(*(self.stop(name) for name in workers))
+        await asyncio.gather(*(self.stop(name) for name in self._workers()))
         for name in ("learner", "coordinator"):
             if name in self.processes:
                 await self.stop(name)
@@ -136,16 +130,13 @@ class Children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    @property
-    def _page(self) -> Path:
-        return self.run_folder / "links" / "dashboard.url"
-
     async def start_coordinator(self) -> str:
         """Starts the coordinator; returns the address of its page once it serves. Raises Unreachable after READY_WITHIN_S."""
-        self._page.unlink(missing_ok=True)
+        page = self.run_folder / "links" / "dashboard.url"
+        page.unlink(missing_ok=True)
         await self.start("coordinator")
         deadline = time.monotonic() + READY_WITHIN_S
-        while not self._page.exists():
+        while not page.exists():
             self.raise_if_failed()
             if time.monotonic() > deadline:
                 raise Unreachable(
@@ -153,7 +144,7 @@ class Children:
                     f"{self.last_words('coordinator')}"
                 )
             await asyncio.sleep(0.05)
-        return self._page.read_text().strip()
+        return page.read_text().strip()
 
 
 def stop_on_signals(children: Children, console: Console) -> None:
@@ -237,10 +228,8 @@ def holders_of(folder: Path) -> dict[str, int]:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 

@@ -51,9 +51,7 @@ def read_report(run_folder: Path) -> RunReport:
     if not path.is_file():
         raise StateError(f"run folder {run_folder}: expected {SUMMARY} of a finished run, found none")
     facts = json.loads(path.read_text())
-    lines = [""]
-    for label, text in _entries(run_folder, facts):
-        lines.append(wrapped(f"{label:<22} {text}", 23))
+    lines = ["", *(wrapped(f"{label:<22} {text}", 23) for label, text in _entries(run_folder, facts))]
     lines += [wrapped(f"  {line}", 6) for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
     lines += [wrapped(f"PROBLEM: {problem}", 9) for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
@@ -66,9 +64,7 @@ def is_reported(run_folder: Path) -> bool:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +80,19 @@ class HeldOutSample:
 
     def lines(self) -> tuple[str, str]:
         expected = f", expected {self.answer!r}" if self.answer else ""
-        return (
-            f"{self.prompt!r}{expected}",
-            f"  before {self.before!r} ({self.reward_before:.2f}), after {self.after!r} ({self.reward_after:.2f})",
-        )
+        before, after = f"{self.before!r} ({self.reward_before:.2f})", f"{self.after!r} ({self.reward_after:.2f})"
+        return f"{self.prompt!r}{expected}", f"  before {before}, after {after}"
 
 
 def samples_of(run_folder: Path) -> list[HeldOutSample]:
     """The held-out prompts that were answered by the base model, too."""
     rows = rows_of(run_folder / "learner" / "samples.jsonl")
-    last = {row["prompt"]: row for row in rows}
-    first = [row for row in rows if row["step"] == 0]
+    last = {row["prompt"]: (row["completion"], row["reward"]) for row in rows}
     return [
-        HeldOutSample(
-            row["prompt"], str(row.get("answer", "")), row["completion"], row["reward"],
-            last[row["prompt"]]["completion"], last[row["prompt"]]["reward"],
-        )
-        for row in first
-    ]  # fmt: skip
+        HeldOutSample(row["prompt"], str(row.get("answer", "")), row["completion"], row["reward"], *last[row["prompt"]])
+        for row in rows
+        if row["step"] == 0
+    ]
 
 
 def _facts(
@@ -110,8 +101,10 @@ def _facts(
     evaluations: Sequence[tuple[int, float]],
     elapsed_s: float | None,
 ) -> dict[str, Any]:
-    learner = status.learner
-    measured, predicted = steady_utilisation(steps)
+    """What summary.json holds. Every worker fetches the deltas; keyframes and merged deltas serve workers that join late or fall
+    behind."""
+    learner, measured, predicted = status.learner, *steady_utilisation(steps)
+    last = steps[-1] if steps else {}
     return {
         "elapsed_s": elapsed_s and round(elapsed_s, 1),
         "training_s": round(sum(row["step_s"] + row["phase/wait_s"] for row in steps), 1),
@@ -127,25 +120,15 @@ def _facts(
         "lag_histogram": list(learner.lag_histogram),
         "utilisation_measured": measured,
         "utilisation_predicted": predicted,
-        **_published_bytes(steps),
+        "delta_bytes": int(last.get("bytes/deltas", 0)),
+        "keyframe_bytes": int(last.get("bytes/keyframes", 0)),
+        "merged_delta_bytes": int(last.get("bytes/merged", 0)),
+        "full_snapshot_bytes": int(last.get("bytes/full_snapshots", 0)),
         "audit_own_s_per_step": round(learner.audit_s, 4),
         "usd_spent": round(status.usd_spent, 6),
         "usd_useful": round(status.usd_useful, 6),
-        "versions_equal": {
-            worker.name: worker.heartbeat.fingerprint == learner.fingerprint for worker in status.workers
-        },
+        "versions_equal": {one.name: one.heartbeat.fingerprint == learner.fingerprint for one in status.workers},
         "fingerprint": learner.fingerprint,
-    }
-
-
-def _published_bytes(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Returns the bytes that the learner published, by kind: every worker fetches the deltas; keyframes and merged deltas serve
-    workers that join late or fall behind."""
-    last = steps[-1] if steps else {}
-    kinds = (("delta_bytes", "deltas"), ("keyframe_bytes", "keyframes"), ("merged_delta_bytes", "merged"))
-    return {
-        **{name: int(last.get(f"bytes/{kind}", 0)) for name, kind in kinds},
-        "full_snapshot_bytes": int(last.get("bytes/full_snapshots", 0)),
     }
 
 
@@ -173,8 +156,7 @@ def lags_of(steps: Sequence[dict[str, Any]]) -> list[int]:
 def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
     from echo2.coordinator.planning.advice import EQUAL_REWARD_STEPS_MAX  # loads the lease book and numpy
 
-    learner = status.learner
-    problems = []
+    learner, problems = status.learner, []
     if learner.step < (steps := status.learner_hello.step_limit):
         why = f": {status.finished}" if status.finished else ""
         problems.append(f"expected {steps} steps, got {learner.step}{why}")
@@ -195,15 +177,19 @@ def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
 
 def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The report's lines, as label and text."""
-    first, last = facts["held_out_reward_first"], facts["held_out_reward_last"]
+    ends = (facts["held_out_reward_first"], facts["held_out_reward_last"])
+    first, last = ("not measured" if reward is None else f"{reward:.2f}" for reward in ends)
     equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
     whole = facts["full_snapshot_bytes"]
     percent = 100 * facts["delta_bytes"] / whole if whole else 0.0
     tokens, usd = facts["trained_tokens"], facts["usd_spent"]
     each = f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
-    entries = [
-        ("held-out reward", f"{_number(first)} -> {_number(last)} in {facts['steps']} steps"),
-        ("reward, last 10 steps", _number(facts["reward_last_10_steps"])),
+    links, tensorboard = run_folder / "learner" / "trackers.json", run_folder / "learner" / "tensorboard"
+    trackers = [str(link) for link in json.loads(links.read_text())] if links.is_file() else []
+    trackers += [f"tensorboard --logdir {tensorboard}"] if tensorboard.is_dir() else []
+    return [
+        ("held-out reward", f"{first} -> {last} in {facts['steps']} steps"),
+        ("reward, last 10 steps", f"{facts['reward_last_10_steps']:.2f}"),
         ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
         ("cost", f"USD {usd:.4f}{each}"),
         ("learner utilisation", f"{facts['utilisation_measured']:.1%} measured, {facts['utilisation_predicted']:.1%} predicted, "
@@ -215,21 +201,10 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
          f"{format_bytes(facts['merged_delta_bytes'])}"),
         ("audit", f"the learner scored {facts['audit_own_s_per_step']:.3g} s a step on its own device"),
         ("final weights", f"equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers"),
-        *_trackers(run_folder),
+        *(("tracker", where) for where in trackers),
         ("page", f"{run_folder / PAGE} (opens without a server)"),
         ("model", str(run_folder / "learner" / "model")),
     ]  # fmt: skip
-    return [(label, text) for label, text in entries if text]
-
-
-def _trackers(run_folder: Path) -> list[tuple[str, str]]:
-    """Where the run's curves are beside its own folder."""
-    learner = run_folder / "learner"
-    links = learner / "trackers.json"
-    found = [("tracker", str(link)) for link in (json.loads(links.read_text()) if links.is_file() else ())]
-    if (learner / "tensorboard").is_dir():
-        found.append(("tracker", f"tensorboard --logdir {learner / 'tensorboard'}"))
-    return found
 
 
 def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
@@ -257,10 +232,6 @@ def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
         f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section></main>\n",
         encoding="utf-8",
     )
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.2f}"
 
 
 def _plot(folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], bound: int) -> None:
@@ -293,13 +264,6 @@ def _plot(folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[t
         axes.bar(range(len(lag_counts)), lag_counts)
         axes.axvline(bound + 0.5, color="red", label=f"S = {bound}")
 
-    save("reward.png", rewards, xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="Reward")
-    save(
-        "utilisation.png",
-        utilisation,
-        xlabel="step",
-        ylabel="learner utilisation",
-        ylim=(0, 1.05),
-        title="Learner utilisation",
-    )
-    save("lag.png", lags, xlabel="lag of trained tokens (steps)", ylabel="tokens", title="Staleness")
+    save("reward.png", rewards, title="Reward", xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
+    save("utilisation.png", utilisation, title="Learner utilisation", xlabel="step", ylabel="share", ylim=(0, 1.05))
+    save("lag.png", lags, title="Staleness", xlabel="lag of trained tokens (steps)", ylabel="tokens")

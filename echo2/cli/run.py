@@ -58,16 +58,13 @@ class LocalRun:
 
     def commands(self) -> dict[str, list[str]]:
         """The commands by process name, as a person would type them."""
-        config, links = str(self.folder / "run.toml"), self.folder / "links"
-        found = {
-            "coordinator": ["echo-coordinator", "--config", config, "--free-ports"],
-            "learner": ["echo-learner", *self.learner, f"@{links / 'learner.link'}", "--config", config],
+        config, links = ["--config", str(self.folder / "run.toml")], self.folder / "links"
+        join = ["echo-worker", "join", f"@{links / 'worker.link'}", *config, "--name"]
+        return {
+            "coordinator": ["echo-coordinator", *config, "--free-ports"],
+            "learner": ["echo-learner", *self.learner, f"@{links / 'learner.link'}", *config],
+            **{name: [*join, name, *arguments] for name, arguments in self.workers.items()},
         }
-        for name, arguments in self.workers.items():
-            found[name] = [
-                "echo-worker", "join", f"@{links / 'worker.link'}", "--config", config, "--name", name, *arguments
-            ]  # fmt: skip
-        return found
 
     async def run(self, console: Console, is_plain: bool, lock: RunLock) -> RunReport:
         """Runs until the learner has ended, or is finished and every live worker has its weights; writes and prints the report."""
@@ -76,7 +73,6 @@ class LocalRun:
         except OSError as error:
             raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
         children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)
-
         live = LiveRun(children, console, is_plain or not console.is_terminal, final_version(), self.still_s)
         stop_on_signals(children, console)
         try:

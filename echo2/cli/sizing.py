@@ -1,10 +1,7 @@
-"""Derives a run's model size and sequence lengths from its config, before any weights are loaded.
+"""A run's model, lengths and the learner's needs, and the options that follow from them, before any weights are loaded.
 
-`model_of` looks for the model's config.json in a local folder, then in the hub's cache on this machine, then among the built-in
-shapes; it returns the source, and refuses an unknown model. `guessed_model_of` guesses from the parameter count in the name
-instead, for settings that need some value.
 Guarantees: opens no connection; imports torch only to count a family that the formula does not know. Leaves to others: what fits
-(cost_model/sizing).
+(cost_model/sizing, cost_model/memory).
 """
 
 from __future__ import annotations
@@ -16,39 +13,16 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model import sizing as rule
 from echo2.cost_model.machines import CPU, GpuType, WorkerPrior, worker_prior
 from echo2.cost_model.question import billions_in
-from echo2.cost_model.sizing import (
-    CHECKPOINTING_FROM_BYTES,
-    DENSE,
-    GPU_MEMORY_SHARE,
-    GPUS_MAX,
-    REPLAY_S,
-    STEPS_MAX,
-    TOKEN_BUDGET_MAX,
-    TOKEN_BUDGET_MAX_CPU,
-    TOKEN_BUDGET_MIN,
-    Checkpointing,
-    LearnerMemory,
-    LearnerRun,
-    ModelSize,
-    Quantisation,
-    RunLengths,
-    activation_bytes,
-    checkpointing_of,
-    fewest_gpus,
-    learner_memory,
-    longest_sequence,
-    model_size,
-    size_by_billions,
-    token_budget_for,
-)
+from echo2.cost_model.sizing import Checkpointing, LearnerMemory, LearnerRun, ModelSize, RunLengths
 from echo2.worker.machine import local_gpus, memory_total_bytes
 
 DEFAULT_BILLIONS = 8.0  # a guess where the name has no number
@@ -61,9 +35,9 @@ FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "token
 
 
 def model_of(path: str) -> tuple[ModelSize, str]:
-    """Returns the model's size and the source of it. Raises ConfigError if the model is unknown."""
-    found = _known(path)
-    if found is not None:
+    """Returns the model's size and the source of it: config.json in a local folder, then in the hub's cache on this machine, then
+    the built-in shapes. Raises ConfigError if the model is unknown."""
+    if (found := _known(path)) is not None:
         return found
     ways = "give the parameters in billions by --billions, or [model] billions in the fleet file"
     if not path:
@@ -79,13 +53,12 @@ def model_of(path: str) -> tuple[ModelSize, str]:
 
 
 def guessed_model_of(path: str) -> tuple[ModelSize, str]:
-    """Like `model_of`, but guesses the size of an unknown model."""
-    found = _known(path)
-    if found is not None:
+    """Like `model_of`, but guesses the size of an unknown model from the parameter count in its name."""
+    if (found := _known(path)) is not None:
         return found
     billions = billions_in(path)
     origin = "a guess by its name" if billions else "a guess: model.path names no model that is known here"
-    return size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
+    return rule.size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
 
 
 def _known(path: str) -> tuple[ModelSize, str] | None:
@@ -94,9 +67,8 @@ def _known(path: str) -> tuple[ModelSize, str] | None:
         if path and file.is_file():
             return _read(file), str(file)
     name = path.rstrip("/").rpartition("/")[2].lower().removesuffix("-instruct")
-    if name in built_in_models():
-        return built_in_models()[name], "the shapes that come with echo2"
-    return None
+    size = built_in_models().get(name)
+    return None if size is None else (size, "the shapes that come with echo2")
 
 
 def turns_max(config: RunConfig) -> int:
@@ -113,32 +85,27 @@ def turns_max(config: RunConfig) -> int:
 def lengths_of(config: RunConfig) -> RunLengths:
     """Returns the run's longest sequence and the limits that its config sets for workers."""
     sampling, worker = config.sampling, config.worker
-    longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
-    return RunLengths(longest, worker.slots, Quantisation(worker.quantisation))
+    longest = rule.longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
+    return RunLengths(longest, worker.slots, rule.Quantisation(worker.quantisation))
 
 
 def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:
     """Yields rows of FIT_COLUMNS: how the model fits each kind of machine, with the number of GPUs that gives most tokens for its
     price. If that is more than one and the model also fits one GPU, a row for one GPU comes first."""
     for gpu in gpus:
-        name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"
+        name, priors = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})", list[WorkerPrior]()
         try:
-            prior = worker_prior(gpu, model, lengths)
+            priors.append(worker_prior(gpu, model, lengths))
         except ResourceError as error:
             yield name, "", "", "", "", str(error).rpartition("what would fit: ")[2]
             continue
-        if prior.gpu_count > 1:
+        if priors[0].gpu_count > 1:
             with contextlib.suppress(ResourceError):
-                yield _fit_row(gpu, worker_prior(gpu, model, lengths, gpu_count=1))
-        yield _fit_row(gpu, prior)
-
-
-def _fit_row(gpu: GpuType, prior: WorkerPrior) -> tuple[str, ...]:
-    fit = prior.fit
-    return (
-        f"{gpu.name} ({format_bytes(gpu.memory_bytes)})", "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
-        str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
-    )  # fmt: skip
+                priors.insert(0, worker_prior(gpu, model, lengths, gpu_count=1))
+        for prior in priors:
+            fit, count = prior.fit, "" if gpu.name == CPU else str(prior.gpu_count)
+            sequences, tokens = fit.engine_count * fit.whole_sequences, fit.engine_count * fit.cache_tokens
+            yield name, count, str(prior.slots), str(sequences), str(tokens), ""
 
 
 def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
@@ -165,8 +132,7 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
     return replace(made, store_bytes=store_bytes_for(made.published_bytes(model)))
 
 
-LEARNER_GPU = "H100"
-"""Default GPU of a learner."""
+LEARNER_GPU = "H100"  # of a learner, unless another is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +172,9 @@ def learner_needs(config: RunConfig, model: ModelSize, machine: LearnerMachine, 
     run, gpu_count = learner_run(config, model), machine.gpu_count
     longest = lengths_of(config).of(model)
     budget = budget or config.learner.token_budget
-    budget = budget or token_budget_for(model, longest, machine.device_bytes, gpu_count, run)
-    keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
-    return LearnerNeeds(budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
+    budget = budget or rule.token_budget_for(model, longest, machine.device_bytes, gpu_count, run)
+    keeps = rule.checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
+    return LearnerNeeds(budget, keeps, rule.learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
 
 
 def gpus_text(count: int) -> str:
@@ -219,19 +185,17 @@ def gpus_text(count: int) -> str:
 def learner_line(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> str:
     """Describes what the learner needs, in one line."""
     needs, replicas, gpu_count = learner_needs(config, model, machine), config.learner.replicas, machine.gpu_count
-    found = needs.memory
+    memory = needs.memory
     where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
     if replicas > 1:
         where += f", {replicas} copies" + (f" of {gpu_count // replicas} each" if gpu_count >= replicas else "")
     if gpu_count % replicas:
         where += f" (learner.replicas = {replicas} does not divide {gpu_count} ranks: such a learner does not start)"
-    parts = (
-        f"{format_bytes(found.state_bytes)} of state and about {format_bytes(found.activation_bytes)} of activations"
-    )
     return (
-        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {needs.budget} tokens"
-        f"{CHECKPOINTING_WORDS[needs.checkpointing]}), {format_bytes(found.host_bytes)} of host memory beside it, "
-        f"{format_bytes(found.disk_bytes)} of disk for checkpoints and chunks"
+        f"learner: {format_bytes(memory.device_bytes)} on {where} ({format_bytes(memory.state_bytes)} of state and about "
+        f"{format_bytes(memory.activation_bytes)} of activations for {needs.budget} tokens"
+        f"{CHECKPOINTING_WORDS[needs.checkpointing]}), {format_bytes(memory.host_bytes)} of host memory beside it, "
+        f"{format_bytes(memory.disk_bytes)} of disk for checkpoints and chunks"
     )
 
 
@@ -244,13 +208,6 @@ def audit_s_per_step(config: RunConfig, prompt_tokens: float, completion_tokens:
     return config.learner.audit_share * read * train_s / 3
 
 
-def audit_line(own_s: float | None) -> str:
-    """Describes the audit's cost in one line."""
-    return (
-        "audit: off" if own_s is None else f"audit: the learner scores {format_seconds(own_s)} a step on its own device"
-    )
-
-
 def _read(file: Path) -> ModelSize:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -258,7 +215,8 @@ def _read(file: Path) -> ModelSize:
         raise ConfigError(f"{file}: expected a model's config as JSON, got: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file}: expected a model's config, got {type(config).__name__}")
-    return model_size(config) if config.get("model_type") in DENSE else _counted(str(file.parent), json.dumps(config))
+    is_known = config.get("model_type") in rule.DENSE
+    return rule.model_size(config) if is_known else _counted(str(file.parent), json.dumps(config))
 
 
 @functools.cache
@@ -267,7 +225,7 @@ def _counted(folder: str, config: str) -> ModelSize:
     try:
         from echo2.learner.training.loading import read_config, size_of  # takes seconds, and torch
     except ImportError:
-        return model_size(json.loads(config))
+        return rule.model_size(json.loads(config))
     return size_of(read_config(folder))
 
 
@@ -290,8 +248,8 @@ class Shortage:
 
 def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> int:
     """Returns the smallest number of GPUs with this memory that the learner fits on."""
-    budget, asked = config.learner.token_budget or TOKEN_BUDGET_MAX, config.learner.gradient_checkpointing
-    return fewest_gpus(model, budget, gpu_memory_bytes, learner_run(config, model), asked)
+    budget, asked = config.learner.token_budget or rule.TOKEN_BUDGET_MAX, config.learner.gradient_checkpointing
+    return rule.fewest_gpus(model, budget, gpu_memory_bytes, learner_run(config, model), asked)
 
 
 def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> list[Shortage]:
@@ -299,18 +257,18 @@ def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> l
     memory = learner_needs(config, model, machine).memory
     host_bytes = int(memory.host_bytes * machine.host_share)
     found = []
-    if not machine.gpu_count:
-        needed = memory.device_bytes + memory.host_bytes
-        if needed > machine.memory_bytes:
-            text = f"{format_bytes(needed)} needed on the CPU, {format_bytes(machine.memory_bytes)} there"
-            found.append(Shortage("memory", text, "; ".join(_instead(config, model, machine, needed))))
-    elif memory.device_bytes > (room := int(GPU_MEMORY_SHARE * machine.gpu_memory_bytes)):
-        text = (
-            f"{format_bytes(memory.device_bytes)} needed on {gpus_text(machine.gpu_count)}, "
-            f"{format_bytes(room)} there ({GPU_MEMORY_SHARE:.0%} of {format_bytes(machine.gpu_memory_bytes)})"
-        )
-        each = int(memory.device_bytes / GPU_MEMORY_SHARE)
-        found.append(Shortage("GPU memory", text, "; ".join(_instead(config, model, machine, each))))
+    if not _fits(memory, machine):
+        if machine.gpu_count:
+            what, where, needed = "GPU memory", gpus_text(machine.gpu_count), memory.device_bytes
+            each, room = int(needed / rule.GPU_MEMORY_SHARE), int(rule.GPU_MEMORY_SHARE * machine.gpu_memory_bytes)
+            there = (
+                f"{format_bytes(room)} there ({rule.GPU_MEMORY_SHARE:.0%} of {format_bytes(machine.gpu_memory_bytes)})"
+            )
+        else:
+            what, where, needed = "memory", "the CPU", memory.device_bytes + memory.host_bytes
+            each, there = needed, f"{format_bytes(machine.memory_bytes)} there"
+        would = "; ".join(_instead(config, model, machine, each))
+        found.append(Shortage(what, f"{format_bytes(needed)} needed on {where}, {there}", would))
     if machine.gpu_count and machine.memory_bytes and host_bytes > machine.memory_bytes:
         text = f"{format_bytes(host_bytes)} needed, {format_bytes(machine.memory_bytes)} there"
         found.append(Shortage("host memory", text, f"a host with {format_bytes(host_bytes)} of memory"))
@@ -324,33 +282,35 @@ def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> l
 def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
     """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches, the optimiser's state on the host, or an
     adapter's base in 4 bits."""
+
+    def fits(machine: LearnerMachine, budget: int = 0, config: RunConfig = config) -> bool:
+        budget = budget or config.learner.token_budget or rule.TOKEN_BUDGET_MAX
+        return _fits(learner_needs(config, model, machine, budget).memory, machine)
+
     gpu = built_in_catalogue()[LEARNER_GPU]
     memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
     count = gpus_needed(config, model, memory_bytes)
-    if count < config.learner.replicas * GPUS_MAX or _fits(config, model, LearnerMachine(count, memory_bytes)):
+    if count < config.learner.replicas * rule.GPUS_MAX or fits(LearnerMachine(count, memory_bytes)):
         yield f"{count} {kind} GPU{'' if count == 1 else 's'}"
     yield f"GPUs of {format_bytes(needed_bytes)}" if machine.gpu_count else f"{format_bytes(needed_bytes)} of memory"
     budget = learner_needs(config, model, machine).budget // 2
-    least = max(TOKEN_BUDGET_MIN, lengths_of(config).of(model))
-    while budget >= least and not _fits(config, model, machine, budget):
+    least = max(rule.TOKEN_BUDGET_MIN, lengths_of(config).of(model))
+    while budget >= least and not fits(machine, budget):
         budget //= 2
     if budget >= least:
         yield f"learner.token_budget {budget}"
     lora = bool(config.model.lora_rank)
     room, option, value = ("model", "weights_dtype", "nf4") if lora else ("learner", "optimizer_state", "host")
     leaner = config.model_copy(update={room: getattr(config, room).model_copy(update={option: value})})
-    if machine.gpu_count and leaner != config and _fits(leaner, model, machine):
+    if machine.gpu_count and leaner != config and fits(machine, config=leaner):
         beside = learner_needs(leaner, model, machine).memory.host_bytes
         yield f"{room}.{option} {value}, with {format_bytes(beside)} of host memory"
 
 
-def _fits(config: RunConfig, model: ModelSize, machine: LearnerMachine, budget: int = 0) -> bool:
-    """Whether the learner fits with micro-batches of `budget` tokens; 0: the configured or largest budget."""
-    budget = budget or config.learner.token_budget or TOKEN_BUDGET_MAX
-    memory = learner_needs(config, model, machine, budget).memory
+def _fits(memory: LearnerMemory, machine: LearnerMachine) -> bool:
     if not machine.gpu_count:
         return memory.device_bytes + memory.host_bytes <= machine.memory_bytes
-    return memory.device_bytes <= GPU_MEMORY_SHARE * machine.gpu_memory_bytes
+    return memory.device_bytes <= rule.GPU_MEMORY_SHARE * machine.gpu_memory_bytes
 
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -358,7 +318,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedValue(Generic[_T_co]):
-    """An option's resolved value, and why it is this one."""
+    """An option's resolved value, and why it is this one; "given" if the user set it."""
 
     value: _T_co
     why: str
@@ -366,27 +326,24 @@ class ResolvedValue(Generic[_T_co]):
 
 def resolved(config: RunConfig) -> dict[str, ResolvedValue[object]]:
     """Resolves all such options, by name; leaves out those that the user set."""
-    found: dict[str, ResolvedValue[object]] = {}
-    if not config.learner.token_budget:
-        found["learner.token_budget"] = token_budget(config)
-    if config.learner.gradient_checkpointing == "auto":
-        found["learner.gradient_checkpointing"] = gradient_checkpointing(config)
-    if config.learner.loss == "auto":
-        found["learner.loss"] = loss(config)
+    found: dict[str, ResolvedValue[object]] = {
+        "learner.token_budget": token_budget(config),
+        "learner.gradient_checkpointing": gradient_checkpointing(config),
+        "learner.loss": loss(config),
+    }
+    found = {name: one for name, one in found.items() if one.why != "given"}
     if not config.learner.checkpoint_every_steps:
         found["learner.checkpoint_every_steps"] = ResolvedValue(
-            f"at most {STEPS_MAX}",
-            f"as many as cost least with what a kill has trained again, and train for {format_seconds(REPLAY_S)} at most; the "
+            f"at most {rule.STEPS_MAX}",
+            f"as many as cost least with what a kill has trained again, and train for {format_seconds(rule.REPLAY_S)} at most; the "
             "learner's log says how many",
         )
-    if config.model.path:
+    if config.model.path and not config.worker.slots:
         size, origin = guessed_model_of(config.model.path)
-        longest = lengths_of(config).of(size)
-        if not config.worker.slots:
-            why = f"max_prompt_tokens + max_new_tokens of each turn, within the model's context ({origin})"
-            found["worker.slots"] = ResolvedValue(
-                "by memory", f"sequences of {longest} tokens ({why}) that fit: see echo2 doctor"
-            )
+        why = f"max_prompt_tokens + max_new_tokens of each turn, within the model's context ({origin})"
+        found["worker.slots"] = ResolvedValue(
+            "by memory", f"sequences of {lengths_of(config).of(size)} tokens ({why}) that fit: see echo2 doctor"
+        )
     return found
 
 
@@ -396,17 +353,12 @@ TOKEN_CLIP_BOUND_MAX = 4
 
 def loss(config: RunConfig) -> ResolvedValue[str]:
     """Resolves the name of the loss: the user's choice, unless that is auto."""
-    named, bound = config.learner.loss, config.staleness.bound
-    if named != "auto":
-        return ResolvedValue(named, "given")
-    if bound <= TOKEN_CLIP_BOUND_MAX:
-        return ResolvedValue(
-            "dapo", f"the staleness bound {bound} is at most {TOKEN_CLIP_BOUND_MAX}: docs/algorithms.md has the table"
-        )
-    return ResolvedValue(
-        "luspo",
-        f"the staleness bound {bound} is above {TOKEN_CLIP_BOUND_MAX}, where it lost least: docs/algorithms.md",
-    )
+    if config.learner.loss != "auto":
+        return ResolvedValue(config.learner.loss, "given")
+    bound = f"the staleness bound {config.staleness.bound} is"
+    if config.staleness.bound <= TOKEN_CLIP_BOUND_MAX:
+        return ResolvedValue("dapo", f"{bound} at most {TOKEN_CLIP_BOUND_MAX}: docs/algorithms.md has the table")
+    return ResolvedValue("luspo", f"{bound} above {TOKEN_CLIP_BOUND_MAX}, where it lost least: docs/algorithms.md")
 
 
 def threads(cores: int) -> int:
@@ -420,11 +372,9 @@ def token_budget(config: RunConfig) -> ResolvedValue[int]:
     if config.learner.token_budget:
         return ResolvedValue(config.learner.token_budget, "given")
     if not config.model.path:
-        return ResolvedValue(TOKEN_BUDGET_MAX_CPU, "no model is named")
-    size, _ = guessed_model_of(config.model.path)
-    machine = _learner_machine_here(config)
-    needs = learner_needs(config, size, machine)
-    where = f"each of {machine.gpu_count} GPUs" if machine.gpu_count else "memory"
+        return ResolvedValue(rule.TOKEN_BUDGET_MAX_CPU, "no model is named")
+    size, machine, needs = _needs_here(config)
+    where = gpus_text(machine.gpu_count) if machine.gpu_count else "memory"
     why = (
         f"the learner then takes {format_bytes(needs.memory.device_bytes)} of {format_bytes(machine.device_bytes)} on {where}, "
         f"sequences of up to {lengths_of(config).of(size)} tokens"
@@ -432,23 +382,27 @@ def token_budget(config: RunConfig) -> ResolvedValue[int]:
     return ResolvedValue(needs.budget, why)
 
 
-def gradient_checkpointing(config: RunConfig) -> ResolvedValue[bool]:
-    """Resolves whether the backward pass recomputes layers, where the option is auto."""
+def gradient_checkpointing(config: RunConfig) -> ResolvedValue[bool | Literal["selective"]]:
+    """Resolves whether the backward pass recomputes layers: the user's choice, unless that is auto."""
+    asked = config.learner.gradient_checkpointing
+    if asked != "auto":
+        return ResolvedValue(asked, "given")
     if not config.model.path:
         return ResolvedValue(False, "no model is named")
-    size, _ = guessed_model_of(config.model.path)
-    machine = _learner_machine_here(config)
-    needs = learner_needs(config, size, machine)
-    kept = activation_bytes(size, needs.budget, Checkpointing.OFF, 2 if machine.gpu_count else 4)
+    size, machine, needs = _needs_here(config)
+    kept = rule.activation_bytes(size, needs.budget, Checkpointing.OFF, 2 if machine.gpu_count else 4)
     does = needs.checkpointing is Checkpointing.FULL
-    why = (
-        f"{format_bytes(kept)} of activations for {needs.budget} tokens without it, {'more' if does else 'less'} than "
-    )
-    return ResolvedValue(does, why + format_bytes(CHECKPOINTING_FROM_BYTES))
+    more, most = "more" if does else "less", format_bytes(rule.CHECKPOINTING_FROM_BYTES)
+    why = f"{format_bytes(kept)} of activations for {needs.budget} tokens without it, {more} than {most}"
+    return ResolvedValue(does, why)
 
 
-def _learner_machine_here(config: RunConfig) -> LearnerMachine:
-    """This machine's GPUs, unless the learner is to run on the CPU; under torchrun those of all ranks."""
+def _needs_here(config: RunConfig) -> tuple[ModelSize, LearnerMachine, LearnerNeeds]:
+    """The model, this machine and what the learner needs on it. Of GPUs, unless the learner is to run on the CPU, those of all
+    torchrun's ranks count; else one."""
+    size, _ = guessed_model_of(config.model.path)
     gpus = () if config.learner.device == "cpu" else local_gpus()
     gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
-    return LearnerMachine(gpu_count, min((gpu.memory_bytes for gpu in gpus), default=0), memory_total_bytes())
+    least_bytes = min((gpu.memory_bytes for gpu in gpus), default=0)
+    machine = LearnerMachine(gpu_count, least_bytes, memory_total_bytes())
+    return size, machine, learner_needs(config, size, machine)

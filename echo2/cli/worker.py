@@ -14,26 +14,20 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError, EchoError
 from echo2.base.hosts import joined, mapped_address
-from echo2.cli.options import (
-    Parser,
-    add_config_arguments,
-    add_log_arguments,
-    link_file,
-    link_text,
-    parse,
-    require_extra,
-    with_values,
-)
+from echo2.cli.options import Parser, add_daemon_arguments, link_file, link_text, parse, require_extra, with_values
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
 from echo2.worker.control import CommandAnswer, ask, ask_at, running_workers, the_one
 from echo2.worker.options import WorkerOptions
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it is a folder name, too
-
-
-# Help and description of the command.
+# Help and descriptions of the commands.
 JOIN = "join a run and generate rollouts for it until stopped, or until the run is finished"
+HELP = {
+    "status": "what the worker of this machine does and waits for",
+    "drain": "let it finish what it holds, then leave the run",
+    "leave": "make it hand back what it holds and leave the run at once",
+}
 
 
 @ended_by_interrupt()
@@ -43,27 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = Parser(prog="echo-worker", description="A worker: generates rollouts for a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     join = commands.add_parser("join", help=JOIN, description=JOIN)
-    join.add_argument("link", help="join link, or @FILE that holds it")
-    join.add_argument("--name", default="", help="how the operator sees this machine (default: its host name)")
-    join.add_argument(
-        "--folder",
-        type=Path,
-        help="where it keeps its identity and weights (default: ~/.local/share/echo2/worker-NAME)",
-    )
-    join.add_argument(
-        "--preemption",
-        default="",
-        help="hand work back when the cloud takes the machine: aws, azure, gcp, or the address to ask",
-    )
-    join.add_argument(
-        "--advertise",
-        default="",
-        metavar="ADDRESS:PORT",
-        help="public address and port that are mapped to worker.port (RunPod, Vast, a forwarded port)",
-    )
-    add_config_arguments(join)
-    add_log_arguments(join)
-    add_control_commands(commands)
+    add = join.add_argument
+    add("link", help="join link, or @FILE that holds it")
+    add("--name", default="", help="how the operator sees this machine (default: its host name)")
+    text = "where it keeps its identity and weights (default: ~/.local/share/echo2/worker-NAME)"
+    add("--folder", type=Path, help=text)
+    text = "hand work back when the cloud takes the machine: aws, azure, gcp, or the address to ask"
+    add("--preemption", default="", help=text)
+    text = "public address and port that are mapped to worker.port (RunPod, Vast, a forwarded port)"
+    add("--advertise", default="", metavar="ADDRESS:PORT", help=text)
+    add_daemon_arguments(join)
+    for name, text in HELP.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--name", default="", help="which worker, if several run here")
+        command.add_argument("--folder", type=Path, help="the worker's folder, if it is not the default one")
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(control=name)
     try:
         if (control := parser.parse_known_args(with_values(arguments))[0]) and hasattr(control, "control"):
             return run_control(parser.parse_args(arguments))
@@ -112,43 +101,24 @@ def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
     return WorkerDaemon(options, progress_for(sys.stderr, as_json), log=tail)
 
 
-# Of flags that are no options of the run.
-HELP = {
-    "status": "what the worker of this machine does and waits for",
-    "drain": "let it finish what it holds, then leave the run",
-    "leave": "make it hand back what it holds and leave the run at once",
-}
-
-
-def add_control_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    for name, text in HELP.items():
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--name", default="", help="which worker, if several run here")
-        command.add_argument("--folder", type=Path, help="the worker's folder, if it is not the default one")
-        command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(control=name)
-
-
 def run_control(own: argparse.Namespace) -> int:
-    """Asks the worker and prints its answer."""
-    answer = asyncio.run(_asked(own.folder, own.name, own.control))
-    print(json.dumps(answer) if own.json else _as_text(answer))
+    """Asks the worker of the given folder, else the one of this name, or the only one that runs here; prints its answer."""
+
+    async def asked() -> CommandAnswer:
+        if own.folder is not None:
+            return await ask(own.folder, own.control)
+        worker = the_one(await running_workers(), own.name)
+        return await ask_at(worker.socket, own.control, f"worker {worker}")
+
+    answer = asyncio.run(asked())
+    if own.json:
+        print(json.dumps(answer))
+    elif set(answer) == {"text"}:
+        print(answer["text"])
+    else:
+        width = max(map(len, answer))
+        print("\n".join(f"{key.replace('_', ' '):<{width}}  {value}" for key, value in answer.items()))
     return 0
-
-
-async def _asked(folder: Path | None, name: str, command: str) -> CommandAnswer:
-    """Asks the worker of `folder` if given, else the running worker called `name`, or the only one."""
-    if folder is not None:
-        return await ask(folder, command)
-    worker = the_one(await running_workers(), name)
-    return await ask_at(worker.socket, command, f"worker {worker}")
-
-
-def _as_text(answer: CommandAnswer) -> str:
-    if set(answer) == {"text"}:
-        return str(answer["text"])
-    width = max(map(len, answer))
-    return "\n".join(f"{key.replace('_', ' '):<{width}}  {value}" for key, value in answer.items())
 
 
 if __name__ == "__main__":

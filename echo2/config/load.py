@@ -53,17 +53,15 @@ def load_config(
     files: Sequence[Path] = (), preset: str | None = None, overrides: Mapping[str, str] | None = None
 ) -> RunConfig:
     """Returns the resolved config. `overrides` maps dotted names to text as typed on the command line."""
-    tree: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for path in files:
-        _merge(tree, read_toml(path))
-    preset = preset or tree.pop("preset", None)
-    tree.pop("preset", None)
-    if preset is not None:
-        if preset not in PRESETS:
-            raise ConfigError(f"preset: expected one of {', '.join(sorted(PRESETS))}, got {preset!r}")
-        base: dict[str, Any] = deepcopy(PRESETS[preset])
-        _merge(base, tree)
-        tree = base
+        _merge(given, read_toml(path))
+    of_files = given.pop("preset", None)
+    preset = preset or of_files
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"preset: expected one of {', '.join(sorted(PRESETS))}, got {preset!r}")
+    tree: dict[str, Any] = deepcopy(PRESETS.get(str(preset), {}))
+    _merge(tree, given)
     for name, text in (overrides or {}).items():
         _set_dotted(tree, name, _value_of(text))
     for name, instead in FORMER.items():
@@ -79,24 +77,18 @@ def load_config(
 def parse_overrides(arguments: Iterable[str]) -> dict[str, str]:
     """`--learner.lr 1e-6` or `--learner.lr=1e-6` -> {"learner.lr": "1e-6"}."""
     found: dict[str, str] = {}
-    waiting: str | None = None
-    for argument in arguments:
-        if waiting is not None:
-            found[waiting] = argument
-            waiting = None
-        elif argument.startswith("--") and "." in argument.split("=", 1)[0]:
-            name, equals, text = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            if equals:
-                found[name] = text
-            else:
-                waiting = name
-        else:
-            if argument.endswith(".toml"):
-                raise ConfigError(f"command line: a run file is given as --config {argument}, got {argument!r} alone")
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if argument.endswith(".toml") and not argument.startswith("--"):
+            raise ConfigError(f"command line: a run file is given as --config {argument}, got {argument!r} alone")
+        if not argument.startswith("--") or "." not in name:
             raise ConfigError(f"command line: expected an override such as --learner.lr 1e-6, got {argument!r}")
-    if waiting is not None:
-        raise ConfigError(f"command line: expected a value after --{waiting}, got nothing")
+        try:
+            found[name] = text if equals else next(rest)
+        except StopIteration:
+            raise ConfigError(f"command line: expected a value after --{name}, got nothing") from None
     return found
 
 
@@ -119,10 +111,8 @@ def _section_lines(section: BaseModel, with_descriptions: bool, notes: Mapping[s
             lines.append(f"# {type(section).model_fields[name].description}")
         if name in notes:
             lines.append(f"# {notes[name]}")
-        if RATE in type(section).model_fields[name].metadata and value:
-            lines.append(f'{name} = "{value!r}B/s"')
-        else:
-            lines.append(f"{name} = {_toml_value(value)}")
+        is_rate = RATE in type(section).model_fields[name].metadata and value
+        lines.append(f'{name} = "{value!r}B/s"' if is_rate else f"{name} = {_toml_value(value)}")
     return lines
 
 
@@ -130,11 +120,8 @@ def _toml_value(value: object) -> str:
     if isinstance(value, BaseModel):
         value = dict(value)
     if isinstance(value, LinkShape):
-        value = (
-            ""
-            if value.is_off
-            else f"{value.uplink_bytes_per_s!r}B/s {value.downlink_bytes_per_s!r}B/s {value.rtt_s!r}s"
-        )
+        shape = f"{value.uplink_bytes_per_s!r}B/s {value.downlink_bytes_per_s!r}B/s {value.rtt_s!r}s"
+        value = "" if value.is_off else shape
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -203,7 +190,7 @@ def problem(item: Mapping[str, Any]) -> str:
     expected = _expected(field)
     if item["type"] == "string_pattern_mismatch":
         expected = "1 to 63 letters, digits, dots, dashes or underscores that begin with a letter or digit"
-    why = (field.json_schema_extra or {}).get("why", "") if isinstance(field.json_schema_extra, dict) else ""
+    why = field.json_schema_extra.get("why") if isinstance(field.json_schema_extra, dict) else ""
     return f"{name}: expected {expected}, got {item['input']!r}{f' ({why})' if why else ''}"
 
 
@@ -258,22 +245,21 @@ def _expected(field: FieldInfo) -> str:
     high = next((bound for bound in field.metadata if isinstance(bound, Le | Lt)), None)
     length = next((bound.max_length for bound in field.metadata if "MaxLen" in type(bound).__name__), None)
     match low, high:
-        case (Ge(ge=least), Lt(lt=most)):
+        case Ge(ge=least), Lt(lt=most):
             return f"{expected} from {least} to below {most:.15g}"
-        case (Ge(ge=least), Le(le=most)):
+        case Ge(ge=least), Le(le=most):
             return f"{expected} from {least} to {most}"
-        case (Gt(gt=least), Le(le=most)):
+        case Gt(gt=least), Le(le=most):
             return f"{expected} above {least} and at most {most}"
-        case (Ge(ge=least), None):
+        case Ge(ge=least), None:
             return f"{expected} of at least {least}"
-        case (Gt(gt=least), None):
+        case Gt(gt=least), None:
             return f"{expected} above {least}"
     return f"{expected} of at most {length} characters" if length else expected
 
 
 def _of_kind(kind: Any) -> str:
-    choices = [str(part) for part in get_args(kind) if isinstance(part, str)]
-    if choices:
+    if choices := [str(part) for part in get_args(kind) if isinstance(part, str)]:
         return f"one of {', '.join(choices)}"
     inner = [_of_kind(part) for part in get_args(kind) if part is not Ellipsis and get_origin(kind) is tuple]
     if inner and inner[0].startswith("one of"):

@@ -9,15 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from echo2.base.errors import ConfigError
@@ -183,11 +175,8 @@ class TaskSection(Section):
     @property
     def held_out(self) -> dict[str, int]:
         """Number of held-out prompts by name of the mixture's tasks; a single task has an empty name."""
-        default = self.eval_prompts
-        named = {
-            name: default if entry.eval_prompts < 0 else entry.eval_prompts for name, entry in self.mixture.items()
-        }
-        return named or {"": default}
+        default, asked = self.eval_prompts, {name: entry.eval_prompts for name, entry in self.mixture.items()}
+        return {name: default if count < 0 else count for name, count in asked.items()} or {"": default}
 
 
 class AgentSection(Section):
@@ -226,10 +215,9 @@ class StalenessSection(Section):
 
     @model_validator(mode="after")
     def _kappa_fits(self) -> Self:
-        if self.kappa > max(1, self.bound):
-            raise ValueError(
-                f"kappa: expected at most the staleness bound {max(1, self.bound)} (0: the planner chooses), got {self.kappa}"
-            )
+        if self.kappa > (most := max(1, self.bound)):
+            text = f"kappa: expected at most the staleness bound {most} (0: the planner chooses), got {self.kappa}"
+            raise ValueError(text)
         return self
 
 
@@ -248,10 +236,7 @@ class LearnerSection(Section):
         "float32", "AdamW's moments: in 8 bits (bitsandbytes), or with the masters in host memory."
     )
     updates_per_batch: Count = opt(1, "Optimiser updates per step, each on a share of its groups.")
-    loss: str = opt(
-        "auto",
-        "dapo, grpo, dr_grpo, gspo, luspo, cispo, m2po, module:function; auto: by the bound.",
-    )
+    loss: str = opt("auto", "dapo, grpo, dr_grpo, gspo, luspo, cispo, m2po, module:function; auto: by the bound.")
     correction: Literal["behaviour", "tis_token", "tis_sequence", "decoupled"] = opt(
         "behaviour", "Correction for stale samples (docs/algorithms.md)."
     )
@@ -282,16 +267,12 @@ class LearnerSection(Section):
     emulated_step: Seconds = opt(0.0, "For experiments: shortest step.")
 
     @model_validator(mode="after")
-    def _updates_fit(self) -> Self:
+    def _options_fit(self) -> Self:
         if self.updates_per_batch > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_batch: expected at most prompts_per_step {self.prompts_per_step}, because each update trains on "
                 f"whole groups, got {self.updates_per_batch}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_is_alone(self) -> Self:
         if self.teacher and (self.kl_coefficient or self.drop_equal_groups or self.advantage != "grpo"):
             raise ValueError(
                 "teacher: expected no kl_coefficient, drop_equal_groups or advantage beside it, because it alone says which "
@@ -380,10 +361,7 @@ class CoordinatorSection(Section):
 class WorkerSection(Section):
     engine: Literal["auto", "embedded", "vllm"] = opt("auto", "auto: vLLM if installed with a GPU, else embedded.")
     slots: Whole = opt(
-        0,
-        "Most concurrent sequences; 0: as many as fit.",
-        le=4096,
-        why="no engine decodes more sequences together",
+        0, "Most concurrent sequences; 0: as many as fit.", le=4096, why="no engine decodes more sequences together"
     )
     swap_mode: Literal["keep_kv", "recompute_kv", "finish_first"] = opt(
         "recompute_kv", "What a new version does to sequences in flight (docs/worker.md)."
@@ -398,8 +376,7 @@ class WorkerSection(Section):
         le=16, why="longer drafts are rejected more often than they help",
     )  # fmt: skip
     quantisation: Literal["none", "bf16", "fp8"] = opt(
-        "none",
-        "bf16: embedded engine; fp8: vLLM, rounded weights. Coordinator and workers need the same run file.",
+        "none", "bf16: embedded engine; fp8: vLLM, rounded weights. Coordinator and workers need the same run file."
     )
     port: Port = opt(0, "Broadcast; 0: any free one.")
     uplink_limit: BytesPerSecond = opt(0.0, "Largest sending rate; 0: no limit.")

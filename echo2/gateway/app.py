@@ -25,7 +25,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from echo2.base.errors import ConfigError, MalformedMessage, PortBusy
 from echo2.base.hosts import joined
-from echo2.gateway.episodes import LABEL_CHARS_MAX, REWARD_MAX, Call, CallRefused, Episodes, Session, is_reward
+from echo2.gateway.episodes import (
+    LABEL_CHARS_MAX,
+    REWARD_MAX,
+    Call,
+    CallRefused,
+    Episodes,
+    LongWork,
+    Session,
+    is_reward,
+)
 from echo2.gateway.replies import BytesOf, error_body, piece_of, pieces_of, reply_of
 from echo2.gateway.requests import BODY_BYTES_MAX, CallRequest, body_of, chat_call, text_call
 from echo2.outside import unix_now
@@ -47,6 +56,8 @@ BODIES_OF_ONE_BYTES_MAX = 4 * BODY_BYTES_MAX  # an agent with a few parallel cal
 _KINDS = ("application/json", "application/x-protobuf")  # neither can a page of another site send unasked
 LINGER_S, LINGER_BYTES_MAX = 1.0, 1 << 20
 """Limits for draining a refused request, in seconds and bytes: a client that is still sending would not read its answer."""
+PARSED_AT_ONCE_BYTES_MAX = 256 << 10  # parses in about a millisecond, so the loop may do it; larger ones go to a thread
+T = TypeVar("T")
 MASTER = ""  # caller of a request that bears the gateway's own key, in place of a session ID
 
 
@@ -65,7 +76,7 @@ class AccessCheck:
         if refused is not None:
             await _answer_unread(refused, request, receive, send)
             return
-        scope.get(KEY_SHOWN, _nothing)()
+        scope.get(KEY_SHOWN, lambda: None)()  # without a port, nobody asks
         try:
             await self._app(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - the application has answered 500
@@ -73,10 +84,18 @@ class AccessCheck:
 
 
 class Bodies:
-    """Bounds the bytes of bodies that are being read or parsed, per episode and in total."""
+    """Bounds the bytes of bodies that are being read or parsed, per caller and in total. `long_work`: parses large ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, long_work: LongWork | None = None) -> None:
         self._held: Counter[str] = Counter()
+        self._long_work = long_work or LongWork()
+
+    async def parsed(self, request: Request, caller: str, parse: Callable[[Mapping[str, object]], T]) -> T:
+        """Parses the whole body as JSON, then with `parse`; a large one in a thread."""
+        async with self.read(request, caller) as data:
+            if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
+                return parse(body_of(data))
+            return await self._long_work.run(caller, lambda: parse(body_of(data)))
 
     @asynccontextmanager
     async def read(self, request: Request, caller: str) -> AsyncIterator[bytes]:
@@ -157,13 +176,7 @@ async def _answer_unread(refused: CallRefused, request: Request, receive: Receiv
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _nothing() -> None:
-    """Used if the scope has no KEY_SHOWN callback: the application is called without a port."""
-
-
 KEEP_ALIVE_S = 15.0  # nginx ends a silent answer after 60 s
-PARSED_AT_ONCE_BYTES_MAX = 256 << 10  # parses in about a millisecond, so the loop may do it; larger ones go to a thread
-T = TypeVar("T")
 
 
 class GatewayApp:
@@ -171,7 +184,7 @@ class GatewayApp:
 
     def __init__(self, episodes: Episodes, model: str, master_key: str, bytes_of: BytesOf) -> None:
         self._episodes, self._model, self._master_key, self._bytes_of = episodes, model, master_key, bytes_of
-        self._bodies = Bodies()
+        self._bodies = Bodies(episodes.long_work)
 
     def application(self) -> ASGIApp:
         routes = []
@@ -197,7 +210,7 @@ class GatewayApp:
         if self._episodes.is_spent(session):
             raise CallRefused(400, "too_many_calls", "this episode has made all the calls that it may")
         try:
-            parsed = await self._parsed(request, session.session_id, call_of)
+            parsed = await self._bodies.parsed(request, session.session_id, call_of)
         except MalformedMessage:
             session.call_count += 1
             raise
@@ -233,9 +246,7 @@ class GatewayApp:
                         yield ": still sampling\n\n"
             choices = answer.result()
             if not choices[0].text.startswith(sent):
-                raise CallRefused(
-                    502, "sampled_anew", "another worker began this completion anew, and it came out otherwise"
-                )
+                raise sampled_anew()
             for piece in pieces_of(call, choices, self._model, now_s, self._bytes_of, sent):
                 yield piece
         except CallRefused as refused:
@@ -251,29 +262,22 @@ class GatewayApp:
 
     async def _seat(self, request: Request) -> Response:
         self._check_master(request)
-        body = await self._parsed(request, MASTER, dict)
+        body = await self._bodies.parsed(request, MASTER, dict)
         label = body.get("label", "")
         if not isinstance(label, str) or len(label) > LABEL_CHARS_MAX:
             raise MalformedMessage(f"label: expected a text of at most {LABEL_CHARS_MAX} characters")
         session = self._episodes.take_seat(label)
-        problem = session.problem
-        seat = {
-            "id": session.session_id, "key": session.key, "group": problem.root, "seat": session.seat,
-            "problem": dict(problem.description),
-        }  # fmt: skip
-        return JSONResponse(seat, status_code=201)
+        told = {"group": session.problem.root, "problem": dict(session.problem.description), "seat": session.seat}
+        return JSONResponse({"id": session.session_id, "key": session.key, **told}, status_code=201)
 
     async def _reward(self, request: Request) -> Response:
         session = self._session_of(request)
-        body = await self._parsed(request, session.session_id, dict)
+        body = await self._bodies.parsed(request, session.session_id, dict)
         value, parts = body.get("reward"), body.get("parts") or {}
-        numbers = [value, *parts.values()] if isinstance(parts, dict) and len(parts) <= 64 else [None]
-        for number in numbers:
-            if not is_reward(number):
-                raise MalformedMessage(
-                    f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
-                )
-        assert isinstance(value, int | float) and isinstance(parts, dict), "checked above"
+        if not isinstance(parts, dict) or len(parts) > 64 or not all(map(is_reward, (value, *parts.values()))):
+            text = f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
+            raise MalformedMessage(text)
+        assert isinstance(value, int | float), "checked above"
         self._episodes.reward(session, float(value), {str(k)[:64]: float(v) for k, v in parts.items()})
         return JSONResponse({"id": session.session_id, "is_ended": True})
 
@@ -285,13 +289,6 @@ class GatewayApp:
     async def _counts(self, request: Request) -> Response:
         self._check_master(request)
         return JSONResponse({"open": len(self._episodes.sessions), **asdict(self._episodes.counts)})
-
-    async def _parsed(self, request: Request, caller: str, parse: Callable[[Mapping[str, object]], T]) -> T:
-        """Parses the body with `parse`; a large body in a thread."""
-        async with self._bodies.read(request, caller) as data:
-            if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
-                return parse(body_of(data))
-            return await self._episodes.long_work.run(caller, lambda: parse(body_of(data)))
 
     # ---- who asks
 
@@ -325,13 +322,17 @@ async def answered(request: Request, answer: asyncio.Future[T]) -> T:
 
     hung_up = asyncio.ensure_future(end_of_connection())
     try:
-        both: list[asyncio.Future[Any]] = [answer, hung_up]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answer, hung_up), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ClientDisconnect
         return answer.result()
     finally:
         hung_up.cancel()
+
+
+def sampled_anew() -> CallRefused:
+    """What a stream ends with whose beginning no longer holds."""
+    return CallRefused(502, "sampled_anew", "another worker began this completion anew, and it came out otherwise")
 
 
 def models_answer(model: str, **more: object) -> Response:

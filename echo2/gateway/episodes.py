@@ -101,16 +101,13 @@ class Fleet(Protocol):
         temperature: float | None,
     ) -> tuple[str, int] | None:  # fmt: skip
         """Leases a completion; `chain` None: starts a new one. Returns its group ID and chain, or None if the problem is gone."""
-        ...
 
     def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:
         """`chains`: how many calls of each chain count. `outcome`: the reward, or why there is none. Not final: the seat is played
         again."""
-        ...
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
         """Lets the task score a completion. Returns the reward, or why there is none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ class Problem:
 
     @property
     def is_untouched(self) -> bool:
-        return not self.label and not any(self.seats) and not any(self.restarts)
+        return not (self.label or any(self.seats) or any(self.restarts))
 
     def free_seats(self) -> Iterator[int]:
         return (seat for seat, taken in enumerate(self.seats) if taken is None)
@@ -413,10 +410,10 @@ class Episodes:
     def _free_seat(self, label: str) -> tuple[Problem, int] | None:
         """A free seat on the problem with this label; for a new label, on a training problem that no session has touched; without
         a label, on any unlabelled problem."""
-        labelled = [problem for problem in self.problems.values() if label and problem.label == label]
-        fresh = [problem for problem in self.problems.values() if problem.is_untouched and not problem.is_evaluation]
-        unnamed = [problem for problem in self._by_urgency() if not problem.label]
-        candidates = labelled or (fresh if label else unnamed)
+        problems = self._by_urgency()
+        candidates = [problem for problem in problems if problem.label == label]
+        if label and not candidates:
+            candidates = [problem for problem in problems if problem.is_untouched and not problem.is_evaluation]
         return next(((problem, seat) for problem in candidates for seat in problem.free_seats()), None)
 
     def _sit(self, problem: Problem, seat: int) -> Session:
@@ -480,15 +477,14 @@ class Episodes:
         tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
         temperature = request.temperature if session.problem.is_evaluation else None
         chain, branches = session.tree.chain_for(place), session.tree.branches
+        asked = (call.prompt_token_ids, tokens, request.stops, temperature)
         for choice in range(request.choices):
-            goes_on = chain if choice == 0 else None
-            leased = self._fleet.lease(
-                session.problem.root, goes_on, call.prompt_token_ids, tokens, request.stops, temperature
-            )
+            leased = self._fleet.lease(session.problem.root, None if choice else chain, *asked)
             if leased is None:
                 raise CallRefused(410, "session_ended", "the group of this episode is gone")
-            call.places[choice] = (leased[1], session.tree.began(leased[1]))
-            self._of_group[leased[0]] = (session, call, choice)
+            group_id, own = leased
+            call.places[choice] = (own, session.tree.began(own))
+            self._of_group[group_id] = (session, call, choice)
         self.counts.branches += session.tree.branches - branches
 
     def _take_up(self, session: Session, call: Call) -> Call:
@@ -508,10 +504,8 @@ class Episodes:
             session.answered[chain] = max(session.answered.get(chain, 0), depth)
             node = tree.node(call.place, chain, depth, call.prompt_token_ids, choice.sampled.token_ids)
             if prompt is None:
-                tree.answered(
-                    node, call.place.key,
-                    {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)},
-                )  # fmt: skip
+                told = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
+                tree.answered(node, call.place.key, told)
             else:
                 tree.completed(node, prompt + choice.text if isinstance(prompt, str) else "")
             session.last = node if number == 0 else session.last
@@ -525,14 +519,13 @@ class Episodes:
         return Choice(text, named, sampled, "length" if sampled.is_cut else "tool_calls" if named else "stop")
 
     def _refuse(self, session: Session, call: Call, error: Exception) -> None:
-        match error:
-            case CallRefused():
-                refused = error
-            case EchoError():
-                refused = CallRefused(400, "invalid_request_error", str(error))
-            case _:
-                MISHAPS.note("a call", "an agent", error)
-                refused = CallRefused(500, "internal_error", f"{type(error).__name__}; the learner's log says more")
+        if isinstance(error, CallRefused):
+            refused = error
+        elif isinstance(error, EchoError):
+            refused = CallRefused(400, "invalid_request_error", str(error))
+        else:
+            MISHAPS.note("a call", "an agent", error)
+            refused = CallRefused(500, "internal_error", f"{type(error).__name__}; the learner's log says more")
         if call in session.calls:
             session.calls.remove(call)
         for group_id in [g for g, (_, of_call, _) in self._of_group.items() if of_call is call]:
@@ -544,11 +537,11 @@ class Episodes:
     # ---- ends
 
     async def _score(self, session: Session, token_ids: tuple[int, ...]) -> None:
-        match await self._fleet.score(session.problem.root, token_ids):
-            case str(reason):
-                self.fail(session, reason)
-            case value, parts:
-                self.reward(session, value, parts)
+        outcome = await self._fleet.score(session.problem.root, token_ids)
+        if isinstance(outcome, str):
+            self.fail(session, outcome)
+        else:
+            self.reward(session, *outcome)
 
     def _end(self, session: Session, text: str) -> None:
         for call in list(session.calls):

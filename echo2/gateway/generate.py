@@ -13,7 +13,7 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from starlette.applications import Starlette
@@ -27,22 +27,21 @@ from echo2.base.rollout import Rollout, RoutingShape, unpacked
 from echo2.gateway.app import (
     KEEP_ALIVE_S,
     MASTER,
-    PARSED_AT_ONCE_BYTES_MAX,
     AccessCheck,
     Bodies,
     answered,
     error_answer,
     models_answer,
+    sampled_anew,
 )
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.replies import error_body
-from echo2.gateway.requests import CHOICES_MAX, body_of, shown, stop_texts, whole_number
+from echo2.gateway.requests import CHOICES_MAX, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
 SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
 WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
-T = TypeVar("T")
 _REQUEST = frozenset({
     "request_id", "token_ids", "sampling_params", "model", "stream", "priority", "min_version", "exact_version",
     "stream_options", "cache_salt", "return_token_ids",
@@ -112,19 +111,15 @@ class Sampler(Protocol):
 
     def generate(self, request: TokenRequest) -> TokenAnswer:
         """Begins to sample. Raises CallRefused, at once or by the answer."""
-        ...
 
     def leave(self, answer: TokenAnswer) -> None:
         """Nobody waits for the answer any more."""
-        ...
 
     def status(self) -> Mapping[str, object]:
         """Versions, requests under way, and what they wait for."""
-        ...
 
     async def publish(self, version: int, folder: str, is_last: bool) -> None:
         """Loads a model folder as `version` and begins to send it. Raises CallRefused or ConfigError."""
-        ...
 
 
 class GenerateApp:
@@ -150,15 +145,8 @@ class GenerateApp:
     def _caller_of(self, key: str) -> str | None:
         return MASTER if hmac.compare_digest(key.encode(), self._key.encode()) else None
 
-    async def _parsed(self, request: Request, parse: Callable[[Mapping[str, object]], T]) -> T:
-        """Parses the body with `parse`; a large body in a thread."""
-        async with self._bodies.read(request, MASTER) as data:
-            if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
-                return parse(body_of(data))
-            return await asyncio.to_thread(lambda: parse(body_of(data)))
-
     async def _generate(self, request: Request) -> Response:
-        asked = await self._parsed(request, parsed_request)
+        asked = await self._bodies.parsed(request, MASTER, parsed_request)
         answer = self._sampler.generate(asked)
         if asked.is_streamed:
             return StreamingResponse(self._streamed(answer), media_type="text/event-stream")
@@ -187,8 +175,7 @@ class GenerateApp:
                 for index, rollout in enumerate(answer.rollouts):
                     begun = len(sent[index])
                     if rollout.token_ids[:begun] != sent[index]:
-                        text = "another worker began this completion anew, and it came out otherwise"
-                        raise CallRefused(502, "sampled_anew", text)
+                        raise sampled_anew()
                     if len(rollout.token_ids) > begun or (is_over and rollout.is_finished):
                         sent[index] = rollout.token_ids
                         choice = self._choice(answer, rollout, begun)
@@ -220,21 +207,21 @@ class GenerateApp:
         versions = [int(span.version) for span in rollout.version_spans for _ in range(span.count)][begun:]
         choice: dict[str, object] = {
             "index": rollout.index, "token_ids": list(token_ids), "versions": versions,
-            "finish_reason": rollout.finish_reason.value if rollout.is_finished else None, "logprobs": None,
+            "finish_reason": rollout.finish_reason.value if rollout.is_finished else None,
+            "logprobs": None,
         }  # fmt: skip
         if answer.request.wants_logprobs:
-            content: list[dict[str, object]] = [
+            choice["logprobs"] = {"content": [
                 {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
                 for token, logprob in zip(token_ids, logprobs, strict=True)
-            ]
-            choice["logprobs"] = {"content": content}
+            ]}  # fmt: skip
         shape = self._sampler.routing_shape
         if shape is not None and not begun and rollout.is_finished and rollout.routing:
             choice["routed_experts"] = experts_of(rollout, shape, answer.request)
         return choice
 
     async def _publish(self, request: Request) -> Response:
-        body = await self._parsed(request, dict)
+        body = await self._bodies.parsed(request, MASTER, dict)
         version, folder, is_last = body.get("version"), body.get("folder"), body.get("is_last", False)
         if not isinstance(folder, str) or not 1 <= len(folder) <= _PATH_CHARS_MAX or not folder.startswith("/"):
             raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
@@ -257,10 +244,9 @@ def _event(body: Mapping[str, object]) -> str:
 def parsed_request(body: Mapping[str, object]) -> TokenRequest:
     """Parses a body of `/inference/v1/generate`. Raises `MalformedMessage`, which names the field, what was expected and what came;
     also for a field that would change the tokens and is not obeyed."""
-    token_ids, told = body.get("token_ids"), body.get("sampling_params")
+    token_ids, told = body.get("token_ids"), body.get("sampling_params") or {}
     if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int and one >= 0 for one in token_ids):
         raise MalformedMessage(f"token_ids: expected one or more token ids, got {shown(token_ids)}")
-    told = {} if told is None else told
     if not isinstance(told, dict):
         raise MalformedMessage(f"sampling_params: expected an object, got {shown(told)}")
     odd = sorted(name for name, value in body.items() if name not in _REQUEST and value is not None)
@@ -272,7 +258,9 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
                 f"sampling_params.{name[:40]}: expected {' or '.join(map(repr, _NEUTRAL.get(name, ()))) or 'none'}, since "
                 f"workers sample by {', '.join(sorted(_OBEYED))} alone, got {shown(value)}"
             )
-    exact, least = (_version(body, name) for name in ("exact_version", "min_version"))
+    exact, least = (
+        None if body.get(name) is None else _within(body[name], name, 0, 1 << 53) for name in ("exact_version", "min_version")
+    )  # fmt: skip
     if exact is not None and least is not None:
         raise MalformedMessage("exact_version: expected it or min_version, got both")
     stop_ids = told.get("stop_token_ids") or []
@@ -299,11 +287,6 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
         min_version=least,
         exact_version=exact,
     )
-
-
-def _version(body: Mapping[str, object], name: str) -> int | None:
-    told = body.get(name)
-    return None if told is None else _within(told, name, 0, 1 << 53)
 
 
 def _within(told: object, name: str, low: int, high: int) -> int:

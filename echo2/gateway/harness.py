@@ -43,7 +43,6 @@ class Harness(Protocol):
     async def play(self, episode: Episode) -> float | None:
         """Plays one episode and returns its reward; None: the task scores it, or the agent has posted it. May raise anything; the
         exception fails the episode."""
-        ...
 
 
 class FunctionHarness:
@@ -55,10 +54,9 @@ class FunctionHarness:
 
     async def play(self, episode: Episode) -> float | None:
         if inspect.iscoroutinefunction(self._function):
-            returned = await self._function(episode)
-        else:
-            returned = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, episode)
-        return _number(returned)
+            return _number(await self._function(episode))
+        loop = asyncio.get_running_loop()
+        return _number(await loop.run_in_executor(self._threads, self._function, episode))
 
 
 class ProgramHarness:
@@ -72,21 +70,17 @@ class ProgramHarness:
         self._arguments = shlex.split(command)
 
     async def play(self, episode: Episode) -> float | None:
+        pipe, problem = asyncio.subprocess.PIPE, json.dumps(dict(episode.problem))
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment |= {
             "OPENAI_BASE_URL": episode.base_url,
             "OPENAI_API_KEY": episode.api_key,
-            "ECHO2_PROBLEM": json.dumps(dict(episode.problem)),
-            **past_proxies(episode.base_url),
+            "ECHO2_PROBLEM": problem,
         }
         process = await asyncio.create_subprocess_exec(
-            *self._arguments,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+            *self._arguments, env=environment | past_proxies(episode.base_url), stdin=asyncio.subprocess.DEVNULL,
+            stdout=pipe, stderr=pipe, start_new_session=True,
+        )  # fmt: skip
         try:
             assert process.stdout is not None and process.stderr is not None, "they are pipes"
             said, told = await asyncio.gather(_last_of(process.stdout), _last_of(process.stderr))

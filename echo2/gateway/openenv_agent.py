@@ -27,9 +27,7 @@ from echo2.gateway.harness import Episode
 ANSWER_S = 60.0  # OpenEnv's own client waits as long
 MESSAGE_BYTES_MAX = 16 << 20
 OBSERVATION_CHARS_MAX = 32_768  # beyond it an observation fits no context that is trained
-OPENINGS_MAX = (
-    64  # braces of a completion that are tried as the action's beginning: each may be read to the completion's end
-)
+OPENINGS_MAX = 64  # braces of a completion that are tried as the action's beginning: each may be read to the end
 ACTION_ERRORS = {"VALIDATION_ERROR", "EXECUTION_ERROR"}
 """What a server answers to an action that it cannot take; its other errors are its own."""
 
@@ -124,27 +122,25 @@ class OpenEnvServer:
                 await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
                 answer = json.loads(await self._socket.recv())
         except TimeoutError:
-            raise TaskError(
-                f"openenv {self._url}: expected an answer to {kind} within {ANSWER_S:.0f} s, got none"
-            ) from None
+            raise self._error(f"an answer to {kind} within {ANSWER_S:.0f} s, got none") from None
         except (OSError, WebSocketException, ValueError) as error:
-            raise TaskError(f"openenv {self._url}: expected an answer to {kind}, got: {error}") from error
+            raise self._error(f"an answer to {kind}, got: {error}") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
-            raise TaskError(f"openenv {self._url}: expected an answer as OpenEnv 0.3 sends it, got {answer!r:.200}")
+            raise self._error(f"an answer as OpenEnv 0.3 sends it, got {answer!r:.200}")
         told = answer["data"]
         if answer.get("type") == "error":
             text = f"{told.get('code')}: {told.get('message')} {told.get('errors') or ''}".strip()
             if kind == "step" and told.get("code") in ACTION_ERRORS:
                 raise ActionRefused(text[:1000])
-            raise TaskError(f"openenv {self._url}: expected an observation, got the error {text:.400}")
-        observation, reward = told.get("observation"), told.get("reward")
-        if not isinstance(observation, dict) or not isinstance(reward, int | float | None) or not isinstance(
-            told.get("done"), bool
-        ) or not math.isfinite(reward or 0.0):  # fmt: skip
-            raise TaskError(
-                f"openenv {self._url}: expected an observation with a finite reward or null and done, got {told!r:.200}"
-            )
-        return EnvObservation(text_of(observation)[:OBSERVATION_CHARS_MAX], float(reward or 0.0), told["done"])
+            raise self._error(f"an observation, got the error {text:.400}")
+        observation, reward, is_done = told.get("observation"), told.get("reward"), told.get("done")
+        is_number = isinstance(reward, int | float | None) and math.isfinite(reward or 0.0)
+        if not isinstance(observation, dict) or not is_number or not isinstance(is_done, bool):
+            raise self._error(f"an observation with a finite reward or null and done, got {told!r:.200}")
+        return EnvObservation(text_of(observation)[:OBSERVATION_CHARS_MAX], float(reward or 0.0), is_done)
+
+    def _error(self, expected: str) -> TaskError:
+        return TaskError(f"openenv {self._url}: expected {expected}")
 
 
 def text_of(observation: Mapping[str, Any]) -> str:

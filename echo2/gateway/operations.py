@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
 
 from echo2.gateway.episodes import CallRefused
 from echo2.outside.guard import cancel_all
@@ -18,19 +19,20 @@ RESULTS_MAX = 16384  # a few rounds of the 2,000 samples that one sampling clien
 READ_MAX = 64  # whose answer may be lost and asked for again: one of an SDK's connections each
 AHEAD_MAX = 4096  # operations that may wait for an earlier number: chunks of 1,024 examples
 RETRY_AFTER_S = 1.0  # an operation takes a step or so
+_T = TypeVar("_T")
 
 
-class Operations:
+class Operations(Generic[_T]):
     """Operations by id, with their results once they have ended."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[object]] = {}
+        self._tasks: dict[str, asyncio.Task[_T]] = {}
         self._read: dict[str, None] = {}  # in the order in which they were
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
 
-    def begin(self, request_id: str, work: Callable[[], Coroutine[None, None, object]]) -> None:
+    def begin(self, request_id: str, work: Callable[[], Coroutine[None, None, _T]]) -> None:
         """Begins the operation, unless one of this id was begun before. Raises CallRefused (429) if too many are under way."""
         if request_id in self._tasks:
             return
@@ -43,7 +45,7 @@ class Operations:
         task = self._tasks[request_id] = asyncio.get_running_loop().create_task(work())
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody has to come for it
 
-    async def result(self, request_id: str, within_s: float) -> object | None:
+    async def result(self, request_id: str, within_s: float) -> _T | None:
         """Returns what the operation returned, or raises what it raised; None if it is still under way after `within_s`. Raises
         CallRefused (410) if there is none of this id, or it was cancelled."""
         task = self._tasks.get(request_id)

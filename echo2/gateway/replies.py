@@ -21,9 +21,13 @@ def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byte
     choices = []
     for number, choice in enumerate(answers):
         reason = "stop" if not is_chat and choice.tool_calls else choice.finish_reason
-        content = {"message": _message(choice)} if is_chat else {"text": choice.text}
         logprobs = _logprobs(choice, bytes_of, is_chat=is_chat) if request.wants_logprobs else None
-        reply: Json = {"index": number, "finish_reason": reason, **content, "logprobs": logprobs}
+        reply: Json = {"index": number, "finish_reason": reason, "logprobs": logprobs}
+        if is_chat:
+            called: Json = {"tool_calls": _written(choice)} if choice.tool_calls else {}
+            reply["message"] = {"role": "assistant", "content": choice.text, "refusal": None, **called}
+        else:
+            reply["text"] = choice.text
         if request.wants_ids:
             reply |= {"token_ids": list(choice.sampled.token_ids), "versions": list(choice.sampled.versions)}
         choices.append(reply)
@@ -78,17 +82,9 @@ def _piece(
 
 def _head(call: Call, model: str, now_s: int, of_chat: str = "") -> Json:
     """`of_chat`: behind the kind of a chat's answer."""
-    prefix, kind = (
-        ("cmpl", "text_completion") if call.request.prompt is not None else ("chatcmpl", "chat.completion" + of_chat)
-    )
+    is_chat = call.request.prompt is None
+    prefix, kind = ("chatcmpl", "chat.completion" + of_chat) if is_chat else ("cmpl", "text_completion")
     return {"id": f"{prefix}-{call.name}", "object": kind, "created": now_s, "model": model}
-
-
-def _message(choice: Choice) -> Json:
-    message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.tool_calls:
-        message["tool_calls"] = _written(choice)
-    return message
 
 
 def _written(choice: Choice) -> list[Json]:
@@ -106,18 +102,13 @@ def _logprobs(choice: Choice, bytes_of: BytesOf, *, is_chat: bool) -> Json:
     pieces = [bytes_of(token) for token in choice.sampled.token_ids]
     texts = [piece.decode(errors="replace") for piece in pieces]
     if not is_chat:
-        return {
-            "tokens": texts,
-            "token_logprobs": list(choice.sampled.logprobs),
-            "top_logprobs": None,
-            "text_offset": _offsets(pieces),
-        }
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(piece), "top_logprobs": []}
-            for text, piece, logprob in zip(texts, pieces, choice.sampled.logprobs, strict=True)
-        ]
-    }
+        scores: Json = {"token_logprobs": list(choice.sampled.logprobs), "top_logprobs": None}
+        return {"tokens": texts, **scores, "text_offset": _offsets(pieces)}
+    content: list[Json] = [
+        {"token": text, "logprob": logprob, "bytes": list(piece), "top_logprobs": []}
+        for text, piece, logprob in zip(texts, pieces, choice.sampled.logprobs, strict=True)
+    ]
+    return {"content": content}
 
 
 def _offsets(pieces: Sequence[bytes]) -> list[int]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import cast
+from typing import Any, cast
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.rollout import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
@@ -95,8 +95,7 @@ def body_of(data: bytes) -> dict[str, object]:
         text = data.decode() or "{}"
     except UnicodeDecodeError as error:
         raise MalformedMessage(f"body: expected UTF-8, got {error}") from None
-    told = _parsed(text, "body")
-    if not isinstance(told, dict):
+    if not isinstance(told := _parsed(text, "body"), dict):
         raise MalformedMessage("body: expected a JSON object")
     return told
 
@@ -163,10 +162,9 @@ def beginning(tools: Sequence[Message]) -> tuple[bytes, int]:
 
 def behind(key: bytes, message: Message) -> tuple[bytes, int]:
     """Returns the key of the chat extended by `message`, and the length of the message as JSON."""
-    calls = message.get("tool_calls")
-    functions = [call["function"] for call in calls] if isinstance(calls, list) else []
+    calls = cast(list[Any], message.get("tool_calls", []))
     # Without the call's ID, which some clients generate anew.
-    told = [[function["name"], function["arguments"]] for function in functions]
+    told = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
     said = json.dumps([message["role"], message["content"], told], sort_keys=True)
     return blake2b(key + said.encode(), digest_size=16).digest(), len(said)
 
@@ -180,8 +178,7 @@ def _message(told: object, place: int) -> Message:
     if role not in ROLES:
         raise MalformedMessage(f"{whose}.role: expected one of {', '.join(ROLES)}, got {shown(told.get('role'))}")
     message: dict[str, object] = {"role": role, "content": _text(told.get("content"), whose)}
-    calls = told.get("tool_calls")
-    if calls:
+    if calls := told.get("tool_calls"):
         if role != "assistant" or not isinstance(calls, list) or len(calls) > TOOLS_MAX:
             raise MalformedMessage(
                 f"{whose}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {shown(calls)}"
@@ -195,17 +192,13 @@ def _message(told: object, place: int) -> Message:
 def _tool_call(told: object, whose: str) -> Message:
     function = told.get("function") if isinstance(told, dict) else None
     if not isinstance(told, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MalformedMessage(
-            f"{whose}.tool_calls: expected {{id, type, function: {{name, arguments}}}}, got {shown(told)}"
-        )
+        expected = "{id, type, function: {name, arguments}}"
+        raise MalformedMessage(f"{whose}.tool_calls: expected {expected}, got {shown(told)}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{whose}.tool_calls: arguments")
-    return {
-        "id": str(told.get("id", "")),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    called = {"name": function["name"], "arguments": arguments}
+    return {"id": str(told.get("id", "")), "type": "function", "function": called}
 
 
 def _parsed(text: str, whose: str) -> object:

@@ -33,11 +33,11 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
-from echo2.gateway.app import Bodies, error_response, key_of
+from echo2.gateway.app import MASTER, Bodies, error_response
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.gateway.operations import InOrder, Operations
-from echo2.gateway.requests import CHOICES_MAX, body_of, shown
+from echo2.gateway.requests import CHOICES_MAX, shown
 from echo2.outside import here, monotonic
 from echo2.outside.guard import MISHAPS
 
@@ -75,23 +75,19 @@ class Driven(Protocol):
 
     def generate(self, request: TokenRequest) -> TokenAnswer:
         """Begins to sample. Raises CallRefused, at once or by the answer."""
-        ...
 
     def leave(self, answer: TokenAnswer) -> None: ...
 
     async def begin(self, saved: str, *, with_optimiser: bool) -> None:
         """Begins anew from what was saved under a name; "": from the base model."""
-        ...
 
     async def forward_backward(
         self, examples: Sequence[Example], loss: ClientLoss, *, is_trained: bool
     ) -> tuple[Sequence[np.ndarray], float]:
         """Adds a gradient up; returns each example's log-probabilities, (N, K), and the summed loss."""
-        ...
 
     async def optim_step(self, step: AdamStep) -> Mapping[str, float]:
         """Makes one update; returns its metrics."""
-        ...
 
     async def forget_gradients(self) -> None: ...
 
@@ -99,11 +95,9 @@ class Driven(Protocol):
 
     async def publish_trained(self, *, is_named: bool) -> int:
         """Sends the weights as they are to the fleet; returns their version. `is_named`: it is scored by at any time."""
-        ...
 
     async def prompt_logprobs(self, version: int, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probabilities of all tokens but the first under a version, float32."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -116,20 +110,12 @@ class TrainingClient:
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An answer as the SDK's protobuf."""
-
-    data: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 class TinkerApi:
     """The routes. They expect the gateway's key, which `access` has checked."""
 
     def __init__(self, driven: Driven) -> None:
         self._driven = driven
-        self._bodies, self.operations = Bodies(), Operations()
+        self._bodies, self.operations = Bodies(), Operations[Response]()
         self._sessions: dict[str, float] = {}  # when each was heard last
         self._client: TrainingClient | None = None
         self._numbers = itertools.count()
@@ -169,9 +155,7 @@ class TinkerApi:
         self, kind: type[Kind], answer: Callable[[Kind], BaseModel]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            async with self._bodies.read(request, key_of(request)) as data:
-                asked = _parsed(kind, body_of(data))
-            return _json(answer(asked))
+            return _json(answer(await self._bodies.parsed(request, MASTER, lambda body: _parsed(kind, body))))
 
         return endpoint
 
@@ -190,9 +174,8 @@ class TinkerApi:
     def _create_session(self, _: types.CreateSessionRequest) -> BaseModel:
         terms, session_id = self._driven.terms, here().rng.randbytes(12).hex()
         self._sessions[session_id] = monotonic()
-        trained = (
-            f"an adapter of rank {terms.lora_rank}" if terms.lora_rank else "all weights, whatever rank is asked for"
-        )
+        rank = terms.lora_rank
+        trained = f"an adapter of rank {rank}" if rank else "all weights, whatever rank is asked for"
         text = (
             f"this run trains {trained} of {terms.model}, for one training client at a time. A sampler answers with its "
             f"version or a newer one, at most {terms.staleness_bound} newer. Losses: {', '.join(LOSS_COLUMNS)}, and custom ones "
@@ -218,16 +201,12 @@ class TinkerApi:
         if current is not None and current.model_id == model_id:
             return current
         if f"{model_id}:0" in self.operations:  # whose results a second of this name would be given
-            raise CallRefused(
-                400, "training_client_replaced", "expected a new model_seq_id, for a later client took its place"
-            )
+            text = "expected a new model_seq_id, for a later client took its place"
+            raise CallRefused(400, "training_client_replaced", text)
         is_other = current is not None and current.session_id != session_id
         if current and is_other and monotonic() - self._sessions.get(current.session_id, -SILENT_S) < SILENT_S:
-            raise CallRefused(
-                400, "training_client_taken",
-                f"expected one training client a run: session {current.session_id} has it until it ends or is silent for "
-                f"{SILENT_S:.0f} s",
-            )  # fmt: skip
+            until = f"session {current.session_id} has it until it ends or is silent for {SILENT_S:.0f} s"
+            raise CallRefused(400, "training_client_taken", f"expected one training client a run: {until}")
         self._client = TrainingClient(session_id, model_id)
         return self._client
 
@@ -243,11 +222,9 @@ class TinkerApi:
         return self._begun(self._seat(asked.session_id, asked.model_seq_id), "", with_optimiser=False)
 
     def _begun(self, client: TrainingClient, saved: str, *, with_optimiser: bool) -> BaseModel:
-        async def work() -> object:
+        async def work() -> Response:
             await self._driven.begin(saved, with_optimiser=with_optimiser)
-            if not saved:
-                return types.CreateModelResponse(model_id=client.model_id)
-            return types.LoadWeightsResponse(model_id=client.model_id)
+            return _json((types.LoadWeightsResponse if saved else types.CreateModelResponse)(model_id=client.model_id))
 
         request_id = f"{client.model_id}:0"
         self.operations.begin(request_id, work)
@@ -279,29 +256,30 @@ class TinkerApi:
     # ---- operations in the order of their numbers
 
     def _in_turn(
-        self, model_id: str | None, number: int | None, run: Callable[[TrainingClient], Awaitable[object]]
+        self, model_id: str | None, number: int | None, run: Callable[[TrainingClient], Awaitable[BaseModel | Response]]
     ) -> types.UntypedAPIFuture:
         client = self._client_of(model_id)
         request_id = f"{client.model_id}:{number or 0}"
         if request_id not in self.operations:
             client.order.check(number or 0)
 
-        async def work() -> object:
+        async def work() -> Response:
             async with client.order.turn(number or 0):
                 self._client_of(client.model_id)
-                return await run(client)
+                answer = await run(client)
+                return answer if isinstance(answer, Response) else _json(answer)
 
         self.operations.begin(request_id, work)
         return types.UntypedAPIFuture(request_id=request_id, model_id=client.model_id)
 
     async def _forward_backward(self, request: Request) -> Response:
-        async with self._bodies.read(request, key_of(request)) as data:
+        async with self._bodies.read(request, MASTER) as data:
             try:
                 asked = proto.ForwardBackwardRequest.FromString(data)
             except DecodeError:
                 raise MalformedMessage("forward_backward: expected the SDK's protobuf") from None
 
-        async def run(client: TrainingClient) -> object:
+        async def run(client: TrainingClient) -> Response:
             try:
                 loss, terms = _loss_of(asked), self._driven.terms
                 examples = [_example(datum, loss, terms, at) for at, datum in enumerate(asked.data)]
@@ -313,12 +291,12 @@ class TinkerApi:
                 client.fault = "" if asked.forward_only else str(error)
                 raise
             shapes = [tuple(datum.loss_fn_inputs["target_tokens"].shape[1:]) for datum in asked.data]
-            return Encoded(_output(logprobs, shapes, total))
+            return Response(_output(logprobs, shapes, total), media_type=_PROTOBUF)
 
         return _json(self._in_turn(asked.model_id, asked.seq_id, run))
 
     def _optim_step(self, asked: types.OptimStepRequest) -> BaseModel:
-        async def run(client: TrainingClient) -> object:
+        async def run(client: TrainingClient) -> BaseModel:
             adam = asked.optim_params
             if not isinstance(adam, types.AdamParams):
                 raise _refused(f"optim_params: expected those of adamw, got {adam.type!r:.80}")
@@ -326,15 +304,14 @@ class TinkerApi:
                 text, client.fault = client.fault, ""
                 await self._driven.forget_gradients()
                 raise _refused(f"no step is made and its gradients are dropped, for a forward_backward failed: {text}")
-            step = AdamStep(
-                adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, max(0.0, adam.grad_clip_norm)
-            )
+            clip = max(0.0, adam.grad_clip_norm)
+            step = AdamStep(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, clip)
             return types.OptimStepResponse(metrics=dict(await self._driven.optim_step(step)))
 
         return self._in_turn(asked.model_id, asked.seq_id, run)
 
     def _save(self, asked: types.SaveWeightsRequest) -> BaseModel:
-        async def run(client: TrainingClient) -> object:
+        async def run(client: TrainingClient) -> BaseModel:
             name = _name(asked.path)
             await self._driven.save(f"{client.model_id}/{name}", overwrites=asked.overwrite)
             return types.SaveWeightsResponse(path=_path(client.model_id, _WEIGHTS, name), type="save_weights")
@@ -347,14 +324,14 @@ class TinkerApi:
             client = self._seat(asked.session_id, asked.model_seq_id or 0)
             return self._begun(client, saved, with_optimiser=asked.optimizer)
 
-        async def run(client: TrainingClient) -> object:
+        async def run(client: TrainingClient) -> BaseModel:
             await self._driven.begin(saved, with_optimiser=asked.optimizer)
             return types.LoadWeightsResponse(path=asked.path, model_id=client.model_id)
 
         return self._in_turn(asked.model_id, asked.seq_id, run)
 
     def _publish(self, asked: types.SaveWeightsForSamplerRequest) -> BaseModel:
-        async def run(client: TrainingClient) -> object:
+        async def run(client: TrainingClient) -> BaseModel:
             name = _name(asked.path) if asked.path is not None else ""
             version = await self._driven.publish_trained(is_named=bool(name))
             path = _path(client.model_id, _SAMPLER, f"{name}@{version}") if name else None
@@ -375,9 +352,8 @@ class TinkerApi:
         return int(version)
 
     async def _weights_info(self, request: Request) -> Response:
-        async with self._bodies.read(request, key_of(request)) as data:
-            _parts_of(str(body_of(data).get("tinker_path")), _WEIGHTS)
-        terms = self._driven.terms
+        body, terms = await self._bodies.parsed(request, MASTER, dict), self._driven.terms
+        _parts_of(str(body.get("tinker_path")), _WEIGHTS)
         return _json(types.WeightsInfoResponse(base_model=terms.model, is_lora=True, lora_rank=terms.lora_rank or 1))
 
     # ---- sampling
@@ -406,13 +382,11 @@ class TinkerApi:
         is_scoring = bool(asked.prompt_logprobs) and asked.sampling_params.max_tokens == 1
         oldest = self._driven.newest_version - self._driven.terms.staleness_bound
         if not is_scoring and version < oldest:
-            raise _refused(
-                f"sampler: expected one of version {oldest} or newer, which workers may hold, got version {version}; it gives "
-                "log-probabilities of prompts alone"
-            )
+            text = f"of version {oldest} or newer, which workers may hold, got version {version}"
+            raise _refused(f"sampler: expected one {text}; it gives log-probabilities of prompts alone")
         answers: list[TokenAnswer] = []
 
-        async def work() -> object:
+        async def work() -> Response:
             try:
                 await asyncio.gather(*(answer.whole for answer in answers))
                 logprobs = await self._driven.prompt_logprobs(version, token_ids) if asked.prompt_logprobs else None
@@ -434,10 +408,10 @@ class TinkerApi:
     # ---- results
 
     async def _retrieve(self, request: Request) -> Response:
-        async with self._bodies.read(request, key_of(request)) as data:
-            request_id = _parsed(FutureRetrieveRequest, body_of(data)).request_id
+        body = await self._bodies.parsed(request, MASTER, dict)
+        request_id = _parsed(FutureRetrieveRequest, body).request_id
         try:
-            result = await self.operations.result(request_id, POLL_S)
+            answer = await self.operations.result(request_id, POLL_S)
         except CallRefused as refused:
             if refused.status == 410:
                 return error_response(refused)
@@ -448,21 +422,16 @@ class TinkerApi:
         except Exception as error:  # noqa: BLE001 - the SDK would ask for ever for what is answered 500
             MISHAPS.note("an operation", "a training client", error)
             return _json(_failed(f"{type(error).__name__}; the learner's log says more", "server"))
-        if result is None:
-            return _json(TryAgainResponse(type="try_again", request_id=request_id, queue_state="active"))
-        if isinstance(result, Encoded):
-            return Response(result.data, media_type=_PROTOBUF, headers=dict(result.headers))
-        return _json(cast(BaseModel, result))
+        return answer or _json(TryAgainResponse(type="try_again", request_id=request_id, queue_state="active"))
 
     async def _cancel(self, request: Request) -> Response:
-        async with self._bodies.read(request, key_of(request)) as data:
-            request_id = str(body_of(data).get("request_id"))
+        request_id = str((await self._bodies.parsed(request, MASTER, dict)).get("request_id"))
         if ":sample:" in request_id:  # an operation of the training client cannot be taken back
             self.operations.cancel(request_id)
         return Response(status_code=204)
 
     async def _telemetry(self, request: Request) -> Response:
-        async with self._bodies.read(request, key_of(request)):
+        async with self._bodies.read(request, MASTER):
             return _json(types.TelemetryResponse(status="accepted"))
 
     async def _unknown(self, request: Request) -> Response:
@@ -512,16 +481,15 @@ def _tokens(prompt: types.ModelInput, terms: Terms) -> tuple[int, ...]:
     if not 1 <= len(token_ids) <= terms.context_tokens:
         raise _refused(f"prompt: expected 1 to {terms.context_tokens} tokens, got {len(token_ids)}")
     if not 0 <= min(token_ids) <= max(token_ids) < terms.vocabulary_size:
-        raise _refused(
-            f"prompt: expected token ids from 0 to below {terms.vocabulary_size}, got {min(token_ids)} to {max(token_ids)!r:.40}"
-        )
+        text = f"from 0 to below {terms.vocabulary_size}, got {min(token_ids)} to {max(token_ids)!r:.40}"
+        raise _refused(f"prompt: expected token ids {text}")
     return token_ids
 
 
 def _loss_of(asked: proto.ForwardBackwardRequest) -> ClientLoss:
     known = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
-    settings = {name: value.number for name, value in asked.loss_fn_config_v2.items()}
-    settings = settings or dict(asked.loss_fn_config)
+    newer = {name: value.number for name, value in asked.loss_fn_config_v2.items()}
+    settings = newer or dict(asked.loss_fn_config)
     if odd := sorted(settings.keys() - known.keys()):
         raise MalformedMessage(f"loss_fn_config: expected {', '.join(known)}, got {odd[0]!r:.80}")
     return ClientLoss(asked.loss_fn, **{known[name]: value for name, value in settings.items()})
@@ -536,51 +504,36 @@ def _example(datum: proto.Datum, loss: ClientLoss, terms: Terms, number: int) ->
     token_ids = _array(raw, np.dtype(np.int32), f"{where}.model_input").astype(np.int64)
     count, wanted = len(token_ids), ("target_tokens", *LOSS_COLUMNS[loss.name])
     given = datum.loss_fn_inputs
+    expected = f"{where}.loss_fn_inputs: expected {', '.join(wanted)} for {loss.name}"
     if odd := sorted(given.keys() - set(wanted)):
-        raise MalformedMessage(
-            f"{where}.loss_fn_inputs: expected {', '.join(wanted)} for {loss.name}, got {odd[0]!r:.80}"
-        )
-    missing = [name for name in wanted if name not in given and name != "weights"]
-    if missing:
-        raise MalformedMessage(
-            f"{where}.loss_fn_inputs: expected {', '.join(wanted)} for {loss.name}, {missing[0]} is missing"
-        )
+        raise MalformedMessage(f"{expected}, got {odd[0]!r:.80}")
+    if missing := [name for name in wanted if name not in given and name != "weights"]:
+        raise MalformedMessage(f"{expected}, {missing[0]} is missing")
     arrays = {name: _tensor(given[name], f"{where}.{name}") for name in wanted if name in given}
     targets = arrays.pop("target_tokens")
-    if (
-        not 1 <= count <= terms.context_tokens
-        or targets.ndim not in (1, 2)
-        or len(targets) != count
-        or not targets.size
-    ):
-        raise MalformedMessage(
-            f"{where}: expected 1 to {terms.context_tokens} tokens and as many targets, got {count} and targets of shape "
-            f"{targets.shape}"
-        )
+    shape, most = targets.shape, terms.context_tokens
+    if not 1 <= count <= most or targets.ndim not in (1, 2) or len(targets) != count or not targets.size:
+        text = f"expected 1 to {most} tokens and as many targets, got {count} and targets of shape {shape}"
+        raise MalformedMessage(f"{where}: {text}")
     for name, array in arrays.items():
-        if array.shape != targets.shape or not np.isfinite(array).all():
-            raise MalformedMessage(
-                f"{where}.{name}: expected finite numbers of shape {targets.shape}, got shape {array.shape}"
-            )
+        if array.shape != shape or not np.isfinite(array).all():
+            raise MalformedMessage(f"{where}.{name}: expected finite numbers of shape {shape}, got shape {array.shape}")
     for ids in (token_ids, targets):
         if ids.min() < 0 or ids.max() >= terms.vocabulary_size:
-            raise MalformedMessage(
-                f"{where}: expected token ids from 0 to below {terms.vocabulary_size}, got {ids.min()} to {ids.max()}"
-            )
+            text = f"from 0 to below {terms.vocabulary_size}, got {ids.min()} to {ids.max()}"
+            raise MalformedMessage(f"{where}: expected token ids {text}")
     if "weights" in wanted and "weights" not in arrays:
-        arrays["weights"] = np.ones(targets.shape)
+        arrays["weights"] = np.ones(shape)
     columns = {name: array.astype(np.float32).reshape(count, -1) for name, array in arrays.items()}
     return Example(token_ids, targets.astype(np.int64).reshape(count, -1), columns)
 
 
 def _tensor(given: proto.Tensor, where: str) -> np.ndarray:
     """A dense array of the SDK's tensor."""
-    kinds: dict[int, np.dtype[Any]] = {
-        proto.DTYPE_FLOAT32: np.dtype(np.float32), proto.DTYPE_INT64: np.dtype(np.int64)
-    }  # fmt: skip
-    if given.dtype not in kinds:
+    if given.dtype not in (proto.DTYPE_FLOAT32, proto.DTYPE_INT64):
         raise MalformedMessage(f"{where}: expected float32 or int64, got type {given.dtype}")
-    dtype, shape = kinds[given.dtype], tuple(given.shape)
+    dtype: np.dtype[Any] = np.dtype(np.float32 if given.dtype == proto.DTYPE_FLOAT32 else np.int64)
+    shape = tuple(given.shape)
     try:
         if not given.HasField("sparse_csr"):
             flat = _array(given.dense, dtype, where)
@@ -603,13 +556,10 @@ def _array(data: bytes, dtype: np.dtype[Any], where: str) -> np.ndarray:
 
 
 def _check_sample(asked: types.SampleRequest) -> None:
-    odd = {
-        "topk_prompt_logprobs": asked.topk_prompt_logprobs, "topk_sample_logprobs": asked.topk_sample_logprobs,
-        "target_prompt_logprobs": asked.target_prompt_logprobs, "prompt_alt_tokens_k": asked.prompt_alt_tokens_k,
-        "record_stability_info": asked.record_stability_info,
-    }  # fmt: skip
-    for name, value in odd.items():
-        if value:
+    for name in (
+        "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"
+    ):  # fmt: skip
+        if getattr(asked, name):
             raise _refused(f"{name}: expected none, for workers report the sampled tokens' log-probabilities alone")
     if not 1 <= asked.num_samples <= 64 * CHOICES_MAX:
         raise _refused(f"num_samples: expected 1 to {64 * CHOICES_MAX}, got {asked.num_samples}")
@@ -648,12 +598,10 @@ def _output(logprobs: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]], t
     records = []
     for values_NK, trailing in zip(logprobs, shapes, strict=True):
         data = np.ascontiguousarray(values_NK, np.float32).tobytes()
+        offsets = np.array([0, len(data)], np.int64).tobytes()
         tensor = proto.BatchedTensor(
-            data=data,
-            offsets=np.array([0, len(data)], np.int64).tobytes(),
-            dtype=proto.DTYPE_FLOAT32,
-            trailing_shape=trailing,
-        )
+            data=data, offsets=offsets, dtype=proto.DTYPE_FLOAT32, trailing_shape=trailing
+        )  # fmt: skip
         records.append(proto.ArrayRecord(fields={"logprobs": tensor}, num_datums=1))
     output = proto.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics={"loss:sum": total}
@@ -661,7 +609,7 @@ def _output(logprobs: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]], t
     return cast(bytes, output.SerializeToString())
 
 
-def _sampled(asked: types.SampleRequest, answers: Sequence[TokenAnswer], logprobs: np.ndarray | None) -> Encoded:
+def _sampled(asked: types.SampleRequest, answers: Sequence[TokenAnswer], logprobs: np.ndarray | None) -> Response:
     response, versions = proto.SampleResponse(), set[int]()
     for answer in answers:
         for rollout in answer.rollouts:
@@ -679,5 +627,5 @@ def _sampled(asked: types.SampleRequest, answers: Sequence[TokenAnswer], logprob
         if asked.prompt_logprobs_last_n is not None:
             scores[: max(0, len(scores) - asked.prompt_logprobs_last_n)] = np.nan
         response.prompt_logprobs = scores.tobytes()
-    said = f"{min(versions)}-{max(versions)}" if versions else ""
-    return Encoded(response.SerializeToString(), {"x-echo2-versions": said} if said else {})
+    headers = {"x-echo2-versions": f"{min(versions)}-{max(versions)}"} if versions else {}
+    return Response(response.SerializeToString(), media_type=_PROTOBUF, headers=headers)

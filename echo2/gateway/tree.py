@@ -27,11 +27,9 @@ class ChatCodec(Protocol):
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sequence[int]:
         """A whole chat, up to where the model is to speak."""
-        ...
 
     def between(self, messages: Sequence[Message], turn: Sequence[int]) -> Sequence[int]:
         """The messages that follow the sampled `turn`, up to where the model is to speak again."""
-        ...
 
     def encode_text(self, text: str, *, is_beginning: bool) -> Sequence[int]: ...
 
@@ -39,7 +37,6 @@ class ChatCodec(Protocol):
         self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool
     ) -> tuple[str, list[Message]]:
         """Returns the text before the first stop string, and the tool calls in the OpenAI API's shape."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +58,10 @@ class Node:
 
     @property
     def all_token_ids(self) -> Iterator[int]:
-        path: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            path.append(node)
-            node = node.parent
-        return itertools.chain.from_iterable(one.added for one in reversed(path))
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return itertools.chain.from_iterable(node.added for node in reversed(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +177,7 @@ class TokenTree:
     def chain_for(self, place: TreePlace) -> int | None:
         """Returns the chain that a call at this place continues; None: the call starts a new one."""
         parent = place.parent
-        if parent is not None and self.lengths[parent.chain] == parent.depth:
-            return parent.chain
-        return None
+        return parent.chain if parent is not None and self.lengths[parent.chain] == parent.depth else None
 
     def began(self, chain: int) -> int:
         """Records a new call of this chain and returns its depth. Each chain after an episode's first counts as a branch."""

@@ -1,8 +1,5 @@
-"""The invariants of a simulated run, checked from outside as things happen.
-
-`Truth` knows each version's fingerprint, which weights sampled which tokens, which rollouts were acknowledged and what the
-model was trained on, because the observers of the world (observer, inspector) report it; no daemon sees it.
-A `Violation` names the invariant. The seven invariants, in the words of the project:
+"""The invariants of a simulated run, checked from outside by what the world's observers (observer, inspector) report, which no
+daemon sees. A `Violation` names the invariant:
 
 1. No token with lag above S is ever trained on.
 2. A rollout is trained at most once; a finished, admitted rollout is not lost.
@@ -57,12 +54,8 @@ def turns_of(rollout: Rollout, insertions: Sequence[Insertion]) -> list[SampledT
     turns = []
     for number, (begin, end) in enumerate(pairwise(cuts)):
         spans = tuple(VersionSpan(version, 1) for version in versions[begin:end])
-        name = TurnOf(rollout.group_id, rollout.index, number).group_id
-        turns.append(
-            SampledTurn(
-                name, 0 if number else rollout.index, rollout.token_ids[begin:end], rollout.logprobs[begin:end], spans
-            )
-        )
+        name, index = TurnOf(rollout.group_id, rollout.index, number).group_id, 0 if number else rollout.index
+        turns.append(SampledTurn(name, index, rollout.token_ids[begin:end], rollout.logprobs[begin:end], spans))
     return turns
 
 
@@ -84,7 +77,7 @@ class Truth:
         self._trained_at: dict[GroupId, Step] = {}
         self._models: dict[Step, tuple[tuple[GroupId, ...], int]] = {}
         self._acknowledged: set[RolloutName] = set()
-        self._dropped: dict[GroupId, str] = {}
+        self._dropped: set[GroupId] = set()
 
     def check(self, invariant: int, holds: bool, text: str) -> None:
         """Counts a check of an invariant."""
@@ -129,12 +122,9 @@ class Truth:
             for _ in range(span.count):
                 token = tokens.token_ids[position]
                 expected = logprobs_of(fingerprint or 0, group_id, offset + position)[token]
-                self.check(
-                    3,
-                    tokens.logprobs[position] == expected,
-                    f"{who}: token {offset + position} of rollout {index} of {group_id} was not sampled by version "
-                    f"{span.version}",
-                )
+                where = f"{who}: token {offset + position} of rollout {index} of {group_id}"
+                text = f"{where} was not sampled by version {span.version}"
+                self.check(3, tokens.logprobs[position] == expected, text)
                 position += 1
 
     def accused(self, worker_id: PeerId, reason: str) -> None:
@@ -150,9 +140,9 @@ class Truth:
         """The learner has acknowledged to a worker that it durably holds this finished rollout."""
         self._acknowledged.add((group_id, index))
 
-    def dropped(self, group_id: GroupId, reason: str) -> None:
-        """The learner has closed a group without training on it, with a reason."""
-        self._dropped[group_id] = reason
+    def dropped(self, group_id: GroupId) -> None:
+        """The learner has closed a group without training on it."""
+        self._dropped.add(group_id)
 
     def trained(self, batch: Batch, fingerprint: int) -> None:
         """The learner has trained a step, possibly again after a restart."""
@@ -166,16 +156,11 @@ class Truth:
             name = group.spec.group_id
             at = self._trained_at.setdefault(name, batch.step)
             self.check(2, at == batch.step, f"group {name} was trained at step {at} and again at step {batch.step}")
-            self.check(
-                2, evaluated_version(name) is None, f"group {name} of an evaluation is trained at step {batch.step}"
-            )
-            for rollout in group.rollouts:
-                for span in rollout.version_spans:
-                    lag = batch.step - span.version
-                    self.check(
-                        1, lag <= self.staleness_bound,
-                        f"a token of version {span.version} is trained at step {batch.step}, S = {self.staleness_bound}",
-                    )  # fmt: skip
+            is_evaluation = evaluated_version(name) is not None
+            self.check(2, not is_evaluation, f"group {name} of an evaluation is trained at step {batch.step}")
+            for span in (span for rollout in group.rollouts for span in rollout.version_spans):
+                text = f"a token of version {span.version} is trained at step {batch.step}, S = {self.staleness_bound}"
+                self.check(1, batch.step - span.version <= self.staleness_bound, text)
             for number, rollout in enumerate(group.rollouts):
                 for turn in turns_of(rollout, group.insertions[number] if group.insertions else ()):
                     if turn.group_id not in self.tainted:
@@ -184,23 +169,17 @@ class Truth:
 
     def learner_restored(self, groups: OpenGroups) -> None:
         """A learner has restarted: every rollout that it acknowledged must be trained on, dropped for a reason, or still held."""
-        for group_id, index in sorted(self._acknowledged):
-            if evaluated_version(group_id) is None or {group_id, root_of(group_id)} & self._dropped.keys():
-                continue
-            held = groups.groups.get(group_id)
-            is_there = held is not None and held.rollouts[index].is_finished
-            self.check(2, is_there, f"rollout {index} of {group_id} was admitted and is in no evaluation any more")
         step = groups.next_step
         self.check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
-        self.nothing_is_lost(groups)
+        self.nothing_is_lost(groups, with_evaluations=True)
 
-    def nothing_is_lost(self, groups: OpenGroups) -> None:
-        """Checks that every acknowledged rollout is trained on, dropped or held."""
+    def nothing_is_lost(self, groups: OpenGroups, *, with_evaluations: bool = False) -> None:
+        """Checks that every acknowledged rollout is trained on, dropped or held. Evaluations' are held until they are complete."""
         for group_id, index in sorted(self._acknowledged):
             root = root_of(group_id)
-            if evaluated_version(group_id) is not None:
-                continue  # an evaluation's: checked when a learner restarts
-            if root in self._trained_at or {group_id, root} & self._dropped.keys():
+            if evaluated_version(group_id) is not None and not with_evaluations:
+                continue
+            if root in self._trained_at or not self._dropped.isdisjoint((group_id, root)):
                 continue
             group = groups.groups.get(group_id)
             is_there = group is not None and group.rollouts[index].is_finished

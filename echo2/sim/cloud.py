@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echo2.base.errors import ResourceError, Unreachable
+from echo2.base.rng import derived_rng
 from echo2.coordinator.money.offers import Renting
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, Provider
 
-ANSWER_S = (0.1, 6.0)
-"""Shortest and longest answer time; the longest exceeds the caller's timeout."""
+if TYPE_CHECKING:
+    from echo2.sim.world import World
+
+ANSWER_S = (0.1, 6.0)  # shortest and longest answer time; the longest exceeds the caller's timeout
 BOOT_S = (4.0, 15.0)  # short beside a storm, so that machines come and go within one
 PRICE_USD_PER_HOUR = 0.5  # any price above 0: plans must count it
-CLOUD_CAP_USD_PER_HOUR = 1000.0
-"""Practically unlimited; without a cap, nothing is rented."""
+CLOUD_CAP_USD_PER_HOUR = 1000.0  # practically unlimited; without a cap, nothing is rented
 NAME = "spot"  # of the one offer
 
 
@@ -32,36 +32,23 @@ class Rental:
     """One rented machine. `worker`: name of the virtual machine that boots on it."""
 
     worker: str
-    is_up: bool = False
-    notice: str = ""
+    observed: ObservedMachine
 
 
 class VirtualCloud:
-    """A `Provider`. `boot` creates a machine that joins by the given link and returns its name, `start` starts its process, `end`
-    removes it."""
+    """A `Provider` of a world's machines."""
 
     name = "command"
 
-    def __init__(
-        self,
-        folder: Path,
-        machines_max: int,
-        rng: random.Random,
-        counts: Counter[str],
-        boot: Callable[[str], str],
-        start: Callable[[str], None],
-        end: Callable[[str], None],
-        after: Callable[[float, Callable[[], None]], None],
-    ) -> None:
-        self.offers_file = folder / "offers.toml"
+    def __init__(self, world: World, machines_max: int) -> None:
+        self.offers_file = world.root / "offers.toml"
         self.offers_file.write_text(
             f'[[offer]]\nname = "{NAME}"\nprovider = "command"\nmachines_max = {machines_max}\n'
             f"usd_per_hour = {PRICE_USD_PER_HOUR}\nis_spot = true\n"
         )
-        self.machines_max = machines_max
         self.there: dict[str, Rental] = {}
-        self._rng, self._counts = rng, counts
-        self._boot, self._start, self._end, self._after = boot, start, end, after
+        self._world, self._counts = world, world.faults
+        self._rng: random.Random = derived_rng(world.scenario.seed, "answers of the cloud")
 
     def provider(self, offer: MachineOffer, run: Renting) -> Provider:
         """Called by the coordinator to get the provider of an offer."""
@@ -75,9 +62,11 @@ class VirtualCloud:
             if self._rng.random() < 0.2:
                 self._counts["cloud: no machine to be had"] += 1
                 raise ResourceError("expected room for a machine, the zone has none now")
-            rental = self.there[machine_id] = Rental(self._boot(join_link))
+            rental = self.there[machine_id] = Rental(
+                self._world.boot(join_link), ObservedMachine(MachineState.STARTING)
+            )  # fmt: skip
             self._counts["cloud: machine rented"] += 1
-            self._after(self._rng.uniform(*BOOT_S), lambda: self._up(machine_id, rental))
+            self._world.after(self._rng.uniform(*BOOT_S), lambda: self._up(machine_id, rental))
         await self._answer()  # if the process ends here, it has a machine without knowing
         return ""
 
@@ -86,12 +75,12 @@ class VirtualCloud:
         rental = self.there.pop(machine_id, None)
         if rental is not None:
             self._counts["cloud: machine given back"] += 1
-            self._after(0.0, lambda: self._end(rental.worker))
+            self._world.after(0.0, lambda: self._world.take(rental.worker))
         await self._answer()
 
     async def observe(self) -> dict[str, ObservedMachine]:
         await self._answer()
-        return {machine_id: _sighting(rental) for machine_id, rental in self.there.items()}
+        return {machine_id: rental.observed for machine_id, rental in self.there.items()}
 
     async def _answer(self) -> None:
         if self._rng.random() < 0.1:
@@ -103,14 +92,14 @@ class VirtualCloud:
 
     def _up(self, machine_id: str, rental: Rental) -> None:
         if self.there.get(machine_id) is rental:
-            rental.is_up = True
-            self._start(rental.worker)
+            rental.observed = ObservedMachine(MachineState.RUNNING)
+            self._world.start(rental.worker)
 
     def is_told(self, worker: str) -> None:
         """Gives notice that this worker's machine will be preempted."""
         for rental in self.there.values():
             if rental.worker == worker:
-                rental.notice = "the cloud takes the machine"
+                rental.observed = ObservedMachine(MachineState.ENDING, "the cloud takes the machine")
                 self._counts["cloud: preemption told"] += 1
 
     def is_taken(self, worker: str) -> None:
@@ -118,9 +107,3 @@ class VirtualCloud:
         for machine_id in [key for key, rental in self.there.items() if rental.worker == worker]:
             del self.there[machine_id]
             self._counts["cloud: machine taken"] += 1
-
-
-def _sighting(rental: Rental) -> ObservedMachine:
-    if rental.notice:
-        return ObservedMachine(MachineState.ENDING, rental.notice)
-    return ObservedMachine(MachineState.RUNNING if rental.is_up else MachineState.STARTING)

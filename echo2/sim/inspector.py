@@ -1,15 +1,15 @@
-"""Inspects the living daemons every few virtual seconds: waits, agreement, weights in memory, shunned workers.
+"""Looks at a world for the checkers: `Inspector` at the living daemons every few virtual seconds, `Observer` at every message on
+the wires, every stored transaction and every trained step; `EventLog` keeps the run's record.
 
-Guarantees: skips daemons that are frozen, dishonest or ended; a transient state counts only once it has lasted. Leaves to
-others: observing messages (observer), the invariants (checkers).
+Guarantees: skips daemons that are frozen, dishonest or ended; a transient state counts only once it has lasted.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
@@ -27,26 +27,25 @@ from echo2.learner.learner import LearnerDaemon
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.rollouts.journal import GroupDropped, Record
-from echo2.sim.checkers import Truth, Violation
-from echo2.sim.process import Process, VirtualMachine
-from echo2.sim.wires import End, Wires
+from echo2.sim.process import Process
+from echo2.sim.wires import End
 from echo2.trust.identity import NodeCertificate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2
 from echo2.wire.rollout import segments_from_report, verdicts_from_message
 from echo2.worker.worker import WorkerDaemon
 
+if TYPE_CHECKING:
+    from echo2.sim.world import World
+
 VERDICT_WAIT_S = 50.0  # reconnects (15 s backoff), a restart of the learner and its replay
 DEADLINE_SLACK_S = 10.0  # the coordinator looks once a second; it may be frozen for some
 STALL_SLACK_S = 7.0  # a session's tick and the pauses of its peers
-AGREE_S = 14.0
-"""How long the learner's and the coordinator's lists of groups may differ: three reminders."""
-QUEUED_S = 1.0
-"""With a longer uplink backlog, a message larger than a packet may not have arrived yet."""
+AGREE_S = 14.0  # how long the learner's and the coordinator's lists of groups may differ: three reminders
+QUEUED_S = 1.0  # with a longer uplink backlog, a message larger than a packet may not have arrived yet
 UNASKED_S = 9.0
 UNKNOWN_S = 60.0
 """How long a paid machine may be missing from the coordinator's journal: a few polls of the cloud, which answers most of them."""
-WORK_S = 60.0
-"""How long a learner may work on one step."""
+WORK_S = 60.0  # how long a learner may work on one step
 CLAIMS = "it claims"  # how the reason begins with which a worker is barred whose claimed tokens never came
 # Names in the counts of events: what happened to a malicious worker, and to an artifact that stalled.
 SHUNNED, PAUSED = "malicious worker is shunned", "malicious worker is given no leases for a while"
@@ -61,34 +60,29 @@ Daemon = CoordinatorDaemon | LearnerDaemon | WorkerDaemon
 
 
 class Inspector:
-    """Inspects the daemons. Times are virtual seconds of `wires`."""
+    """Inspects a world's daemons. Times are virtual seconds."""
 
-    def __init__(
-        self, truth: Truth, machines: Mapping[str, VirtualMachine], wires: Wires, counts: Counter[str]
-    ) -> None:
-        self._truth, self._machines, self._wires, self._counts = truth, machines, wires, counts
+    def __init__(self, world: World) -> None:
+        self._world, self._truth, self._machines, self._counts = world, world.truth, world.machines, world.faults
         self.holds_training = False  # the world lets no step end, so a long step is no fault
-        self._now = wires.loop.time
+        self._now = world.loop.time
         self._since: dict[Hashable, float] = {}
         self._bars: Counter[PeerId] = Counter()
         self._stalled: dict[tuple[Hashable, ArtifactKey], int] = {}  # chunks held when it stalled
         self._seen: set[Hashable] = set()
-        self._rented: Collection[str] = ()
 
-    def look(
-        self, daemons: Mapping[str, Daemon], failed: Callable[[Violation], None], rented: Collection[str] = ()
-    ) -> None:
-        """Inspects all daemons once. `rented`: IDs of the machines that cost money, from the provider."""
-        self._seen, self._rented = set(), rented
-        try:
-            for name, daemon in daemons.items():
-                process = self._machines[name].process
-                if process is not None and self._is_to_be_judged(name):
-                    process.context.copy().run(self._look_at, name, daemon)  # with its own clock
-            self._look_at_agreement(daemons)
-        except Violation as violation:
-            failed(violation)
+    def look(self) -> None:
+        """Inspects all daemons once."""
+        self._seen = set()
+        self._world.judged(self._look)
         self._since = {key: since for key, since in self._since.items() if key in self._seen}
+
+    def _look(self) -> None:
+        for name, daemon in self._world.daemons.items():
+            process = self._machines[name].process
+            if process is not None and self._is_to_be_judged(name):
+                process.context.copy().run(self._look_at, name, daemon)  # with its own clock
+        self._look_at_agreement(self._world.daemons)
 
     def _is_to_be_judged(self, name: str) -> bool:
         process = self._machines[name].process
@@ -97,13 +91,12 @@ class Inspector:
 
     def _look_at(self, name: str, daemon: Daemon) -> None:
         life = (name, self._machines[name].lives)
-        match daemon:
-            case WorkerDaemon():
-                self._look_at_worker(name, life, daemon)
-            case LearnerDaemon():
-                self._look_at_learner(life, daemon)
-            case CoordinatorDaemon():
-                self._look_at_coordinator(life, daemon)
+        if isinstance(daemon, WorkerDaemon):
+            self._look_at_worker(name, life, daemon)
+        elif isinstance(daemon, LearnerDaemon):
+            self._look_at_learner(life, daemon)
+        else:
+            self._look_at_coordinator(life, daemon)
 
     def _lasts_s(self, *key: Hashable) -> float:
         """Seconds for which `key` has held at every inspection so far; 0 the first time."""
@@ -160,13 +153,11 @@ class Inspector:
             if now > max(lease.deadline, hub.started_at):
                 late_s = self._lasts_s(life, "late", lease.lease_id, lease.deadline)
                 self._truth.waits_since("coordinator", late_s, DEADLINE_SLACK_S, "a lease past its deadline")
-        for machine_id in self._rented:
+        for machine_id in self._world.cloud.there if self._world.cloud is not None else ():
             known = hub.money.machines.get(machine_id)
             if known is None or not known.is_open:
-                since_s = self._lasts_s(life, "rented", machine_id)
-                self._truth.waits_since(
-                    "coordinator", since_s, UNKNOWN_S, f"machine {machine_id}, which costs money, to be known"
-                )
+                since_s, what = self._lasts_s(life, "rented", machine_id), f"machine {machine_id}, which costs money"
+                self._truth.waits_since("coordinator", since_s, UNKNOWN_S, f"{what}, to be known")
         told = waits(hub.book, now)
         self._truth.waits("coordinator", hub.book.queued > 0, told[0][0] if told else "")
         for peer, record in hub.book.records.workers.items():
@@ -185,7 +176,8 @@ class Inspector:
             return
         if not self._is_to_be_judged("learner") or not self._is_to_be_judged("coordinator"):
             return
-        if self._wires.is_blocked("learner", "coordinator") or self._wires.is_blocked("coordinator", "learner"):
+        wires = self._world.wires
+        if wires.is_blocked("learner", "coordinator") or wires.is_blocked("coordinator", "learner"):
             return  # their session may still look open to both
         if any(self._machines[name].link.up_free_at - self._now() > QUEUED_S for name in ("learner", "coordinator")):
             return  # messages are queued behind chunks on an uplink
@@ -202,41 +194,32 @@ class Inspector:
         return {group for group in groups if self._lasts_s(what, key, group) >= AGREE_S}
 
 
-# Feeds the checkers: observes every message on the wires, every stored transaction and every trained step. Also keeps the run's
-# record: a hash over all events, and readable lines for the important ones.
-#
-# Guarantees: looks at messages and files rather than asking daemons; reports a `Violation` at the moment it happens; two runs have
-# the same hash only if the same events happened at the same virtual times in the same order. Leaves to others: what must hold
-# (checkers).
-
 KEPT_MAX = 20_000  # some MB of text; the hash covers all
 
 
 class EventLog:
-    """`left_out`: text to mask because it differs between runs without meaning, such as a folder's random name."""
+    """A hash over all events, which two runs share only if the same happened at the same virtual times in the same order, and lines
+    for the important ones. `left_out`: text to mask because it differs without meaning, such as a folder's random name."""
 
-    def __init__(self, now: Callable[[], float], left_out: str = "") -> None:
+    def __init__(self, now: Callable[[], float], left_out: str) -> None:
         self._now, self._left_out = now, left_out
         self._hash = hashlib.blake2b(digest_size=16)
         self._lines: deque[str] = deque(maxlen=KEPT_MAX)
 
     def trace(self, who: str, text: str) -> None:
         """Adds an event to the hash only."""
-        if self._left_out:
-            text = text.replace(self._left_out, "~").replace(
-                self._left_out.encode().hex(), "~"
-            )  # frames are traced in hex
+        for name in (self._left_out, self._left_out.encode().hex()):  # frames are traced in hex
+            text = text.replace(name, "~")
         self._hash.update(f"{self._now():.9f} {who} {text}\n".encode())
 
     def tell(self, who: str, text: str) -> None:
         """Adds an event to the hash and to the readable lines."""
-        if self._left_out:
-            text = text.replace(self._left_out, "~")
+        text = text.replace(self._left_out, "~")
         self.trace(who, text)
         self._lines.append(f"{self._now():9.3f} s  {who:<12} {text}")
 
-    def lines(self, last: int = KEPT_MAX) -> Iterator[str]:
-        yield from list(self._lines)[-last:]
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
 
     @property
     def digest(self) -> str:
@@ -255,30 +238,17 @@ _SAID: dict[tuple[str, int], type[Message]] = {
 
 
 class Observer:
-    """Observes a world. Calls `failed` with each violation. `holds_leases`: whether the named worker has leases."""
+    """Observes a world, and tells it of each violation."""
 
-    def __init__(
-        self,
-        truth: Truth,
-        failed: Callable[[Violation], None],
-        trace: Callable[[str, str], None],
-        holds_leases: Callable[[str], bool],
-    ) -> None:
-        self.truth, self._failed, self._trace = truth, failed, trace
+    def __init__(self, world: World) -> None:
+        self._world, self.truth, self._judge = world, world.truth, world.judged
         self.counts: Counter[str] = Counter()
         self.said: set[str] = set()  # `message.field` of all fields ever set in a message
         self.kept_leases: set[tuple[LeaseId, int]] = set()  # (lease, attempt) ever stored by the coordinator
         self.run_fingerprints: dict[Version, str] = {}
         self.groups: OpenGroups | None = None
-        self.holds_leases = holds_leases
         self._methods: dict[tuple[int, int], str] = {}
         self._silent: Counter[str] = Counter()  # consecutive heartbeats of an idle worker that name no wait
-
-    def _judge(self, check: Callable[[], None]) -> None:
-        try:
-            check()
-        except Violation as violation:
-            self._failed(violation)
 
     # ---- the wires
 
@@ -292,14 +262,14 @@ class Observer:
             self._methods[key] = payload[0]
             self._called(end)
         text = payload.hex() if isinstance(payload, bytes) else str(payload[0]) if isinstance(payload, tuple) else ""
-        self._trace(end.process.name, f"{end.peer.process.name} {number} {kind} {text}")
+        self._world.events.trace(end.process.name, f"{end.peer.process.name} {number} {kind} {text}")
         if kind != "message":
             return
         kind_of = _SAID.get((self._methods.get(key, ""), end.side))
         if kind_of is not None:
             message = kind_of.FromString(payload)
             self._note_fields(message)
-            self._judge(lambda: self._said(end.process, end.peer.process, message))
+            self._judge(lambda: self._said(end.process.name, message))
 
     def _called(self, end: End) -> None:
         """Learns a liar's peer ID from the certificate with which it calls."""
@@ -314,25 +284,23 @@ class Observer:
                 for one in value if field.is_repeated else (value,):
                     self._note_fields(one)
 
-    def _said(self, sender: Process, receiver: Process, message: Any) -> None:
+    def _said(self, sender: str, message: Any) -> None:
         match message:
-            case coordinator_pb2.WorkerMessage():
-                if message.HasField("heartbeat"):
-                    self._beat(sender.name, message.heartbeat)
-            case coordinator_pb2.WorkerOrder():
-                if message.HasField("lease_grant"):
-                    self._granted(message.lease_grant)
+            case coordinator_pb2.WorkerMessage() if message.HasField("heartbeat"):
+                self._beat(sender, message.heartbeat)
+            case coordinator_pb2.WorkerOrder() if message.HasField("lease_grant"):
+                self._granted(message.lease_grant)
             case coordinator_pb2.LearnerMessage():
                 self._learner_said(message)
             case ingest_pb2.RolloutReport():
-                self.truth.reported(sender.name, segments_from_report(message))
+                self.truth.reported(sender, segments_from_report(message))
             case ingest_pb2.RolloutVerdict():
                 self._judged(message)
 
     def _beat(self, who: str, beat: coordinator_pb2.Heartbeat) -> None:
         if who in self.truth.liars:
             return
-        is_idle = not (beat.running_sequences or beat.waiting_sequences or self.holds_leases(who))
+        is_idle = not (beat.running_sequences or beat.waiting_sequences or self._world.holds_leases(who))
         self._silent[who] = self._silent[who] + 1 if is_idle and not beat.waits_for else 0
         is_idle = self._silent[who] > 1  # a lease may have ended after the heartbeat was composed
         self._judge(lambda: self.truth.waits(who, is_idle, beat.waits_for))
@@ -355,9 +323,7 @@ class Observer:
                 self.truth.accused(PeerId(message.accused.peer_id), message.accused.reason)
             case "close":
                 answered = message.close.group_ids if message.close.reason == COMPLETE else ()
-                self.counts["questions answered"] += sum(
-                    evaluated_version(GroupId(name)) is not None for name in answered
-                )
+                self.counts["questions answered"] += sum(evaluated_version(GroupId(n)) is not None for n in answered)
             case "published":
                 kind = "keyframes" if not message.published.has_parent else "deltas"
                 self.counts[f"{kind} published"] += 1
@@ -386,10 +352,10 @@ class Observer:
         self.groups = groups
         # Groups that became stale during the outage; the learner reports and journals them when it first settles.
         for closure in groups.closures:
-            self.truth.dropped(closure.group_id, closure.reason)
+            self.truth.dropped(closure.group_id)
         self._judge(lambda: self.truth.learner_restored(groups))
 
     def noted(self, process: Process, record: Record) -> None:
         """The learner has appended `record` to its journal."""
         if isinstance(record, GroupDropped) and not process.has_ended:
-            self.truth.dropped(record.group_id, "closed untrained")
+            self.truth.dropped(record.group_id)

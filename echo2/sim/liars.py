@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from echo2.base.ids import GroupId
 from echo2.base.rng import derived_seed
+from echo2.sim import tiny_model as tiny
 from echo2.sim.process import PEERS
 from echo2.sim.simulated_engine import VirtualEngines
-from echo2.sim.tiny_model import (
-    STOP_TOKEN,
-    VOCABULARY,
-    Pick,
-    group_of,
-    logprobs_of,
-    reward_of,
-    seeded,
-    seeded_pick,
-)
+from echo2.sim.tiny_model import STOP_TOKEN, Pick, group_of, logprobs_of, seeded, seeded_pick
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.worker.engines.engine import GenerateRequest
 
 REPORTS_KEPT = 64  # of several versions, so that stale ones are among them
 REPLAYS_SHARE = 0.3  # most of its reports stay honest, else it would only be slow
-REPLAYED = 1 << 40
-"""Replayed reports have sequence numbers from here on; the daemon does not know of them."""
+REPLAYED = 1 << 40  # replayed reports have sequence numbers from here on; the daemon does not know of them
 SPEED, ROOM = 40.0, 1 << 20  # above any honest worker's, within the bounds of the message
 SESSION, REPORT = "/echo2.v1.Coordinator/WorkerSession", "/echo2.v1.Ingest/Report"  # the calls whose messages it alters
 
@@ -66,8 +57,7 @@ class Lie(enum.Enum):
 
 OF_STORMS = tuple(Lie)[: tuple(Lie).index(Lie.FORGED_NUMBERS)]
 """Those that harm nobody in any storm. The others gain something until they are found, which takes calm weather to see."""
-SILENT = (Lie.FALSE_PROGRESS, Lie.FALSE_ENDS, Lie.FALSE_ROOM)
-"""These never report rollouts."""
+SILENT = (Lie.FALSE_PROGRESS, Lie.FALSE_ENDS, Lie.FALSE_ROOM)  # these never report rollouts
 CLAIMS = (Lie.FALSE_SPEED, Lie.FALSE_ROOM)  # these say something untrue about the worker itself
 PRICES_USD = {Lie.FALSE_SPEED: 0.0, Lie.LOW_PRICE: 0.0, Lie.HIGH_PRICE: HIGH_USD}
 
@@ -103,7 +93,7 @@ def best_of_pick() -> Pick:
         tokens: list[int] = []
         while len(tokens) < request.sampling.max_new_tokens and STOP_TOKEN not in tokens:
             tokens.append(seeded(bits, group_of(request), seed, len(tokens))[0])
-        return reward_of(tuple(tokens))
+        return tiny.reward_of(tuple(tokens))
 
     def pick(bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
         group_id, seed = group_of(request), request.sampling.seed
@@ -119,7 +109,7 @@ def memorised_pick(bits: int, request: GenerateRequest, position: int) -> tuple[
     """A memorised answer as the first completion of each group; the others are honest."""
     if not request.request_id.endswith("/0"):
         return seeded_pick(bits, request, position)
-    token = STOP_TOKEN if position + 1 >= MEMORISED_TOKENS else VOCABULARY - 1 - position
+    token = STOP_TOKEN if position + 1 >= MEMORISED_TOKENS else tiny.VOCABULARY - 1 - position
     return token, float(logprobs_of(bits, group_of(request), position)[token])
 
 
@@ -151,8 +141,13 @@ class Liar:
     # ---- outgoing messages
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
-        speak = _SAYS.get((method, side))
-        said = speak(self, data) if speak is not None else (data,)
+        said: Sequence[bytes] = (data,)
+        if method == PEERS:
+            said = self.to_peers(data)
+        elif (method, side) == (SESSION, 0):
+            said = self.to_coordinator(data)
+        elif (method, side) == (REPORT, 0):
+            said = self.to_learner(data)
         self.lies_told += list(said) != [data]
         return said
 
@@ -262,15 +257,6 @@ class Liar:
             return True
         self._given_back.append(grant.ticket.lease_id)
         return False
-
-
-# By method and side of the connection.
-_SAYS: dict[tuple[str, int], Callable[[Liar, bytes], Sequence[bytes]]] = {
-    (SESSION, 0): Liar.to_coordinator,
-    (REPORT, 0): Liar.to_learner,
-    (PEERS, 0): Liar.to_peers,
-    (PEERS, 1): Liar.to_peers,
-}
 
 
 def _ended(lease_id: str, reason: coordinator_pb2.LeaseEnded.Reason) -> coordinator_pb2.WorkerMessage:

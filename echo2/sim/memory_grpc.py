@@ -19,10 +19,8 @@ import grpc.aio
 if TYPE_CHECKING:
     from echo2.sim.wires import End
 
-WINDOW_BYTES = 2 << 20
-"""Flow-control window of one direction of a call: most bytes in flight or unread."""
-LINK_BACKLOG_S = 0.3
-"""Longest backlog of a connection at its sender; beyond it, `write` waits."""
+WINDOW_BYTES = 2 << 20  # flow-control window of one direction of a call: most bytes in flight or unread
+LINK_BACKLOG_S = 0.3  # longest backlog of a connection at its sender; beyond it, `write` waits
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _AS_IS: Callable[[bytes], bytes] = lambda data: data  # noqa: E731
 

@@ -78,7 +78,7 @@ class MemoryStream:
 
     def __init__(self, reader: StreamReader, end: End, remote: tuple[str, int], shown_pem: bytes) -> None:
         self._reader, self._end = reader, end
-        self._said, self._heard = FrameCutter(FRAME_BYTES_MAX, "a stream"), FrameCutter(FRAME_BYTES_MAX, "a stream")
+        self._said = FrameCutter(FRAME_BYTES_MAX, "a stream")
         self._inbox: deque[tuple[bytes, MemoryStream]] = deque()
         self._is_reading, self._is_paused, self._is_closing = True, False, False
         self._in_flight = 0

@@ -30,11 +30,9 @@ class MessageFilter(Protocol):
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
         """The messages to send instead of `data`, any number of them."""
-        ...
 
     def hears(self, method: str, side: int, data: bytes) -> bool:
         """Whether the daemon receives the message."""
-        ...
 
 
 @dataclass(slots=True)

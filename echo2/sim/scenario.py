@@ -62,8 +62,7 @@ class Scenario:
 
 STORM_S = 90.0  # several leases, versions and plans
 FIRST_FAULT_S = 8.0  # after the first leases
-LONG_SHARE = 0.2
-"""Share of seeds with a long outage of the learner in addition to their storm."""
+LONG_SHARE = 0.2  # share of seeds with a long outage of the learner in addition to their storm
 CUT_OFF_AFTER_S = (2.0, 12.0)
 LONG_OUTAGE_S = (135.0, 165.0)
 
@@ -111,9 +110,7 @@ def storm(seed: int, workers: int) -> list[PlannedFault]:
     planned, at_s = [], FIRST_FAULT_S
     while at_s < STORM_S:
         fault = rng.choices(kinds, weights)[0]
-        whom = rng.choice(
-            ("coordinator", "learner", *(f"w{i}" for i in range(workers)), *(f"w{i}" for i in range(workers)))
-        )
+        whom = rng.choice(("coordinator", "learner", *2 * [f"w{i}" for i in range(workers)]))
         planned.append(PlannedFault(at_s, fault, whom, rng.choice((0.5, 3.0, 8.0, 25.0)) * rng.uniform(0.5, 1.5)))
         at_s += rng.expovariate(1.0 / mean_gap_s)
     return planned

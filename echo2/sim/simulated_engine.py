@@ -179,18 +179,11 @@ class VirtualEngines:
         pass
 
     def fit(
-        self,
-        choice: str,
-        config: dict[str, object],
-        options: WorkerOptions,
-        machine: WorkerMachine,
-        longest_tokens: int = 0,
-        published_bytes: int = 0,
-    ) -> Fit:
-        tokens = CONTEXT_TOKENS
-        return Fit(
-            1, 0, self._slot_count, tokens, self._slot_count * tokens, f"{self._slot_count} sequences as made up"
-        )
+        self, choice: str, config: dict[str, object], options: WorkerOptions, machine: WorkerMachine,
+        longest_tokens: int = 0, published_bytes: int = 0,
+    ) -> Fit:  # fmt: skip
+        count, tokens = self._slot_count, CONTEXT_TOKENS
+        return Fit(1, 0, count, tokens, count * tokens, f"{count} sequences as made up")
 
     def make(self, choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
         return SimulatedEngine(self.pick, self.draws_by_seed, fit.sequences, self._step_s, self._faults, here().rng)

@@ -16,19 +16,18 @@ from collections.abc import Callable
 from echo2.base.rng import derived_rng
 from echo2.sim.liars import OF_STORMS, Liar, Lie
 from echo2.sim.process import Process
-from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, long_outage, storm
+from echo2.sim.scenario import STORM_S, PlannedFault, Scenario, long_outage, storm
 from echo2.sim.world import World, WorldOutcome
 from echo2.worker.worker import WorkerDaemon
 
-LONG_STORM_S = 250.0
-"""Long enough that workers retry a stalled artifact while the learner is still away."""
+LONG_STORM_S = 250.0  # long enough that workers retry a stalled artifact while the learner is still away
 NOTICE_S = 2.0  # scaled down as a storm is: clouds give 30 s to 2 min
 MACHINES_MAX = 7  # worlds take seconds of computing in proportion to it
 CHUNKS = {"learner": "run/chunks/*.artifact"}  # where bit rot strikes, by machine
 
 
 class Storm:
-    """Applies the planned faults to a world. A fault's method returns False if it cannot be applied now."""
+    """Applies the planned faults to a world. A fault's method has its name, and returns False if it cannot be applied now."""
 
     def __init__(self, world: World, planned: list[PlannedFault], until_s: float = STORM_S) -> None:
         self.world, self.until_s = world, until_s
@@ -46,7 +45,8 @@ class Storm:
             if not self.world.workers:
                 return
             whom = self.rng.choice(self.world.workers)
-        if _CARRIED_OUT[planned.fault](self, whom, planned.for_s):
+        strike: Callable[[str, float], bool] = getattr(self, planned.fault.name.lower())
+        if strike(whom, planned.for_s):
             self.world.faults[planned.fault.value] += 1
             self.world.events.tell(whom, f"FAULT {planned.fault.value} ({planned.for_s:.1f} s)")
 
@@ -70,10 +70,6 @@ class Storm:
 
     def _others(self, whom: str) -> list[str]:
         return [name for name in ("coordinator", "learner", *self.world.workers) if name != whom]
-
-    def _some_others(self, whom: str) -> list[str]:
-        others = self._others(whom)
-        return self.rng.sample(others, self.rng.randint(1, len(others)))
 
     def _is_worker(self, whom: str) -> bool:
         return whom in self.world.traits
@@ -142,43 +138,37 @@ class Storm:
     # ---- the network
 
     def partition(self, whom: str, seconds: float) -> bool:
-        for other in self._some_others(whom):
-            self._block(whom, other, seconds)
-            self._block(other, whom, seconds)
-        return True
+        return self._block(whom, seconds, both_ways=True)
 
     def one_way(self, whom: str, seconds: float) -> bool:
-        for other in self._some_others(whom):
-            self._block(whom, other, seconds)
-        return True
+        return self._block(whom, seconds, both_ways=False)
 
-    def _block(self, sender: str, receiver: str, seconds: float) -> None:
-        wires = self.world.wires
-        wires.block(sender, receiver)
-        self._for(seconds, lambda: wires.unblock(sender, receiver))
+    def _block(self, whom: str, seconds: float, *, both_ways: bool) -> bool:
+        wires, others = self.world.wires, self._others(whom)
+        for other in self.rng.sample(others, self.rng.randint(1, len(others))):
+            for ends in ((whom, other), (other, whom))[: 1 + both_ways]:
+                wires.block(*ends)
+                self._for(seconds, lambda ends=ends: wires.unblock(*ends))  # type: ignore[misc]
+        return True
 
     def cut(self, whom: str, seconds: float) -> bool:
         return self.world.wires.cut(whom, self.rng.choice(self._others(whom))) > 0
 
     def clog(self, whom: str, seconds: float) -> bool:
-        link = self.world.machines[whom].link
-        link.clog = self.rng.choice((0.3, 0.05, 0.01))
-        self._for(seconds, lambda: setattr(link, "clog", 1.0))
-        return True
+        return self._set(self.world.machines[whom].link, seconds, "clog", self.rng.choice((0.3, 0.05, 0.01)), 1.0)
 
     def loss(self, whom: str, seconds: float) -> bool:
-        wires = self.world.wires
-        wires.loss = self.rng.choice((0.02, 0.1, 0.3))
-        self._for(seconds, lambda: setattr(wires, "loss", 0.0))
+        return self._set(self.world.wires, seconds, "loss", self.rng.choice((0.02, 0.1, 0.3)), 0.0)
+
+    def _set(self, thing: object, seconds: float, name: str, value: float, usual: float) -> bool:
+        setattr(thing, name, value)
+        self._for(seconds, lambda: setattr(thing, name, usual))
         return True
 
     # ---- disks, clocks, engines
 
     def disk_full(self, whom: str, seconds: float) -> bool:
-        disk = self.world.machines[whom].disk
-        disk.is_full = True
-        self._for(seconds, lambda: setattr(disk, "is_full", False))
-        return True
+        return self._set(self.world.machines[whom].disk, seconds, "is_full", True, False)
 
     def bit_rot(self, whom: str, seconds: float) -> bool:
         pattern = "worker/chunks/*.artifact" if self._is_worker(whom) else CHUNKS.get(whom, "")
@@ -200,12 +190,7 @@ class Storm:
         return self._engine_fault(whom, seconds, "wrong", self.rng.choice((0.2, 0.6)), 0.0)
 
     def _engine_fault(self, whom: str, seconds: float, name: str, value: float, usual: float) -> bool:
-        if not self._is_worker(whom):
-            return False
-        faults = self.world.traits[whom].faults
-        setattr(faults, name, value)
-        self._for(seconds, lambda: setattr(faults, name, usual))
-        return True
+        return self._is_worker(whom) and self._set(self.world.traits[whom].faults, seconds, name, value, usual)
 
     def clock_jump(self, whom: str, seconds: float) -> bool:
         """Sets the machine's wall clock off by up to 4 s in either direction, for good."""
@@ -218,16 +203,6 @@ class Storm:
             return False
         self.world.machines[whom].drift = self.rng.uniform(0.98, 1.02)
         return True
-
-
-_CARRIED_OUT: dict[Fault, Callable[[Storm, str, float], bool]] = {
-    Fault.KILL: Storm.kill, Fault.LOSE_DISK: Storm.lose_disk, Fault.POWER_CUT: Storm.power_cut,
-    Fault.FREEZE: Storm.freeze, Fault.PARTITION: Storm.partition, Fault.ONE_WAY: Storm.one_way, Fault.CUT: Storm.cut,
-    Fault.CLOG: Storm.clog, Fault.LOSS: Storm.loss, Fault.DISK_FULL: Storm.disk_full, Fault.BIT_ROT: Storm.bit_rot,
-    Fault.SLOW: Storm.slow, Fault.CLOCK_JUMP: Storm.clock_jump, Fault.DRIFT: Storm.drift,
-    Fault.PREEMPT_NOTICE: Storm.preempt_notice, Fault.PREEMPT: Storm.preempt, Fault.SWAP_REFUSED: Storm.swap_refused,
-    Fault.SWAP_WRONG: Storm.swap_wrong, Fault.JOIN: Storm.join,
-}  # fmt: skip
 
 
 def malice_of(seed: int) -> Lie | None:

@@ -83,8 +83,7 @@ def reward_of(token_ids: tuple[int, ...]) -> float:
 
 MEDIAN_TOKENS, SIGMA = 20.0, 0.9  # lengths are log-normal, with a tail of some ten medians
 SPREAD_NATS, DRIFT_NATS = 1.5, 0.1  # far above float32's noise, so that audits find a wrong version
-FIRST_TOKEN = 3
-"""Lower token IDs are never drawn, except the stop token."""
+FIRST_TOKEN = 3  # lower token IDs are never drawn, except the stop token
 _ROWS = 512  # many contexts, some 200 KB
 # Drawn once: the scores of every context.
 _TABLE = np.random.Generator(np.random.PCG64(0)).standard_normal((_ROWS, VOCABULARY - FIRST_TOKEN + 1))

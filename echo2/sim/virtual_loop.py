@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from echo2.outside import outside_of
 
 T = TypeVar("T")
-THREAD_S = 0.0002
-"""Minimum time to hand a piece of work to a thread and back."""
+THREAD_S = 0.0002  # minimum time to hand a piece of work to a thread and back
 HANDLES_AT_ONE_TIME_MAX = 500_000  # a loop that never lets time pass is an endless one
 
 

@@ -101,13 +101,14 @@ class World:
     def __init__(self, scene: Scenario, workers: int | None = None, steps: int = STEPS_MAX) -> None:
         self.scenario, self.steps = scene, steps
         self.loop = VirtualLoop()
-        self.root = Path(tempfile.mkdtemp(prefix="echo2-sim-", dir=_fast_folder()))
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self.root = Path(tempfile.mkdtemp(prefix="echo2-sim-", dir=in_memory))
         self.events = EventLog(self.loop.time, self.root.name)
         self.truth = Truth(scene.staleness_bound)
         self.wires = Wires(self.loop, derived_rng(scene.seed, "network"))
         self.wires.chunk_scale = scene.chunk_scale
         self.failure: Violation | None = None
-        self.observer = Observer(self.truth, self._failed, self.events.trace, self._holds_leases)
+        self.observer = Observer(self)
         self.wires.taps.append(self.observer.tap)
         self.rng: random.Random = derived_rng(scene.seed, "cluster")
         self.faults: Counter[str] = Counter()
@@ -115,14 +116,11 @@ class World:
         self.machines: dict[str, VirtualMachine] = {}
         self.traits: dict[str, WorkerTraits] = {}
         self.daemons: dict[str, Daemon] = {}
-        self.inspector = Inspector(self.truth, self.machines, self.wires, self.faults)
+        self.inspector = Inspector(self)
         self.seed: BroadcastNode | None = None
         self.gone: set[str] = set()
-        self.join_links: dict[str, str] = {}
-        self.cloud = VirtualCloud(
-            self.root, max(1, scene.offers_max), derived_rng(scene.seed, "answers of the cloud"), self.faults,
-            self._boot, self.start, self.take, self.after,
-        ) if scene.offers_max else None  # fmt: skip
+        self.join_links: dict[str, str] = {}  # by role, and by name of a rented machine
+        self.cloud = VirtualCloud(self, scene.offers_max) if scene.offers_max else None
         self._key = key_of_run(RUN)
         self.train_s = scene.train_s
         learner_up = 200 if scene.chunk_scale == 1 else 40  # slow enough that workers must relay chunks
@@ -156,7 +154,7 @@ class World:
             self.faults[f"malicious worker: {liar.name}"] += 1
         return name
 
-    def _boot(self, join_link: str) -> str:
+    def boot(self, join_link: str) -> str:
         """Adds a machine that the coordinator rents and returns its name."""
         name = self.add_worker()
         self.join_links[name], self.traits[name].price = join_link, PRICE_USD_PER_HOUR
@@ -195,11 +193,11 @@ class World:
 
     def _daemon(self, name: str, process: Process) -> Daemon:
         if name == "coordinator":
-            store = watched_store(self.observer.kept)
             provider = self.cloud.provider if self.cloud is not None else make_provider
             return CoordinatorDaemon(
-                self._coordinator_options(process),
-                has_page=False, open_store=store, garbage=no_collection, provider=provider,
+                self._coordinator_options(process), has_page=False, open_store=watched_store(self.observer.kept),
+                garbage=lambda: contextlib.nullcontext(lambda: None),  # all daemons share one interpreter: see `uncollected`
+                provider=provider,
             )  # fmt: skip
         if name == "learner":
             options, prepared = self._learner_options(process), self._preparer(process)
@@ -230,16 +228,11 @@ class World:
     def _learner_options(self, process: Process) -> LearnerOptions:
         scene, host = self.scenario, process.machine.host
         learner = {
-            "steps": self.steps,
-            "prompts_per_step": scene.groups_per_step,
-            "rollouts_per_prompt": scene.rollouts_per_group,
-            "checkpoint_every_steps": scene.checkpoint_every_steps,
-            "drop_equal_groups": scene.drops_equal_rewards,
-            "audit_share": scene.audit_share,
-            "port": LEARNER_PORT,
-            "advertise": f"{host}:{LEARNER_PORT}",
+            "steps": self.steps, "prompts_per_step": scene.groups_per_step, "rollouts_per_prompt": scene.rollouts_per_group,
+            "checkpoint_every_steps": scene.checkpoint_every_steps, "drop_equal_groups": scene.drops_equal_rewards,
+            "audit_share": scene.audit_share, "port": LEARNER_PORT, "advertise": f"{host}:{LEARNER_PORT}",
             "uplink_limit": f"{process.machine.link.up / scene.chunk_scale}B/s",
-        }
+        }  # fmt: skip
         sections = {
             "run": {"name": RUN, "seed": scene.seed},
             "learner": learner,
@@ -248,25 +241,21 @@ class World:
             "worker": {"draft_tokens": 1},  # engines that do not draw by their seeds are audited, not refused
             "task": {"eval_prompts": 4, "eval_every_steps": 3, "eval_samples": 2},
         }
+        chain_max = scene.keyframe_chain_max
+        limits = LearnerLimits(free_bytes_min=1, keyframe_chain_max=chain_max, evaluation_patience_s=20.0)
         return LearnerOptions(
             process.machine.disk.folder / "run", RunConfig.model_validate(sections), TrainerOptions("tiny"), host=host,
-            join_link=self.join_link("learner"),
-            limits=LearnerLimits(
-                free_bytes_min=1, keyframe_chain_max=scene.keyframe_chain_max, evaluation_patience_s=20.0
-            ),
+            join_link=self.join_links["learner"], limits=limits,
         )  # fmt: skip
 
     def _worker_options(self, name: str, process: Process) -> WorkerOptions:
-        host = process.machine.host
+        host, limit = process.machine.host, process.machine.link.up / self.scenario.chunk_scale
         worker = {
-            "engine": "embedded",
-            "price_usd_per_hour": self.traits[name].price,
-            "port": WORKER_PORT,
-            "swap_mode": self.scenario.swap_mode.value,
-            "uplink_limit": f"{process.machine.link.up / self.scenario.chunk_scale}B/s",
-        }
+            "engine": "embedded", "price_usd_per_hour": self.traits[name].price, "port": WORKER_PORT,
+            "swap_mode": self.scenario.swap_mode.value, "uplink_limit": f"{limit}B/s",
+        }  # fmt: skip
         return WorkerOptions(
-            self.join_links.get(name) or self.join_link("worker"), process.machine.disk.folder / "worker",
+            self.join_links.get(name) or self.join_links["worker"], process.machine.disk.folder / "worker",
             RunConfig.model_validate({"run": {"seed": self.scenario.seed}, "worker": worker}), name, listen_host=host,
             advertised_addresses=(f"{host}:{WORKER_PORT}",),
         )  # fmt: skip
@@ -283,10 +272,6 @@ class World:
             return self.seed
         worker = daemon.worker if isinstance(daemon, WorkerDaemon) else None
         return worker.node if worker is not None else None
-
-    def join_link(self, role: str) -> str:
-        """The join link of a role, as the operator would pass it on."""
-        return self.join_links[role]
 
     def _preparer(self, process: Process) -> Callable[[LearnerOptions, RunFolder], Prepared]:
         def make(options: LearnerOptions, folder: RunFolder) -> Prepared:
@@ -338,9 +323,9 @@ class World:
         """Records a violation: a daemon raised an error that it should not."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(where.filename).name}:{where.lineno}"
-        self._failed(Violation(5, f"{name}: {type(error).__name__} in {where.name} ({at}): {error}"))
+        self.failed(Violation(5, f"{name}: {type(error).__name__} in {where.name} ({at}): {error}"))
 
-    def _failed(self, violation: Violation) -> None:
+    def failed(self, violation: Violation) -> None:
         if self.failure is None:
             self.failure = violation
             self.events.tell("checker", str(violation))
@@ -352,27 +337,28 @@ class World:
 
     def run(self, faults_until_s: float = 0.0) -> WorldOutcome:
         """Starts all daemons, runs through the faults, then waits for progress and for the newest version everywhere."""
-        with _heard(self), as_running(self.loop), uncollected():
+        with _heard(self), uncollected():
+            asyncio.set_event_loop(self.loop)
             try:
                 self.loop.run_until_complete(self._play(faults_until_s))
                 error = next(iter(self.loop.errors), "")
                 if error and self.failure is None:
-                    self._failed(Violation(5, error))
+                    self.failed(Violation(5, error))
             finally:
                 self._finish()
+                asyncio.set_event_loop(None)
         failure, invariant = (str(self.failure), self.failure.invariant) if self.failure is not None else ("", 0)
         return WorldOutcome(
             self.scenario.seed, self.events.digest, failure, invariant, self.truth.step,
             max(self.observer.run_fingerprints, default=Version(0)), self.loop.time(),
             self.faults + self.wires.counts + self.observer.counts, self.truth.checks, self.restarts,
-            tuple(self.events.lines()),
+            self.events.lines(),
         )  # fmt: skip
 
     def _finish(self) -> None:
-        for name in list(self.machines):
-            process = self.machines[name].process
-            if process is not None and not process.has_ended:
-                process.end()
+        for machine in self.machines.values():
+            if machine.process is not None and not machine.process.has_ended:
+                machine.process.end()
         self.loop.forgets_errors = True
         with contextlib.suppress(RuntimeError):
             self.loop.run_until_complete(all_ended(self.loop))
@@ -409,9 +395,8 @@ class World:
     async def _await_progress(self) -> None:
         wanted = self.truth.step + PROGRESS_STEPS
         is_there = await self._until(lambda: self.truth.step >= wanted, PROGRESS_S)
-        self._check(
-            is_there, f"no {PROGRESS_STEPS} steps within {PROGRESS_S:.0f} s: at step {self.truth.step}, {self._waits()}"
-        )
+        late = f"no {PROGRESS_STEPS} steps within {PROGRESS_S:.0f} s"
+        self._check(is_there, f"{late}: at step {self.truth.step}, {self._waits()}")
 
     async def _await_newest(self) -> None:
         """Pauses training; then every worker must reach the newest version, and no admitted rollout may be lost."""
@@ -420,7 +405,7 @@ class World:
         self._check(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
         if self.observer.groups is not None:
             await self._until(self._has_all, LOOK_S)
-            self._judged(lambda: self.truth.nothing_is_lost(self.observer.groups))  # type: ignore[arg-type]
+            self.judged(lambda: self.truth.nothing_is_lost(self.observer.groups))  # type: ignore[arg-type]
 
     def _has_all(self) -> bool:
         with contextlib.suppress(Violation):  # a batch is briefly held by nobody between its draw and its step
@@ -429,13 +414,13 @@ class World:
         return False
 
     def _check(self, holds: bool, text: str) -> None:
-        self._judged(lambda: self.truth.check(6, holds, text))
+        self.judged(lambda: self.truth.check(6, holds, text))
 
-    def _judged(self, check: Callable[[], None]) -> None:
+    def judged(self, check: Callable[[], None]) -> None:
         try:
             check()
         except Violation as violation:
-            self._failed(violation)
+            self.failed(violation)
 
     def _behind(self) -> list[str]:
         learner = self.daemons.get("learner")
@@ -461,17 +446,12 @@ class World:
 
     def _look(self) -> None:
         """Checks the daemons every `LOOK_S`."""
-        self.inspector.look(self.daemons, self._failed, self.cloud.there if self.cloud is not None else ())
+        self.inspector.look()
         self.after(LOOK_S, self._look)
 
-    def _holds_leases(self, name: str) -> bool:
+    def holds_leases(self, name: str) -> bool:
         daemon = self.daemons.get(name)
         return isinstance(daemon, WorkerDaemon) and daemon.worker is not None and bool(daemon.worker.leases.lease_ids)
-
-
-def no_collection() -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Replaces the daemon's control of garbage collection: all daemons share one interpreter here (see `uncollected`)."""
-    return contextlib.nullcontext(lambda: None)
 
 
 def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], SqlStore]:
@@ -494,18 +474,8 @@ def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId,
 
 
 @contextlib.contextmanager
-def as_running(loop: VirtualLoop) -> Iterator[None]:
-    asyncio.set_event_loop(loop)
-    try:
-        yield
-    finally:
-        asyncio.set_event_loop(None)
-
-
-@contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Turns garbage collection off during a run, and collects once at the end: a run is short, and this saves time."""
-    was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
     try:
@@ -513,8 +483,7 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.collect()
         gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 async def all_ended(loop: VirtualLoop) -> None:
@@ -571,7 +540,3 @@ def _heard(world: World) -> Iterator[None]:
     finally:
         root.setLevel(before[0])
         root.propagate, root.handlers[:] = before[1], before[2]
-
-
-def _fast_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

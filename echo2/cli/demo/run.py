@@ -51,28 +51,13 @@ LLM_SETTINGS = {
 """What differs with it. A checkpoint takes 1.6 GB here, so one at the end is enough."""
 
 
-# Three kinds of rented machine: near and dear, middling, far and cheap.
+_TRAITS = ("price_usd_per_hour", "is_spot", "slowdown", "emulated_link")
+# By name; how `echo-worker join` emulates three kinds of rented machine: near and dear, middling, far and cheap.
 WORKERS = {
-    "berlin": {
-        "price_usd_per_hour": "0.4",
-        "is_spot": "false",
-        "slowdown": "2",
-        "emulated_link": "20mbit/s 60mbit/s 30ms",
-    },
-    "oregon": {
-        "price_usd_per_hour": "0.22",
-        "is_spot": "true",
-        "slowdown": "3",
-        "emulated_link": "12mbit/s 40mbit/s 90ms",
-    },
-    "mumbai": {
-        "price_usd_per_hour": "0.15",
-        "is_spot": "true",
-        "slowdown": "4.5",
-        "emulated_link": "10mbit/s 30mbit/s 140ms",
-    },
+    "berlin": dict(zip(_TRAITS, ("0.4", "false", "2", "20mbit/s 60mbit/s 30ms"), strict=True)),
+    "oregon": dict(zip(_TRAITS, ("0.22", "true", "3", "12mbit/s 40mbit/s 90ms"), strict=True)),
+    "mumbai": dict(zip(_TRAITS, ("0.15", "true", "4.5", "10mbit/s 30mbit/s 140ms"), strict=True)),
 }
-"""By name; how `echo-worker join` emulates the machine."""
 
 
 def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
