@@ -59,7 +59,7 @@ class InstantFleet:
         )
         history: Any = SimpleNamespace(cursor=0, opened_in={})
         groups = OpenGroups(GroupRules(4, 64, 1, VOCABULARY), Ledger(4))
-        self.pool = RequestPool(groups, nothing, history, prompts, nothing, self, self)
+        self.pool = RequestPool(groups, nothing, history, prompts, nothing, self)
         self.pool.resume()
 
     def offer(self, specs: Sequence[GroupSpec]) -> None:

@@ -28,7 +28,7 @@ from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
 from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.broadcast.nat.pipes import PipeAnswer, opening_of
 from echo2.config.load import load_config
-from echo2.learner.rollouts.journal import framed, read_journal, to_message
+from echo2.learner.rollouts.journal import framed, read_journal
 from echo2.outside.tls_streams import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, TAG_BYTES, RecordCutter
 from echo2.trust.identity import Identity, JoinLink
 from echo2.weights import (
@@ -46,7 +46,7 @@ from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
 from echo2.wire.bounds import CallLimits, parsed
 from echo2.wire.broadcast import FRAME_BYTES_MAX, chunk_in
-from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, journal_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 from tests.unit.weights.models import KEY, gaussian_pair
 
@@ -427,25 +427,21 @@ def _tls_hello(name: str, protocols: list[str]) -> bytes:
 
 
 def _journal_inputs() -> Iterator[bytes]:
+    from echo2.learner.rollouts import journal
     from echo2.learner.rollouts.groups import Draw
-    from echo2.learner.rollouts.journal import (
-        BatchDrawn,
-        Finished,
-        GroupDropped,
-        Opened,
-        SegmentBegan,
-        VersionPublished,
-    )
     from tests.unit.wire.test_messages import GROUP, SEGMENT
 
     rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))
     draw = Draw(7, 0, GROUP.prompt_token_ids, GROUP.sampling)
+    rewards = [journal_pb2.DrawnReward(value=0.5), journal_pb2.DrawnReward(is_failed=True)]
+    group = journal_pb2.DrawnGroup(group_id=GROUP.group_id, rewards=rewards)
+    drawn = journal_pb2.JournalRecord(batch=journal_pb2.DrawnBatch(step=0, groups=[group]))
     records = [
-        SegmentBegan("r", Step(0), 3, (Version(0), Version(2))), Opened(draw, GROUP), VersionPublished(Version(2), "ab" * 8),
-        BatchDrawn(Step(0), (GROUP.group_id,), ((0.5, None),)), GroupDropped(GROUP.group_id), Finished(rollout),
+        journal.began("r", Step(0), 3, (Version(0), Version(2))), journal.opened(draw, GROUP),
+        journal.published(Version(2), "ab" * 8), drawn, journal.closed(GROUP.group_id), journal.finished(rollout),
     ]  # fmt: skip
     for record in records:
-        yield to_message(record).SerializeToString()
+        yield record.SerializeToString()
 
 
 def main() -> None:

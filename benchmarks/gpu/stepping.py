@@ -25,7 +25,7 @@ from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.packing import Attention
 from echo2.learner.training.trainer import StepResult, Trainer
-from echo2.learner.training.trials import choose_attention
+from echo2.learner.training.trials import add_up_in_order, choose_attention
 
 BYTES_PER_PARAMETER = 18
 """Weights in bf16, their gradient, and master, gradient and two moments in float32."""
@@ -76,10 +76,13 @@ def trainer_of(
     budget = 512 if setup.is_small else 16_384
     options = TrainerOptions(
         path, device=str(setup.device), lr=1e-6, token_budget=budget, gradient_checkpointing=not setup.is_small,
-        attention=attention, optimizer_state=optimizer_state,
+        optimizer_state=optimizer_state,
     )  # fmt: skip
     model = PolicyModel(path, "bfloat16", setup.device, 1.0, masters_on_host=optimizer_state == "host")
-    choose_attention(model.policy, attention, setup.device)
+    if attention == "dense":
+        add_up_in_order()
+    else:
+        choose_attention(model.policy, setup.device)
     return Trainer(model, options, 1000)
 
 

@@ -161,18 +161,18 @@ def _daemon(options: LearnerOptions) -> Daemon:
 
 def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
     from echo2.learner.learner import LearnerDaemon
-    from echo2.learner.serve import ServingLearner, prepare_served, served_options
+    from echo2.learner.serve import SERVING, prepare_served, served_options
 
-    prepare, learner, door = prepare_served, ServingLearner, options.config.agent
+    prepare, kinds, door = prepare_served, SERVING, options.config.agent
     if trains:
         require_extra("tinker", "--trains")
-        from echo2.learner.driven import DrivenLearner, prepare_driven
+        from echo2.learner.driven import DRIVEN, prepare_driven
 
-        prepare, learner = prepare_driven, DrivenLearner
+        prepare, kinds = prepare_driven, DRIVEN
     return LearnerDaemon(
         served_options(options, trains=trains),
         make_prepared=lambda given, folder: prepare(given, folder, door),
-        make_learner=learner,
+        kinds=kinds,
     )
 
 

@@ -41,7 +41,7 @@ import numpy.typing as npt
 from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Rollout, SamplingParams
-from echo2.learner.rollouts.groups import Insertion, TrainGroup
+from echo2.learner.rollouts.groups import TrainGroup
 
 FALSE_ALARMS_A_DAY = 1e-6  # one honest worker in a million worker-days
 DAY_S = 86_400.0  # then the bets begin anew
@@ -126,28 +126,20 @@ class Evidence:
 
 class Scorer(Protocol):
     """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: it uses the model that trains, so
-    call it only on the trainer's thread; else it needs its own thread. `keep` may be called from a different thread."""
+    call it only on the trainer's thread; else it needs its own thread. `keep`, of a snapshot that is never changed in place, may
+    be called from a different thread. `turn`: all scoring takes place in it; versions kept at its start stay until its end.
+    `score`, with `cached`: keep the KV cache of the one piece that is asked, which continues that of the call before with this
+    many tokens (0: it begins one)."""
 
     @property
     def is_of_trainer(self) -> bool: ...
-
     @property
     def versions(self) -> list[Version]: ...
-
-    def keep(self, version: Version, tensors: Mapping[str, Any]) -> None:
-        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Context in which all scoring takes place; versions kept at its start stay until its end."""
-        ...
-
+    def keep(self, version: Version, tensors: Mapping[str, Any]) -> None: ...
+    def turn(self) -> AbstractContextManager[None]: ...
     def score(
         self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
-    ) -> list[TokenScores]:
-        """Scores pieces under a kept version. `cached`: keep the KV cache of the one piece that is asked, which continues that of
-        the call before with this many tokens (0: it begins one)."""
-        ...
+    ) -> list[TokenScores]: ...
 
 
 def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> Passage:
@@ -156,22 +148,18 @@ def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Hab
     insertions = group.insertions[member] if group.insertions else ()
     text, sampled_at = group.text_of(member)
     prompt = group.spec.prompt_token_ids
+    seed, starts = group.spec.sampling.seed, [0, *(said.position for said in insertions), len(rollout.token_ids)]
+    seeds = [rollout_seed(seed, rollout.index)]
+    seeds += [rollout_seed(turn_seed(seed, rollout.index, turn + 1), 0) for turn in range(len(insertions))]
+    turns = zip(seeds, itertools.pairwise(starts), strict=True)
     return Passage(
         rollout,
         group.spec.sampling,
         (*prompt, *text),
         np.asarray(sampled_at, dtype=np.int64) + len(prompt),
-        _uniforms_of(rollout, group.spec.sampling.seed, insertions),
+        np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns]),
         pieces_of(group, member, habits_of),
     )
-
-
-def _uniforms_of(rollout: Rollout, seed: int, insertions: Sequence[Insertion]) -> Column:
-    starts = [0, *(insertion.position for insertion in insertions), len(rollout.token_ids)]
-    seeds = [rollout_seed(seed, rollout.index)]
-    seeds += [rollout_seed(turn_seed(seed, rollout.index, turn + 1), 0) for turn in range(len(insertions))]
-    turns = zip(seeds, itertools.pairwise(starts), strict=True)
-    return np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns])
 
 
 def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> tuple[Piece, ...]:
@@ -200,6 +188,11 @@ def examine(passages: Sequence[Passage], scorer: Scorer) -> list[list[Evidence]]
     kept = scorer.versions
     evidence: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
+
+    def add(number: int, piece: Piece, exact: TokenScores) -> None:
+        own, passage = slice(piece.start, piece.stop), passages[number]
+        evidence[number].append(Evidence(piece, passage.claimed[own], exact, passage.uniforms[own]))
+
     for number, passage in enumerate(passages):
         for chain in _chains(passage.pieces):
             if len(chain) == 1:
@@ -208,13 +201,13 @@ def examine(passages: Sequence[Passage], scorer: Scorer) -> list[list[Evidence]]
                 cached = 0
                 for piece in chain:
                     (exact,) = scorer.score(piece.version, [(passage, piece)], cached)
-                    evidence[number].append(_evidence_of(passage, piece, exact))
+                    add(number, piece, exact)
                     cached = int(passage.places[piece.stop - 1])
     for version in kept:
         asked = [(number, piece) for number, piece in alone if piece.version == version]
         scored = scorer.score(version, [(passages[number], piece) for number, piece in asked]) if asked else []
         for (number, piece), exact in zip(asked, scored, strict=True):
-            evidence[number].append(_evidence_of(passages[number], piece, exact))
+            add(number, piece, exact)
     return evidence
 
 
@@ -228,11 +221,6 @@ def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         chain.append(piece)
     if chain:
         yield chain
-
-
-def _evidence_of(passage: Passage, piece: Piece, exact: TokenScores) -> Evidence:
-    own = slice(piece.start, piece.stop)
-    return Evidence(piece, passage.claimed[own], exact, passage.uniforms[own])
 
 
 # ---- which rollouts
@@ -280,7 +268,7 @@ class AuditDraw:
         """Counts a complete rollout; returns whether to audit it. If so, the caller `add`s it."""
         account = self._account(worker)
         account.seen += 1
-        chance = self.share if draws_by_seed else OWN_NOISE_FACTOR * self.share
+        chance = self.share * (1.0 if draws_by_seed else OWN_NOISE_FACTOR)
         return account.tokens < NEWCOMER_TOKENS or self.rng.random() < chance
 
     def add(self, worker: PeerId, passage: Passage) -> None:
@@ -308,7 +296,7 @@ class AuditDraw:
         self.given_up += tokens == 0
 
     def forget(self, worker: PeerId) -> None:
-        """Resets the worker's counts, as for a newcomer, and drops its queued rollouts."""
+        """Makes the worker a newcomer, and drops its queued rollouts."""
         self._accounts.pop(worker, None)
         self.waiting = [drawn for drawn in self.waiting if drawn[0] != worker]
 

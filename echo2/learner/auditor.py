@@ -104,6 +104,17 @@ class Auditor:
     def is_on(self) -> bool:
         return self.draw.share > 0
 
+    def numbers(self) -> Mapping[str, float]:
+        return {
+            "audit/tokens": self.counts.tokens,
+            "audit/rollouts": self.counts.rollouts,
+            "audit/s": self.counts.s,
+            "audit/waiting_rollouts": len(self.draw.waiting),
+            "audit/given_up_rollouts": self.draw.given_up,
+            "audit/unaudited_share_max": max(self.draw.unaudited.values(), default=0.0),
+            "audit/accused_workers": self.counts.accused,
+        }
+
     def begin(self, scorer: Scorer, trainer_thread: Executor, is_trainer_idle: Callable[[], bool]) -> None:
         """Starts scoring. `trainer_thread`: runs a scorer that uses the trainer's model. `is_trainer_idle`: whether there is
         nothing to train on."""
@@ -206,7 +217,6 @@ class Auditor:
             self._excused.add(worker)
 
     def close(self) -> None:
-        """Cancels all running audits."""
         for task in list(self._tasks):
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -216,8 +226,7 @@ def _score(scorer: Scorer, passages: Sequence[Passage]) -> tuple[list[list[Evide
     """Returns the evidence of each rollout, and the seconds that took."""
     begun = monotonic()
     with scorer.turn():
-        found = examine(passages, scorer)
-    return found, monotonic() - begun
+        return examine(passages, scorer), monotonic() - begun
 
 
 def auditor_of(

@@ -32,7 +32,7 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put
 from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
 from echo2.learner.rollouts.request_pool import RequestPool
 from echo2.learner.run_folder import RunFolder
-from echo2.learner.serve import HandedIn, NoPrompts, ServingLearner, ServingLoop
+from echo2.learner.serve import HandedIn, NoPrompts, ServingLoop
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loading import load_whole
@@ -115,7 +115,6 @@ class DrivenTeam(Team):
         self.is_changed = self.is_changed or bool(saved) or version > 0
 
     def optim_step(self, step: AdamStep) -> Mapping[str, float]:
-        """Makes one update with the gradients added up; returns its metrics."""
         grad_norm, is_made = self.trainer.optim_step(step)
         self.is_changed |= is_made
         return {"grad_norm": grad_norm, "update_made": float(is_made)}
@@ -254,10 +253,8 @@ class DrivenLoop(ServingLoop):
         return await self._in_trainer(lambda: self.team.scored(Version(version), token_ids))
 
 
-class DrivenLearner(ServingLearner):
-    """A learner whose trainer a client drives."""
-
-    Pool, Loop = RequestPool, DrivenLoop
+DRIVEN = RequestPool, DrivenLoop
+"""A learner whose trainer a client drives."""
 
 
 def prepare_driven(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:

@@ -33,7 +33,7 @@ from echo2.learner.auditor import auditor_of
 from echo2.learner.loop import EVALUATION, TrainingLoop
 from echo2.learner.metrics import PrometheusEndpoint, number_in, open_sinks
 from echo2.learner.options import LearnerOptions
-from echo2.learner.publishing.publisher import PublishedArtifact, SeedNode, VersionPublisher
+from echo2.learner.publishing.publisher import SeedNode, VersionPublisher
 from echo2.learner.publishing.schedule import SettingChoice, encode_cores
 from echo2.learner.recent import answer
 from echo2.learner.rollouts.agents import Agents
@@ -54,7 +54,6 @@ from echo2.trust.tls import (
     load_or_create_identity,
     save_credentials,
 )
-from echo2.wire.bounds import message_of
 from echo2.wire.coordinator import FINISHED, STOPPED, leaving_reason
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
@@ -70,6 +69,7 @@ HEARD_S = 120.0
 REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
 """A wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s."""
 NodeFactory = Callable[[Credentials, LearnerOptions, NodeCalls], SeedNode]
+Kinds = tuple[type[RolloutPool], type[TrainingLoop]]
 _log = logging.getLogger("echo2.learner")
 
 
@@ -95,12 +95,11 @@ class LearnerDaemon:
         options: LearnerOptions,
         make_broadcaster: NodeFactory = SeedNode,
         make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare,
-        make_learner: type[Learner] | None = None,
+        kinds: Kinds = (RolloutPool, TrainingLoop),
     ) -> None:
         self.options = options
         self.learner: Learner | None = None
-        self._make_broadcaster, self._make_prepared = make_broadcaster, make_prepared
-        self._make_learner = make_learner or Learner
+        self._make_broadcaster, self._make_prepared, self._kinds = make_broadcaster, make_prepared, kinds
         self._waits = Waits(SteadyClock())
         self._stopped = asyncio.Event()
         self._starting = "its run folder"
@@ -119,7 +118,6 @@ class LearnerDaemon:
         return self.learner.waits_for
 
     async def run(self) -> RunSummary:
-        """Runs until the last step, `stop` or an error."""
         folder, trainer = RunFolder(self.options.folder), ThreadPoolExecutor(1, thread_name_prefix="trainer")
         in_trainer = asyncio.get_running_loop().run_in_executor
         try:
@@ -129,8 +127,15 @@ class LearnerDaemon:
             loading = in_trainer(trainer, lambda: self._make_prepared(self.options, folder))
             prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
             session: ControlSession[pb.LearnerMessage] = ControlSession(credentials, self._waits, Backoff(here().rng))
-            self.learner = self._make_learner(
-                self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster
+            self.learner = Learner(
+                self.options,
+                prepared,
+                credentials,
+                trainer,
+                session,
+                self._stopped,
+                self._make_broadcaster,
+                self._kinds,
             )
             summary = await self.learner.run()
             await in_trainer(trainer, prepared.team.stop)
@@ -172,9 +177,6 @@ class LearnerDaemon:
 class Learner:
     """One prepared learner: set up from its parts, run to its end, closed. Construct it on the event loop that runs it."""
 
-    Pool: type[RolloutPool] = RolloutPool
-    Loop: type[TrainingLoop] = TrainingLoop
-
     def __init__(
         self,
         options: LearnerOptions,
@@ -184,13 +186,15 @@ class Learner:
         session: ControlSession[pb.LearnerMessage],
         stopped: asyncio.Event,
         make_broadcaster: NodeFactory,
+        kinds: Kinds,
     ) -> None:
         self.options, self._prepared, self._credentials, self._trainer = options, prepared, credentials, trainer
+        make_pool, make_loop = kinds
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
-        self.pool = self.Pool(
-            prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, self, self
+        self.pool = make_pool(
+            prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, self
         )
         self.agents = (
             Agents(options.config, options.folder, self.pool, self.fail) if options.config.agent.is_on else None
@@ -213,7 +217,7 @@ class Learner:
         self._sinks = open_sinks(options.folder, options.config.run.name, options.config.learner.sinks)
         if options.metrics_port:
             self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
-        self.loop = self.Loop(
+        self.loop = make_loop(
             options, prepared, self.pool, self.publisher, self.auditor, self._sinks, trainer, self._on_step
         )
         if stopped.is_set():
@@ -222,7 +226,6 @@ class Learner:
     # ---- life
 
     async def run(self) -> RunSummary:
-        """Runs until the last step, `stop` or an error."""
         await self._ingest.server.start()
         await self._broadcaster.start()
         if not is_loopback(self.address):
@@ -303,7 +306,6 @@ class Learner:
 
     @property
     def waits_for(self) -> tuple[str, float]:
-        """What the learner waits for, and for how many seconds; an empty text while it works."""
         if self._ending is not None:
             return self._ending[0], monotonic() - self._ending[1]
         if self.loop.warm_start:
@@ -357,7 +359,6 @@ class Learner:
                 await asyncio.wait_for(self._stopped.wait(), LOOK_S)
 
     async def _await_coordinator(self) -> None:
-        """Waits up to `HEARD_S` for a connection to the coordinator."""
         self.begin_wait("the coordinator, to tell it that the run is finished")
         until = monotonic() + HEARD_S
         while not self.session.is_connected and not self._stopped.is_set() and monotonic() < until:
@@ -420,7 +421,6 @@ class Learner:
         )
 
     def report(self) -> pb.LearnerReport:
-        """The state of the run after its last step."""
         loop, pool, publisher, waits_for = self.loop, self.pool, self.publisher, self.waits_for
         row = loop.last_row
         groups, rewards = pool.groups, pool.evaluations.rewards
@@ -493,7 +493,6 @@ class Learner:
         _log.info("worker %s is taken back", peer_id)
 
     async def find_coordinator(self) -> None:
-        """Updates the coordinator's address in the credentials, if a join link shows how to find it."""
         if self.options.join_link:
             link = JoinLink.parse(self.options.join_link)
             await find_coordinator(link, self.options.link_file, self._credentials, self._save)
@@ -523,10 +522,9 @@ class Learner:
         """Reports what workers have delivered, every `NEWS_S` while the coordinator is connected."""
         while True:
             if self.session.is_connected:
-                tallies = self.pool.groups.workers.take_deliveries(monotonic())
-                if tallies is not None:
-                    told = [message_of(tally, pb.WorkerDelivered, peer_id=tally.worker_id) for tally in tallies]
-                    self.tell(delivered=pb.WorkersDelivered(workers=told))
+                deliveries = self.pool.groups.workers.take_deliveries(monotonic())
+                if deliveries is not None:
+                    self.tell(delivered=pb.WorkersDelivered(workers=deliveries))
             await asyncio.sleep(NEWS_S)
 
     # ---- for the parts
@@ -557,9 +555,8 @@ class Learner:
     def _on_lost_chunks(self, what: str) -> None:
         self.publisher.replace_lost(what)
 
-    def on_artifact(self, artifact: PublishedArtifact) -> None:
-        parent, has_parent = artifact.parent or 0, artifact.parent is not None
-        self.tell(published=message_of(artifact, pb.VersionPublished, parent=parent, has_parent=has_parent))
+    def on_artifact(self, artifact: pb.VersionPublished) -> None:
+        self.tell(published=artifact)
 
     def _numbers_now(self) -> Mapping[str, float]:
         """Numbers for Prometheus, which calls this from its own thread."""

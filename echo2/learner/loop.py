@@ -28,7 +28,6 @@ from echo2.learner.metrics import (
     Sink,
     StepTimes,
     Utilisation,
-    audit_fields,
     left_out_by_worker,
     number_in,
     peak_flops_of,
@@ -102,7 +101,6 @@ class TrainingLoop:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the next step trains on a conversation of the warm start."""
         return self.p.conversations is not None and self.step < self.p.conversations.steps
 
     @property
@@ -124,7 +122,6 @@ class TrainingLoop:
         return steps_between(cost_s, *self.utilisation.means_s)
 
     def stop(self) -> None:
-        """Ends the loop after the step in progress."""
         self._is_stopped = True
         self.pool.stop()
 
@@ -309,7 +306,7 @@ class TrainingLoop:
                 result.step, tokens, peer_id,
             )  # fmt: skip
         row |= state_fields(self.pool, self.publisher, self.p.schedule, self.utilisation)
-        row |= audit_fields(self.auditor)
+        row |= self.auditor.numbers()
         row |= task_fields(batch, self.p.prompts.task_of)
         if self.pool.agents is not None:
             row |= self.pool.agents.numbers()
@@ -318,10 +315,6 @@ class TrainingLoop:
         self.equal_reward_steps = self.equal_reward_steps + 1 if is_equal else 0
         self._write(row)
         self._log_step(row)
-        _log.debug(
-            "step %d: lag %.1f, %.2f s busy, %.2f s waiting, version %d",
-            result.step, row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
-        )  # fmt: skip
         self._on_step()
 
     def _log_step(self, row: Mapping[str, object]) -> None:

@@ -7,18 +7,15 @@ compares.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import re
-import socket
 import statistics
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -33,7 +30,6 @@ from echo2.outside import unix_now
 from echo2.staleness.rule import lag_of
 
 if TYPE_CHECKING:
-    from echo2.learner.auditor import Auditor
     from echo2.learner.publishing.publisher import VersionPublisher
     from echo2.learner.publishing.schedule import PublicationSchedule
     from echo2.learner.rollouts.pool import RolloutPool
@@ -157,7 +153,7 @@ def state_fields(
         "kappa": schedule.kappa,
         "delta/setting": publisher.choice.setting.name.lower(),
         "delta/setting_reason": publisher.choice.reason,
-        "encode_s": publisher.last.encode_s if publisher.last else 0.0,
+        "encode_s": publisher.encode_s,
         **{f"bytes/{name}": count for name, count in asdict(sent).items() if name != "versions"},
         "rollouts/buffered": held.buffered_rollouts,
         "rollouts/open": held.open_rollouts,
@@ -181,21 +177,8 @@ def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
     return found
 
 
-def audit_fields(auditor: Auditor) -> dict[str, object]:
-    counts, draw = auditor.counts, auditor.draw
-    return {
-        "audit/tokens": counts.tokens,
-        "audit/rollouts": counts.rollouts,
-        "audit/s": counts.s,
-        "audit/waiting_rollouts": len(draw.waiting),
-        "audit/given_up_rollouts": draw.given_up,
-        "audit/unaudited_share_max": max(draw.unaudited.values(), default=0.0),
-        "audit/accused_workers": counts.accused,
-    }
-
-
 def optimiser_fields(result: StepResult) -> dict[str, float]:
-    """Empty if the user's own trainer has the optimiser."""
+    """`grad_norm` and `lr`; empty if the user's own trainer has the optimiser."""
     known = {"grad_norm": result.grad_norm, "lr": result.lr}
     return {name: value for name, value in known.items() if value is not None}
 
@@ -267,10 +250,7 @@ def number_in(row: Row, name: str) -> float:
 
 
 class Sink(Protocol):
-    """Takes rows as they are made."""
-
     def write(self, row: Row) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -307,8 +287,6 @@ def _mend(path: Path) -> int:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard under the row's own names."""
-
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -349,19 +327,13 @@ def _no_package(name: str, error: ImportError) -> ConfigError:
 
 
 def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
-    """Opens metrics.jsonl, which comes first, and the sinks in `names`. Raises `ConfigError` for an unknown or missing one."""
-    unknown = sorted(set(names) - {"tensorboard", "wandb", "trackio"})
-    if unknown:
-        raise ConfigError(f"sink: expected tensorboard, wandb or trackio, got {unknown[0]!r}")
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
-    for name in names:
-        match name:
-            case "tensorboard":
-                sinks.append(TensorBoard(folder / "tensorboard"))
-            case "wandb":
-                sinks.append(Tracker("wandb", run_id, id=run_id, dir=str(folder)))
-            case _:
-                sinks.append(Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False))
+    """Opens metrics.jsonl, which comes first, and the sinks of `learner.sinks`. Raises `ConfigError` if a package is missing."""
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoard(folder / "tensorboard"),
+        "wandb": lambda: Tracker("wandb", run_id, id=run_id, dir=str(folder)),
+        "trackio": lambda: Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False),
+    }
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl"), *(makers[name]() for name in names)]
     if links := [sink.link for sink in sinks if isinstance(sink, Tracker)]:
         (folder / "trackers.json").write_text(json.dumps(links))  # for the run's report
     return sinks
@@ -380,41 +352,16 @@ def gauge_name(name: str) -> str:
     return "echo2_learner_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a connection, 16 at most, each ended after 10 s: prometheus_client's own server lets whoever connects and stays
-    silent, or sends a byte now and then, hold a thread for ever."""
+class _Server(WSGIServer):
+    """One request at a time, on loopback: whoever connects and stays silent keeps the others waiting for `_Handler.timeout`."""
 
-    daemon_threads = True
-
-    def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(16)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        def end() -> None:
-            with contextlib.suppress(OSError):  # already closed
-                request.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(10.0, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            timer.cancel()
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Says nothing: a request that ended early is the client's affair."""
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = 2.0  # a scrape takes milliseconds
+
     def log_message(self, format: str, *arguments: object) -> None:
         """Logs nothing: scrapes are too frequent to log."""
 

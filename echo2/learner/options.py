@@ -36,7 +36,6 @@ class TrainerOptions:
     token_budget: int = 16384
     row_tokens: int = 0  # 0: from the model's width
     gradient_checkpointing: bool | Literal["selective"] = False
-    attention: Literal["auto", "dense", "flex"] = "auto"
     optimizer_state: OptimizerState = "float32"
     updates_per_batch: int = 1  # optimiser updates per step, each on its share of the groups
     trains_on_truncated: bool = True  # whether to train on completions cut off at the length limit
@@ -52,8 +51,6 @@ class TrainerOptions:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLimits:
-    """How much a learner keeps, and how long it waits."""
-
     checkpoints_kept: int = 2
     free_bytes_min: int = 64 << 20  # disk space that stays free beside a new checkpoint
     keyframe_chain_max: int = 16  # deltas after which a keyframe is published
@@ -88,5 +85,4 @@ class LearnerOptions:
 
 
 def chunk_folder(options: LearnerOptions) -> Path:
-    """Folder of the chunk store, which holds published artifacts."""
     return options.folder / "chunks"

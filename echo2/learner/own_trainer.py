@@ -76,23 +76,10 @@ class DeclaredModel:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in published_tensors(skeleton).items()}
         self.kept = self.shapes.keys() - dict(skeleton.named_parameters()).keys()  # as a router's correction bias
         self.vocabulary_size = int(skeleton.get_input_embeddings().weight.shape[0])
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return self.parameter_count * self.dtype.itemsize
-
-    @property
-    def context_tokens(self) -> int:
-        return self.size.context_tokens
-
-    @property
-    def flops_per_position(self) -> float:
-        """FLOPs of forward and backward pass, assuming that all parameters are trained."""
-        return 6.0 * self.parameter_count
+        self.context_tokens = self.size.context_tokens
+        self.parameter_count = sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        self.snapshot_bytes = self.parameter_count * self.dtype.itemsize
+        self.flops_per_position = 6.0 * self.parameter_count  # if all parameters are trained
 
     def config_json(self) -> bytes:
         return config_json_of(self.config, self.size)
@@ -204,7 +191,6 @@ class OwnTrainer:
         return weights is not None
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Marks the run as over or failed and wakes both sides."""
         self._failure = self._failure or failure
         self._asked.put(None)
         self._answers.put(None)
@@ -285,14 +271,12 @@ class OwnTrainer:
         return checkpoint
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
-        """A scorer with its own copy of the model, since the trained one is the user's."""
         from transformers import AutoModelForCausalLM
 
         own = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
         return VersionScorer(own, versions_max)
 
     def stop(self) -> None:
-        """Ends the other ranks' wait for batches."""
         self.ranks.tell({"is_over": True})
 
 

@@ -90,7 +90,6 @@ class RecentRollouts:
         return list(islice(self._kept, count))
 
     def __getitem__(self, rollout_id: str) -> SeenRollout:
-        """Raises KeyError if the rollout is not kept."""
         return self._by_id[rollout_id]
 
     def lengths(self) -> list[int]:

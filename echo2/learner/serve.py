@@ -29,7 +29,6 @@ from echo2.config.run import AgentSection
 from echo2.gateway.app import GatewayPort
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
-from echo2.learner.learner import Learner
 from echo2.learner.loop import TrainingLoop
 from echo2.learner.options import LearnerOptions
 from echo2.learner.own_trainer import DeclaredModel, OwnTrainer
@@ -158,7 +157,6 @@ class ServingLoop(TrainingLoop):
         return []
 
     async def run(self) -> None:
-        """Serves until the last version or `stop`."""
         serving = asyncio.get_running_loop().create_task(self._port.run(self._app))
         loop = asyncio.get_running_loop().create_task(super().run())
         _log.info("trainers ask %s; their key is in %s", self.url, self.options.folder / "gateway.key")
@@ -261,10 +259,8 @@ class ServingLoop(TrainingLoop):
         await handed.is_begun
 
 
-class ServingLearner(Learner):
-    """A learner whose pool answers requests and whose loop publishes what it is given."""
-
-    Pool, Loop = RequestPool, ServingLoop
+SERVING = RequestPool, ServingLoop
+"""A learner whose pool answers requests and whose loop publishes what it is given."""
 
 
 def served_options(options: LearnerOptions, *, trains: bool = False) -> LearnerOptions:

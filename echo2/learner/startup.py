@@ -13,7 +13,6 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,14 +29,14 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put
 from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations
-from echo2.learner.rollouts.journal import History, Journal, SegmentBegan, has_journal, read_journal
+from echo2.learner.rollouts.journal import History, Journal, began, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Conversations, Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
-from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
+from echo2.learner.training.team import PublishedModel, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
 from echo2.outside import monotonic
@@ -54,34 +53,47 @@ Standing = tuple[Version, Mapping[str, Tensor]]
 _log = logging.getLogger("echo2.learner")
 
 
-@dataclass(slots=True)
 class Prepared:
-    """Everything that does not need the network. `published`: weights of the newest published version, a snapshot from `team`.
-    `conversations`: of the supervised warm start, if the run has one.
+    """Everything that does not need the network, of any training side and any source of prompts, at the run's beginning; `_resume`
+    restores it. `published`: weights of the newest published version, a snapshot from `team`. `conversations`: of the supervised
+    warm start, if the run has one.
 
     `cut_off`: the previous version and its weights, if a kill may have come before the newest one was fully sent: workers that
     have part of that delta wait for the rest. `base`: version 0, if workers may have that checkpoint and a later version is
     published; `team`'s coder keeps it until the publisher has sent the delta from it.
     """
 
-    folder: RunFolder
-    model: PublishedModel
-    trainer: StepCounter
-    team: TrainingSide
-    prompts: Prompts
-    evaluations: Evaluations
-    groups: OpenGroups
-    journal: Journal
-    history: History
-    store: CheckpointStore
-    schedule: PublicationSchedule
-    published: Mapping[str, Tensor]
-    fingerprint_key: int
-    checkpoint_step: Step | None
-    cut_off: Standing | None = None
-    base: Mapping[str, Tensor] | None = None
-    rows_again: tuple[Mapping[str, object], ...] = ()
-    conversations: Conversations | None = None
+    def __init__(
+        self, team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
+    ) -> None:
+        self.folder, self.team, self.trainer, self.model = folder, team, team.trainer, team.model
+        begun, config, bound = folder.began(), options.config, options.config.staleness.bound
+        self.prompts = prompts = Prompts(options, self.model, source, folder.secret(), begun)
+        self.conversations: Conversations | None = None
+        if config.sft.path:
+            self.conversations = Conversations(config, prompts.chat, prompts.context_tokens, prompts.vocabulary_size)
+        self.published: Mapping[str, Tensor] = team.snapshot()
+        identity = _identity_of(options, team, self.published) | prompts.content() | {"began": begun.isoformat()}
+        if config.learner.teacher:
+            identity["teacher"] = config.learner.teacher
+        if self.conversations is not None:
+            identity["sft"] = [self.conversations.content, config.sft.steps, config.sft.lr]
+        folder.check_identity(identity, {"model_path": options.trainer.model_path})
+        rules = GroupRules(
+            bound, config.learner.rollouts_per_step, config.learner.rollouts_per_prompt, self.model.vocabulary_size,
+            drops_equal_rewards=config.learner.drop_equal_groups, is_driven=config.agent.is_on,
+        )  # fmt: skip
+        self.store = CheckpointStore(folder.path / "checkpoints", options.limits)
+        self.store.check_room(team.checkpoint_bytes)
+        self.evaluations = Evaluations(folder.path, config, prompts, options.limits.evaluation_patience_s)
+        self.groups = OpenGroups(rules, Ledger(bound))
+        self.journal, self.history = Journal(folder.path / "journal"), History()
+        self.schedule = PublicationSchedule(bound, config.staleness.kappa or None, options.limits.keyframe_chain_max)
+        self.fingerprint_key = key_of_run(config.run.name)
+        self.checkpoint_step: Step | None = None
+        self.cut_off: Standing | None = None
+        self.base: Mapping[str, Tensor] | None = None
+        self.rows_again: tuple[Mapping[str, object], ...] = ()
 
 
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
@@ -100,7 +112,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
         map_large()
         give_back()  # what loading has freed
     refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {given.model_path}")
-    choose_attention(model.policy, given.attention, device, ranks)
+    choose_attention(model.policy, device, ranks)
     return Team(Trainer(model, given, options.config.learner.steps), options.folder)
 
 
@@ -121,51 +133,11 @@ def prepare_with(
     team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
 ) -> Prepared:
     """As `prepare`, with any training side and any source of prompts."""
-    trainer, model = team.trainer, team.model
-    began, config = folder.began(), options.config
-    prompts = Prompts(options, model, source, folder.secret(), began)
-    conversations = None
-    if config.sft.path:
-        conversations = Conversations(config, prompts.chat, prompts.context_tokens, prompts.vocabulary_size)
-    base = team.snapshot()
-    identity = _identity_of(options, team, base) | prompts.content() | {"began": began.isoformat()}
-    if config.learner.teacher:
-        identity["teacher"] = config.learner.teacher
-    if conversations is not None:
-        identity["sft"] = [conversations.content, config.sft.steps, config.sft.lr]
-    folder.check_identity(identity, {"model_path": options.trainer.model_path})
-    bound = config.staleness.bound
-    rules = GroupRules(
-        bound,
-        config.learner.rollouts_per_step,
-        config.learner.rollouts_per_prompt,
-        model.vocabulary_size,
-        drops_equal_rewards=config.learner.drop_equal_groups,
-        is_driven=config.agent.is_on,
-    )
-    store = CheckpointStore(folder.path / "checkpoints", options.limits)
-    store.check_room(team.checkpoint_bytes)
-    prepared = Prepared(
-        folder=folder,
-        model=model,
-        trainer=trainer,
-        team=team,
-        prompts=prompts,
-        evaluations=Evaluations(folder.path, config, prompts, options.limits.evaluation_patience_s),
-        groups=OpenGroups(rules, Ledger(bound)),
-        journal=Journal(folder.path / "journal"),
-        history=History(),
-        store=store,
-        schedule=PublicationSchedule(bound, config.staleness.kappa or None, options.limits.keyframe_chain_max),
-        published=base,
-        fingerprint_key=key_of_run(config.run.name),
-        checkpoint_step=None,
-        conversations=conversations,
-    )
+    prepared = Prepared(team, options, folder, source)
     if team.starts_from_base and not options.trainer.lora_rank:
-        prepared.base = base
+        prepared.base = prepared.published
         team.coder.keep(Version(0))
-    _resume(prepared, options, team.load_newest(store))
+    _resume(prepared, options, team.load_newest(prepared.store))
     if prepared.schedule.newest == 0:
         prepared.base = None
         team.coder.keep(None)
@@ -205,13 +177,13 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         prepared.checkpoint_step = checkpoint.step
         journal_from = Step(int(checkpoint.state["journal_from"]))
     elif not has_journal(prepared.journal.folder):
-        prepared.journal.begin(SegmentBegan(options.config.run.name, Step(0), 0, (Version(0),)))
+        prepared.journal.begin(began(options.config.run.name, Step(0), 0, (Version(0),)))
         return
     records, newest_segment = read_journal(prepared.journal.folder, journal_from)
     for segment, record in records:
-        if isinstance(record, SegmentBegan) and record.run_id != options.config.run.name:
+        if record.HasField("header") and record.header.run_id != options.config.run.name:
             raise StateError(
-                f"journal {prepared.journal.folder}: expected run {options.config.run.name}, got {record.run_id}"
+                f"journal {prepared.journal.folder}: expected run {options.config.run.name}, got {record.header.run_id}"
             )
         prepared.history.apply(record, segment)
     prepared.history.restore(prepared.groups)
@@ -314,7 +286,6 @@ def _go_on_from_published(
 
 
 def follow(options: LearnerOptions, ranks: Ranks) -> None:
-    """Runs a rank other than rank 0, from its start to its end."""
     new_team(options, ranks).follow()
 
 
@@ -328,12 +299,12 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
         file.chmod(mode)
     if folder.exists():
         previous = folder.with_name(folder.name + ".previous")
-        _remove(previous)
+        shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
         partial.rename(folder)
-        _remove(previous)
-        return
-    partial.rename(folder)
+        shutil.rmtree(previous, ignore_errors=True)
+    else:
+        partial.rename(folder)
 
 
 def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
@@ -357,7 +328,3 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)
     return checkpoint.step
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

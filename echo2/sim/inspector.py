@@ -26,11 +26,10 @@ from echo2.coordinator.store import StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, evaluated_version
-from echo2.learner.rollouts.journal import GroupDropped, Record
 from echo2.sim.process import Process
 from echo2.sim.wires import End
 from echo2.trust.identity import NodeCertificate
-from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, journal_pb2
 from echo2.wire.rollout import segments_from_report, verdicts_from_message
 from echo2.worker.worker import WorkerDaemon
 
@@ -355,7 +354,7 @@ class Observer:
             self.truth.dropped(closure.group_id)
         self._judge(lambda: self.truth.learner_restored(groups))
 
-    def noted(self, process: Process, record: Record) -> None:
+    def noted(self, process: Process, record: journal_pb2.JournalRecord) -> None:
         """The learner has appended `record` to its journal."""
-        if isinstance(record, GroupDropped) and not process.has_ended:
-            self.truth.dropped(record.group_id)
+        if record.HasField("closed") and not process.has_ended:
+            self.truth.dropped(GroupId(record.closed.group_id))

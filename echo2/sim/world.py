@@ -34,7 +34,6 @@ from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.publisher import SeedNode
-from echo2.learner.rollouts.journal import Record
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
@@ -52,6 +51,7 @@ from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.trust.tls import Credentials
 from echo2.weights.fingerprint import fingerprint, key_of_run
+from echo2.wire.gen.echo2.v1.journal_pb2 import JournalRecord
 from echo2.worker.options import WorkerOptions
 from echo2.worker.worker import WorkerDaemon
 
@@ -282,7 +282,7 @@ class World:
             prepared = prepare_with(trainer, options, folder, tiny_source(scene.seed, scene.turns, scene.reward_fails))
             append = prepared.journal.append
 
-            def watched(record: Record) -> None:
+            def watched(record: JournalRecord) -> None:
                 append(record)
                 self.observer.noted(process, record)
 

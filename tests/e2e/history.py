@@ -14,15 +14,9 @@ from pathlib import Path
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import Rollout
-from echo2.learner.rollouts.journal import (
-    BatchDrawn,
-    Finished,
-    GroupDropped,
-    Opened,
-    Record,
-    VersionPublished,
-    read_journal,
-)
+from echo2.learner.rollouts.journal import read_journal
+from echo2.wire.gen.echo2.v1.journal_pb2 import JournalRecord
+from echo2.wire.rollout import rollout_from_message
 
 
 class Archive:
@@ -38,7 +32,7 @@ class Archive:
             with contextlib.suppress(OSError):
                 os.link(path, self.folder / path.name)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[JournalRecord]:
         return [record for _, record in read_journal(self.folder, Step(0))[0]]
 
 
@@ -55,26 +49,30 @@ class Judged:
     lags: Counter[int] = field(default_factory=Counter)
 
 
-def judge(records: list[Record], staleness_bound: int) -> Judged:
+def judge(records: list[JournalRecord], staleness_bound: int) -> Judged:
     """Puts the records together; fails where one contradicts another."""
     found = Judged()
     for record in records:
-        match record:
-            case Opened():
-                found.sizes[record.spec.group_id] = record.spec.rollout_count
-            case Finished(rollout):
+        match record.WhichOneof("kind"):
+            case "opened":
+                found.sizes[GroupId(record.opened.group.group_id)] = record.opened.group.rollout_count
+            case "rollout":
+                rollout = rollout_from_message(record.rollout.rollout)
                 name = (rollout.group_id, rollout.index)
                 known = found.finished.setdefault(name, rollout)
                 assert known == rollout, f"rollout {name} was admitted twice, with other tokens"
-            case BatchDrawn():
-                known_groups = found.groups_of.setdefault(record.step, record.group_ids)
-                assert known_groups == record.group_ids, f"step {record.step} was drawn twice, with other groups"
-                for group_id in record.group_ids:
-                    at = found.trained.setdefault(group_id, record.step)
-                    assert at == record.step, f"group {group_id} was trained at steps {at} and {record.step}"
-            case GroupDropped(group_id):
-                found.dropped.add(group_id)
-            case VersionPublished(version, fingerprint) if fingerprint:
+            case "batch":
+                step, names = Step(record.batch.step), tuple(GroupId(each.group_id) for each in record.batch.groups)
+                assert found.groups_of.setdefault(step, names) == names, (
+                    f"step {step} was drawn twice, with other groups"
+                )
+                for group_id in names:
+                    at = found.trained.setdefault(group_id, step)
+                    assert at == step, f"group {group_id} was trained at steps {at} and {step}"
+            case "closed":
+                found.dropped.add(GroupId(record.closed.group_id))
+            case "published" if fingerprint := record.published.fingerprint:
+                version = Version(record.published.version)
                 known_print = found.fingerprints.setdefault(version, fingerprint)
                 assert known_print == fingerprint, f"version {version} was published with two fingerprints"
             case _:

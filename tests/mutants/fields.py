@@ -28,7 +28,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "wire/": ("tests/unit/wire/test_messages.py",),
     "learner/rollouts/journal.py": ("tests/unit/learner/test_journal.py",),
     "learner/rollouts/ingest.py": ("tests/unit/learner/test_ingest.py",),
-    "learner/recent.py": ("tests/unit/learner/test_recent.py",),
+    "learner/recent.py": ("tests/unit/learner/test_metrics.py",),
     "learner/": ("tests/unit/learner/test_daemon.py",),
     "coordinator/operator.py": (
         "tests/unit/coordinator/test_web.py",

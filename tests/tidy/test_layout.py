@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "contain": _BASE | {"contain"},
     "broadcast": _PURE,
     "coordinator": _PURE | {"coordinator", "wire.gen"},  # it keeps and shows messages as they came
-    "learner": _PURE | {"learner"},
+    "learner": _PURE | {"learner", "wire.gen"},  # as the coordinator
     "worker": _PURE | {"worker"},
     "tasks": _PURE | {"contain", "tasks"},
     "gateway": _OUTSIDE | {"gateway", "tasks", "trust.shell"},

@@ -70,7 +70,6 @@ class Checkpoint:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the checkpoint's tensors over all ranks."""
         tensors = (*self.shards.values(), *self.published.values())
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -122,7 +121,6 @@ def _state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def published_shards(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's rows of the published weights, keyed by their names in a checkpoint."""
     return {f"{_PUBLISHED}{name}": tensor for name, tensor in published.items()}
 
 
@@ -255,7 +253,6 @@ class CheckpointStore:
         return load_shards(self.folder_of(step), trainer, is_checked=step in self._sound)
 
     def load_newest(self, trainer: Trainer | None = None) -> Checkpoint | None:
-        """Loads the newest sound checkpoint; None if there is none."""
         step = self.newest()
         return None if step is None else self.load(step, trainer)
 

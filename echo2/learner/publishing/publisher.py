@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -27,7 +27,7 @@ from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions, port_bes
 from echo2.broadcast.plan import fluid_bound
 from echo2.learner.options import LearnerOptions, chunk_folder
 from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
-from echo2.learner.rollouts.journal import Journal, VersionPublished
+from echo2.learner.rollouts.journal import Journal, published
 from echo2.outside import monotonic
 from echo2.outside.guard import far_text, under_way
 from echo2.trust.tls import Credentials
@@ -43,6 +43,7 @@ from echo2.weights import (
 )
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 # The learner's node in the broadcast: the seed, from which every version starts.
 #
@@ -68,27 +69,17 @@ class SeedNode:
         )
 
     async def publish(
-        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
-    ) -> int:
-        """Encodes the frames in a thread; returns the artifact's size in bytes once it is sealed. A delta is pushed to all, a
-        keyframe is fetched. If an earlier process of this run already sealed the artifact, no frames are encoded."""
-        done = await self.node.publish(
-            ArtifactId(version, parent), encoding, lambda: f"{encoding.fingerprint:016x}", full_snapshot_bytes,
-            is_pushed=parent is not None,
-        )  # fmt: skip
+        self, artifact: ArtifactId, frames: Iterator[bytes], fingerprint: Callable[[], str], full_snapshot_bytes: int,
+        *, is_pushed: bool,
+    ) -> int:  # fmt: skip
+        """Encodes the frames in a thread; returns the artifact's size in bytes once it is sealed. It is pushed to all, or fetched
+        by whoever needs it. If an earlier process of this run already sealed the artifact, no frames are encoded."""
+        done = await self.node.publish(artifact, frames, fingerprint, full_snapshot_bytes, is_pushed=is_pushed)
         return done.total_bytes
 
     def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
         """The frames of a delta as it was published; None if it is no longer stored."""
         return self.node.library.blocks_of(ArtifactId(version, parent))
-
-    async def publish_merged(
-        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
-    ) -> int:
-        """Offers a merged delta, which workers fetch if they need it; returns its size in bytes."""
-        artifact = ArtifactId(version, parent)
-        done = await self.node.publish(artifact, frames, lambda: fingerprint, full_snapshot_bytes, is_pushed=False)
-        return done.total_bytes
 
     def listen(self) -> int:
         return self.node.listen()
@@ -97,7 +88,6 @@ class SeedNode:
         await self.node.start()
 
     async def serve_relay(self, listen_host: str, port: int) -> int:
-        """Starts a relay for workers behind NATs; returns its port."""
         return await self.node.nat.serve(HostOptions(listen_host, port))
 
     def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
@@ -173,8 +163,6 @@ class VersionCoder(Protocol):
 
 
 class LocalCoder:
-    """Encodes weights that are all in this process."""
-
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
         return fingerprint(weights, key)
 
@@ -196,22 +184,8 @@ class LocalCoder:
 _log = logging.getLogger("echo2.learner")
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedArtifact:
-    """A published artifact. `parent`: None for a keyframe. `fingerprint`: 16 hex digits."""
-
-    version: Version
-    parent: Version | None
-    artifact_bytes: int
-    full_snapshot_bytes: int
-    encode_s: float
-    fingerprint: str
-
-
 @dataclass(slots=True)
 class ByteCounts:
-    """Bytes that this process has published."""
-
     deltas: int = 0
     keyframes: int = 0
     merged: int = 0
@@ -223,7 +197,7 @@ class PublisherPort(Protocol):
     """`on_version`: workers may sample with it from now on. `on_artifact`: it is out. `fail`: publishing failed."""
 
     def on_version(self, version: Version) -> None: ...
-    def on_artifact(self, artifact: PublishedArtifact) -> None: ...
+    def on_artifact(self, artifact: pb.VersionPublished) -> None: ...
     def fail(self, error: BaseException) -> None: ...
 
 
@@ -257,7 +231,7 @@ class VersionPublisher:
         self.newest_tensors: Mapping[str, Tensor] = {}
         self.newest_fingerprint = 0
         self.bytes = ByteCounts()
-        self.last: PublishedArtifact | None = None
+        self.encode_s = 0.0  # of the newest artifact
         self._task: asyncio.Task[None] | None = None
         self._is_taken_up = self._is_something_lost = False
 
@@ -282,7 +256,7 @@ class VersionPublisher:
         encoding = self._coder.keyframe(self.newest_tensors, header)
         artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
         self.bytes.keyframes += artifact.artifact_bytes
-        self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
+        self.schedule.keyframe_published(self.newest_version, artifact.artifact_bytes)
 
     async def take_up(
         self,
@@ -317,8 +291,8 @@ class VersionPublisher:
             parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
             header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)
             encoding = self._coder.delta(base, tensors, header, self._executor)
-            size = await self.broadcaster.publish_merged(
-                version, Version(0), iter(encoding), fingerprint, _bytes_of(tensors)
+            size = await self.broadcaster.publish(
+                ArtifactId(version, Version(0)), encoding, lambda: fingerprint, _bytes_of(tensors), is_pushed=False
             )
         except EchoError as error:
             _log.warning("no delta from the base to %d: %s", version, error)
@@ -353,7 +327,6 @@ class VersionPublisher:
         self._task.add_done_callback(self._done)
 
     async def settled(self) -> None:
-        """Waits until no version is being published."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -363,7 +336,7 @@ class VersionPublisher:
             self.port.fail(error)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self.journal.append(VersionPublished(version, ""))
+        self.journal.append(published(version))
         await self.journal.commit()
         header = DeltaHeader(
             target_version=version,
@@ -381,7 +354,7 @@ class VersionPublisher:
         await self._merge(tensors, header, artifact)
         self.newest, self.newest_tensors, self.newest_fingerprint = version, tensors, int(artifact.fingerprint, 16)
         await asyncio.to_thread(self._coder.forget_before, version)
-        self.journal.append(VersionPublished(version, artifact.fingerprint))
+        self.journal.append(published(version, artifact.fingerprint))
         self.bytes.deltas += artifact.artifact_bytes
         self.bytes.full_snapshots += artifact.full_snapshot_bytes
         self.bytes.versions += 1
@@ -395,14 +368,14 @@ class VersionPublisher:
             _log.info("deltas are coded %s", self.choice.reason)
         return self.choice.setting
 
-    async def _merge(self, tensors: Mapping[str, Tensor], header: DeltaHeader, artifact: PublishedArtifact) -> None:
+    async def _merge(self, tensors: Mapping[str, Tensor], header: DeltaHeader, artifact: pb.VersionPublished) -> None:
         """Publishes the merged deltas that this version's delta completes."""
-        assert artifact.parent is not None, "a delta has a parent"
-        merges = self.merges.published(artifact.version, artifact.parent)
+        parent, version = Version(artifact.parent), Version(artifact.version)
+        merges = self.merges.published(version, parent)
         if header.setting is CodecSetting.DENSE:  # its positions depend on the weights, so it cannot be merged
             fast = replace(header, setting=CodecSetting.FAST)
             plain = self._coder.delta(self.newest_tensors, tensors, fast, self._executor)
-            self._plain[artifact.parent, artifact.version] = await asyncio.to_thread(list, plain)
+            self._plain[parent, version] = await asyncio.to_thread(list, plain)
         for merge in merges:
             if not await self._publish_merge(merge, artifact):
                 break
@@ -415,16 +388,17 @@ class VersionPublisher:
         if merges:
             self._plain.clear()
 
-    async def _publish_merge(self, merge: Merge, artifact: PublishedArtifact) -> bool:
+    async def _publish_merge(self, merge: Merge, artifact: pb.VersionPublished) -> bool:
         halves = [self._frames(merge.parent, merge.middle), self._frames(merge.middle, merge.version)]
         if None in halves:
             _log.debug("no delta from %d to %d: a part of it is no longer kept", merge.parent, merge.version)
             return False
         frames = compose(*(half for half in halves if half is not None))
         try:
-            self.bytes.merged += await self.broadcaster.publish_merged(
-                merge.version, merge.parent, frames, artifact.fingerprint, artifact.full_snapshot_bytes
-            )
+            self.bytes.merged += await self.broadcaster.publish(
+                ArtifactId(merge.version, merge.parent), frames, lambda: artifact.fingerprint,
+                artifact.full_snapshot_bytes, is_pushed=False,
+            )  # fmt: skip
         except EchoError as error:
             _log.warning("no delta from %d to %d: %s", merge.parent, merge.version, error)
             return False
@@ -436,7 +410,7 @@ class VersionPublisher:
 
     async def _send(
         self, encoding: Encoding, version: Version, tensors: Mapping[str, Tensor], parent: Version | None
-    ) -> PublishedArtifact:
+    ) -> pb.VersionPublished:
         began = monotonic()
         full_bytes = _bytes_of(tensors)
         kind = "keyframe" if parent is None else f"delta from {parent}"
@@ -444,7 +418,10 @@ class VersionPublisher:
         def far() -> str:
             return far_text(encoding.encoded_bytes, 0, monotonic() - began)
 
-        sending = self.broadcaster.publish(version, parent, encoding, full_bytes)
+        sending = self.broadcaster.publish(
+            ArtifactId(version, parent), encoding, lambda: f"{encoding.fingerprint:016x}", full_bytes,
+            is_pushed=parent is not None,
+        )  # fmt: skip
         size = await under_way(
             _log, f"{kind} of version {version}, {format_bytes(full_bytes)} of weights", sending, far
         )
@@ -453,8 +430,11 @@ class VersionPublisher:
             found = encoding.fingerprint
         else:
             found = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
-        artifact = PublishedArtifact(version, parent, size, full_bytes, monotonic() - began, f"{found:016x}")
-        self.last = artifact
+        self.encode_s = monotonic() - began
+        artifact = pb.VersionPublished(
+            version=version, parent=parent or 0, has_parent=parent is not None, artifact_bytes=size,
+            full_snapshot_bytes=full_bytes, encode_s=self.encode_s, fingerprint=f"{found:016x}",
+        )  # fmt: skip
         self.port.on_artifact(artifact)
         _log.info(
             "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",
@@ -464,5 +444,4 @@ class VersionPublisher:
 
 
 def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the weights over all ranks."""
     return sum(t.numel() * t.element_size() for t in tensors.values())

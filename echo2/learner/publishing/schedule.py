@@ -54,7 +54,6 @@ class PublicationSchedule:
         return max(1, min(wanted, self.staleness_bound))
 
     def is_due(self, step: Step) -> bool:
-        """Whether to publish the weights after `step` optimiser steps."""
         return step - self.newest >= self.kappa
 
     def begin(self, version: Version) -> None:
@@ -63,7 +62,6 @@ class PublicationSchedule:
         self.newest = version
 
     def delta_published(self, version: Version, delta_bytes: int) -> None:
-        """The delta to `version` was published."""
         assert version == self.newest, f"version {version}, begun was {self.newest}"
         self.chain_bytes += delta_bytes
         self.chain_length += 1

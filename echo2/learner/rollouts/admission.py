@@ -207,7 +207,6 @@ class OpenGroups:
         )
 
     def open_question(self, draw: Draw, version: Version, samples: int) -> GroupSpec:
-        """Opens a question of the evaluation of `version`."""
         name = draw.group_id(version, is_driven=self.rules.is_driven)
         return self.open(
             GroupSpec(name, draw.prompt_token_ids, samples, draw.sampling, int(version), Work.EVALUATE, version), draw
@@ -451,7 +450,6 @@ class OpenGroups:
     # ---- versions and closing
 
     def publish(self, version: Version) -> None:
-        """From now on workers may name `version`."""
         assert version > self.published[-1], f"version {version} after {self.published[-1]}"
         floor = self.next_step - self.rules.staleness_bound - STEPS_REMEMBERED
         self.published = [known for known in (*self.published, version) if known >= floor]
@@ -461,7 +459,6 @@ class OpenGroups:
         return oldest is None or is_admissible(self.next_step, oldest, self.rules.staleness_bound)
 
     def drop_stale(self) -> None:
-        """Closes every group for training with a token that is too old for the next step."""
         stale = [group for group in self.training if not all(map(self._is_fresh, group.rollouts))]
         self._close_roots(stale, "stale")
 
@@ -483,7 +480,6 @@ class OpenGroups:
             self.close_family(root, reason)
 
     def close_family(self, root: GroupId, reason: str) -> None:
-        """Closes a group with all turns of its rollouts."""
         group = self.groups[root]
         if group.is_training:
             self.counts.dropped_stale += group.begun_rollouts if reason == "stale" else 0
@@ -495,7 +491,6 @@ class OpenGroups:
             self.closures.append(Closure(group_id, reason, retry if group_id == root else None))
 
     def take_closures(self) -> list[Closure]:
-        """Returns the groups closed since the last call."""
         taken, self.closures = self.closures, []
         return taken
 

@@ -81,7 +81,6 @@ class Agents:
             self._fail(error)
 
     def numbers(self) -> Mapping[str, float]:
-        """Counters for the metrics, since the start."""
         counts = self.episodes.counts
         return {
             "agents/open": len(self.episodes.sessions),
@@ -96,7 +95,6 @@ class Agents:
     # ---- for the pool
 
     def drive(self, spec: GroupSpec, draw: Draw) -> None:
-        """Lets agents begin with this problem."""
         prompts, is_evaluation = self._prompts, spec.work is Work.EVALUATE
         world: PromptWorld | None = None
         if is_evaluation:
@@ -108,7 +106,7 @@ class Agents:
         if world is None and prompts.is_mixed:
             description["task"] = prompts.name_of(instance.index)
         if is_evaluation:
-            description["evaluation"] = self._pool.evaluations.rules.at(draw.cursor)[0].name
+            description["evaluation"] = self._pool.evaluations.at(draw.cursor)[0].name
         self.episodes.open_problem(spec.group_id, spec.rollout_count, description, is_evaluation=is_evaluation)
 
     def on_sampled(self, rollout: Rollout) -> None:
@@ -182,7 +180,6 @@ def gateway_key(folder: Path) -> str:
 
 
 def _description(instance: TaskInstance) -> dict[str, object]:
-    """A problem as JSON."""
     prompt = instance.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [
         {"role": message.role, "content": message.content} for message in prompt

@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
 from pathlib import Path
+from typing import Protocol
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed
 from echo2.config.run import RunConfig
-from echo2.learner.metrics import past_evaluations
+from echo2.learner.metrics import number_in, past_evaluations
 from echo2.learner.rollouts.groups import Draw, Group, TrainGroup, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld, TurnAnswer
 from echo2.outside import monotonic, unix_now
@@ -59,84 +60,15 @@ class QuestionSet:
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationRules:
+class EvaluationRules(Protocol):
     """`sets`: what to ask, in order. `is_driven`: agents play the questions."""
 
-    sets: tuple[QuestionSet, ...] = ()
-    patience_s: float = 600.0
-    is_driven: bool = False
+    sets: tuple[QuestionSet, ...]
+    patience_s: float
+    is_driven: bool
 
     @property
-    def questions(self) -> int:
-        return sum(each.questions for each in self.sets)
-
-    def at(self, number: int) -> tuple[QuestionSet, int]:
-        """The set that has question `number` (counted over all sets), and the question's position in it."""
-        for each in self.sets:
-            if number < each.questions:
-                return each, number
-            number -= each.questions
-        raise IndexError(f"question {number} after the last")
-
-
-@dataclass(frozen=True, slots=True)
-class SetResult:
-    """`rewards[q][s]`: the reward of sample s of question q. `parts`: the scorer's other numbers, means over all samples."""
-
-    name: str
-    rewards: tuple[tuple[float, ...], ...]
-    parts: Mapping[str, float]
-
-    @property
-    def reward(self) -> float:
-        return statistics.fmean(value for rewards in self.rewards for value in rewards)
-
-    def pass_at(self, k: int) -> float:
-        """pass@k: probability that one or more of k samples pass (reward 1); unbiased estimate from n >= k samples a question."""
-        return statistics.fmean(
-            1.0 - comb(len(rewards) - sum(value >= 1.0 - 1e-9 for value in rewards), k) / comb(len(rewards), k)
-            for rewards in self.rewards
-        )
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """The k of pass@k: 1, 2, 4, ... up to the number of samples per question."""
-        samples = min(len(rewards) for rewards in self.rewards)
-        return tuple(1 << power for power in range(samples.bit_length()))
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """If the evaluation was given up, `sets` is empty and `reason` says why. `lost`: episodes of agents that ended without a
-    reward; None if agents do not play."""
-
-    version: Version
-    sets: tuple[SetResult, ...]
-    rollouts: int
-    tokens: int
-    reason: str = ""
-    lost: int | None = None
-
-    @property
-    def reward(self) -> float:
-        """Mean over all questions of all sets."""
-        return statistics.fmean(statistics.fmean(rewards) for each in self.sets for rewards in each.rewards)
-
-    def row(self, wall_s: float) -> dict[str, object]:
-        """One line of evaluations.jsonl; docs/learner.md explains the names."""
-        row: dict[str, object] = {
-            "step": int(self.version), "eval/reward": self.reward, "eval/rollouts": self.rollouts,
-            "eval/tokens": self.tokens, "eval/wall_s": wall_s,
-        }  # fmt: skip
-        if self.lost is not None:
-            row["eval/lost_episodes"] = self.lost
-        for each in self.sets:
-            values = {"reward": each.reward} | {f"pass@{k}": each.pass_at(k) for k in each.ks} | dict(each.parts)
-            if len(self.sets) == 1:
-                row |= {f"eval/{name}": value for name, value in values.items() if name != "reward"}
-            row |= {f"eval/{each.name}/{name}": value for name, value in values.items()}
-        return row
+    def questions(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +93,8 @@ class VersionEvaluation:
     asked: int = 0  # questions opened so far
     answers: dict[int, QuestionAnswer] = field(default_factory=dict)  # by the question's number
     newer: list[Version] = field(default_factory=list)  # published since its own
+    lost_episodes: int = 0  # of agents, that ended without a reward
     _samples: dict[GroupId, dict[int, Sample]] = field(default_factory=dict)  # by index; of agents, by episode
-    _lost_episodes: int = 0
     _seen: tuple[int, int] = (-1, -1)  # answers and tokens, at the last look
     _progress_at: float | None = None
     _answered_at: float | None = None  # or begun at
@@ -171,7 +103,6 @@ class VersionEvaluation:
     _untimed: list[GroupId] = field(default_factory=list)  # answered since the last look
 
     def wanted(self, groups: Sequence[Group]) -> range:
-        """Numbers of the questions to open now."""
         is_open = sum(not is_later_turn(group.spec.group_id) for group in groups)
         return range(self.asked, min(self.rules.questions, self.asked + max(0, OPEN_MAX - is_open)))
 
@@ -179,7 +110,7 @@ class VersionEvaluation:
         """Takes a sample's reward. `index`: of the rollout, whose failed scoring counts as 0; None for an agent's episode, which is
         left out if it has no reward."""
         if index is None and reward is None:
-            self._lost_episodes += 1
+            self.lost_episodes += 1
             return
         samples = self._samples.setdefault(group.spec.group_id, {})
         samples[len(samples) if index is None else index] = (reward or 0.0, parts)
@@ -205,7 +136,6 @@ class VersionEvaluation:
 
     @property
     def group_ids(self) -> list[GroupId]:
-        """All groups that answers came from."""
         return [group_id for answer in self.answers.values() for group_id in answer.group_ids]
 
     @property
@@ -214,37 +144,38 @@ class VersionEvaluation:
 
     # ---- results
 
-    def result(self) -> EvaluationResult:
-        """The result of an answered evaluation."""
+    def row(self) -> dict[str, object]:
+        """The result of an answered evaluation, as in evaluations.jsonl (docs/learner.md); empty if agents lost all episodes."""
         assert self.is_answered, "an evaluation has a result once all of it is answered"
-        sets, begin = [], 0
+        sets: dict[str, list[tuple[Sample, ...]]] = {}
+        begin = 0
         for each in self.rules.sets:
-            numbers = range(begin, begin + each.questions)
-            samples = [answered for number in numbers if (answered := self.answers[number].samples)]
+            answers = (self.answers[number].samples for number in range(begin, begin + each.questions))
             begin += each.questions
-            if not samples:
-                continue
-            parts = [parts for question in samples for _, parts in question]
-            names = dict.fromkeys(name for values in parts for name in values)
-            means = {name: sum(values.get(name, 0.0) for values in parts) / len(parts) for name in names}
-            rewards = tuple(tuple(value for value, _ in question) for question in samples)
-            sets.append(SetResult(each.name, rewards, means))
+            if samples := [answered for answered in answers if answered]:
+                sets[each.name] = samples
         if not sets:
-            return self.given_up(f"all {self._lost_episodes} episodes of agents were lost", ())
-        return EvaluationResult(self.version, tuple(sets), *self._size(()), lost=self._lost)
+            return {}
+        rollouts, tokens = self.size(())
+        questions = [statistics.fmean(reward for reward, _ in each) for samples in sets.values() for each in samples]
+        row: dict[str, object] = {
+            "step": int(self.version), "eval/reward": statistics.fmean(questions), "eval/rollouts": rollouts,
+            "eval/tokens": tokens,
+        }  # fmt: skip
+        if self.rules.is_driven:
+            row["eval/lost_episodes"] = self.lost_episodes
+        for name, samples in sets.items():
+            numbers = _numbers_of(samples)
+            if len(sets) == 1:
+                row |= {f"eval/{number}": value for number, value in numbers.items() if number != "reward"}
+            row |= {f"eval/{name}/{number}": value for number, value in numbers.items()}
+        return row
 
-    def given_up(self, reason: str, groups: Sequence[Group]) -> EvaluationResult:
-        return EvaluationResult(self.version, (), *self._size(groups), reason, self._lost)
-
-    @property
-    def _lost(self) -> int | None:
-        return self._lost_episodes if self.rules.is_driven else None
-
-    def _size(self, groups: Sequence[Group]) -> tuple[int, int]:
+    def size(self, groups: Sequence[Group]) -> tuple[int, int]:
         """Number of begun rollouts (of ended episodes, if agents play), and of sampled tokens."""
         rollouts = sum(answer.rollouts for answer in self.answers.values())
         if self.rules.is_driven:
-            rollouts += self._lost_episodes + sum(map(len, self._samples.values()))
+            rollouts += self.lost_episodes + sum(map(len, self._samples.values()))
         else:
             rollouts += sum(group.begun_rollouts for group in groups)
         tokens = sum(answer.tokens for answer in self.answers.values()) + sum(group.token_count for group in groups)
@@ -278,7 +209,7 @@ class VersionEvaluation:
     def _look(self, groups: Sequence[Group], now: float) -> tuple[float, float]:
         """Notes the progress since the last look; returns when the last answer came, and when anything did."""
         before = self._seen
-        self._seen = len(self.answers), self._size(groups)[1]
+        self._seen = len(self.answers), self.size(groups)[1]
         if self._progress_at is None or self._seen != before:
             self._progress_at = now
         if self._answered_at is None or self._seen[0] != before[0]:
@@ -291,7 +222,6 @@ class VersionEvaluation:
         return self._answered_at, self._progress_at
 
     def idle_s(self, now: float) -> float:
-        """Seconds since the last answer, or since the start."""
         return 0.0 if self._answered_at is None else now - self._answered_at
 
     def waits_for(self, groups: Sequence[Group]) -> str:
@@ -302,6 +232,18 @@ class VersionEvaluation:
         )
 
 
+def _numbers_of(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Of a set's answers: the mean reward; pass@k for k = 1, 2, 4, ... up to the samples per question, the probability that one or
+    more of k samples pass (reward 1), an unbiased estimate from n >= k samples; means of the scorer's other numbers."""
+    flat = [sample for question in samples for sample in question]
+    numbers = {"reward": statistics.fmean(reward for reward, _ in flat)}
+    passed = [(len(question), sum(reward >= 1.0 - 1e-9 for reward, _ in question)) for question in samples]
+    for k in (1 << power for power in range(min(n for n, _ in passed).bit_length())):
+        numbers[f"pass@{k}"] = statistics.fmean(1.0 - comb(n - good, k) / comb(n, k) for n, good in passed)
+    names = dict.fromkeys(name for _, parts in flat for name in parts)
+    return numbers | {name: sum(parts.get(name, 0.0) for _, parts in flat) / len(flat) for name in names}
+
+
 OWN = "held_out"  # name of the set held out of the run's own task
 QUESTIONS_MAX = 16_384  # of all sets together: as many groups as a coordinator takes in one message, four times
 EXAMPLES_KEPT = 8  # answers of each set in samples.jsonl: what a person reads
@@ -309,8 +251,8 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Evaluations:
-    """`rules` has no sets if nothing is evaluated. `rewards`: mean over all prompts, by version. Makes the worlds of further
-    tasks in the constructor, so that a wrong one raises `ConfigError` at the start."""
+    """The `EvaluationRules` of a run; without sets nothing is evaluated. `rewards`: mean over all prompts, by version. Makes the
+    worlds of further tasks in the constructor, so that a wrong one raises `ConfigError` at the start."""
 
     def __init__(self, folder: Path, config: RunConfig, prompts: Prompts, patience_s: float) -> None:
         self._folder, self._prompts, task = folder, prompts, config.task
@@ -333,15 +275,27 @@ class Evaluations:
         if len(set(names)) != len(names):
             others = f"none called {OWN} or as a task of the mixture"
             raise ConfigError(f"task.eval_sets: expected names that differ, {others}, got {names}")
-        self.rules = EvaluationRules(tuple(sets), patience_s, prompts.is_driven)
-        if self.rules.questions > QUESTIONS_MAX:
-            raise ConfigError(f"evaluation: expected at most {QUESTIONS_MAX} prompts, got {self.rules.questions}")
+        self.sets, self.patience_s, self.is_driven = tuple(sets), patience_s, prompts.is_driven
+        if self.questions > QUESTIONS_MAX:
+            raise ConfigError(f"evaluation: expected at most {QUESTIONS_MAX} prompts, got {self.questions}")
+
+    @property
+    def questions(self) -> int:
+        return sum(each.questions for each in self.sets)
+
+    def at(self, number: int) -> tuple[QuestionSet, int]:
+        """The set that has question `number` (counted over all sets), and the question's position in it."""
+        for each in self.sets:
+            if number < each.questions:
+                return each, number
+            number -= each.questions
+        raise IndexError(f"question {number} after the last")
 
     def is_due(self, version: Version, is_last: bool) -> bool:
         """Whether to evaluate a newly published version; notes it if so."""
         every = self._every_steps
         is_due = self._newest_due < 0 or version // every > self._newest_due // every or is_last
-        if not is_due or version in self.rewards or not self.rules.questions:
+        if not is_due or version in self.rewards or not self.questions:
             return False
         self._newest_due = max(self._newest_due, version)
         self._due_at.setdefault(version, monotonic())
@@ -349,15 +303,14 @@ class Evaluations:
 
     @property
     def rollouts_per_step(self) -> float:
-        """Rollouts that evaluations need from workers, averaged per step."""
-        return sum(each.questions * each.samples for each in self.rules.sets) / self._every_steps
+        return sum(each.questions * each.samples for each in self.sets) / self._every_steps
 
     # ---- questions, numbered over all sets
 
     def draw(self, version: Version, number: int) -> Draw:
         prompts = self._prompts
         seed = prompts.secret_seed(f"{prompts.seed}/evaluation/{version}/{number}")
-        temperature = self.rules.at(number)[0].temperature
+        temperature = self.at(number)[0].temperature
         sampling = replace(prompts.sampling, temperature=temperature, seed=seed)
         if temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
@@ -367,14 +320,13 @@ class Evaluations:
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""
-        asked, place = self.rules.at(number)
+        asked, place = self.at(number)
         if asked.world is None:
             return self._prompts.held_out(asked.first + place), None
         size, seed = asked.world.size, derived_seed(self._prompts.seed, asked.name)
         return asked.world.instance(place if size is None else permuted(place, size, seed)), asked.world
 
     async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
-        """Answers a finished turn of a question."""
         instance, world = self.problem(number)
         return await self._prompts.answer_instance(instance.index, turns, context_tokens, sender, world)
 
@@ -382,7 +334,7 @@ class Evaluations:
 
     def write_samples(self, group: TrainGroup) -> None:
         """Appends the first few answers of each set to samples.jsonl."""
-        asked, place = self.rules.at(group.cursor)
+        asked, place = self.at(group.cursor)
         if place >= EXAMPLES_KEPT:
             return
         text_of = self._prompts.text_of
@@ -397,24 +349,28 @@ class Evaluations:
                 sample = head | {"completion": text_of(group.text_of(index)[0]), "reward": reward}
                 samples.write(json.dumps(sample) + "\n")
 
-    def record(self, result: EvaluationResult) -> Mapping[str, object] | None:
-        """Writes the line of an ended evaluation and returns it; None, and a warning in the log, if it has no result."""
-        wall_s = monotonic() - self._due_at.get(result.version, monotonic())
-        if not result.sets:
-            _log.warning("no evaluation of version %d: %s", result.version, result.reason)
+    def record(self, evaluation: VersionEvaluation, reason: str = "") -> Mapping[str, object] | None:
+        """Writes the line of an ended evaluation and returns it; None, and a warning in the log, if it has no result. `reason`: why
+        it was given up, if it was."""
+        version = evaluation.version
+        row = {} if reason else evaluation.row()
+        if not row:
+            reason = reason or f"all {evaluation.lost_episodes} episodes of agents were lost"
+            _log.warning("no evaluation of version %d: %s", version, reason)
             return None
-        row = {"unix_s": unix_now(), **result.row(wall_s)}
-        self.rewards[int(result.version)] = result.reward
+        wall_s = monotonic() - self._due_at.get(version, monotonic())
+        row = {"unix_s": unix_now(), **row, "eval/wall_s": wall_s}
+        reward = self.rewards[int(version)] = number_in(row, "eval/reward")
         with (self._folder / "evaluations.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(row) + "\n")
         _log.info(
-            "version %d: held-out reward %.3f over %d rollouts, %.1f s after it was due",
-            result.version, result.reward, result.rollouts, wall_s,
+            "version %d: held-out reward %.3f over %s rollouts, %.1f s after it was due",
+            version, reward, row["eval/rollouts"], wall_s,
         )  # fmt: skip
         return row
 
     def close(self) -> None:
-        for each in self.rules.sets:
+        for each in self.sets:
             if each.world is not None:
                 each.world.close()
 

@@ -53,7 +53,6 @@ class Draw:
 
 
 def is_driven(group_id: GroupId) -> bool:
-    """Whether the group is an agent's problem, or one call of an agent."""
     return group_id.startswith(("a", "x"))
 
 
@@ -134,7 +133,6 @@ class Turn:
 
 
 def empty_rollout(group_id: GroupId, index: int) -> Rollout:
-    """A rollout before its first token."""
     return Rollout(group_id, index, (), (), (), (), FinishReason.UNFINISHED)
 
 
@@ -177,7 +175,6 @@ def extended_senders(held: tuple[SentTokens, ...], peer_id: PeerId, token_count:
 
 
 def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest common prefix of the prompts."""
     # In lexicographic order, a prefix shared by the first and the last prompt is shared by all prompts between them.
     first, last = min(prompts), max(prompts)
     same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
@@ -240,7 +237,6 @@ class Group:
 
     @classmethod
     def opened(cls, spec: GroupSpec, draw: Draw) -> Group:
-        """A group before its first sampled token."""
         if is_driven_root(spec.group_id):
             return cls(spec, draw, seats_open=spec.rollout_count)
         return cls(spec, draw, [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)])

@@ -24,7 +24,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from echo2.base.rollout import GroupSpec, Rollout, Work
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, Draw, Group, SentTokens, is_driven, is_later_turn, root_of, turn_of
 from echo2.outside import here
-from echo2.wire.bounds import core_of, message_of
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
 
@@ -51,134 +50,58 @@ _log = logging.getLogger("echo2.learner")
 # ---- records
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentBegan:
+def began(run_id: str, step: Step, cursor: int, published: Iterable[Version]) -> pb.JournalRecord:
     """First record of a journal segment, begun after `step` steps and `cursor` drawn prompts. `published`: versions that
     workers may still name."""
-
-    run_id: str
-    step: Step
-    cursor: int
-    published: tuple[Version, ...]
+    head = pb.JournalHeader(format=FORMAT, run_id=run_id, step=step, cursor=cursor, published=published)
+    return pb.JournalRecord(header=head)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    draw: Draw
-    spec: GroupSpec
+def opened(draw: Draw, spec: GroupSpec) -> pb.JournalRecord:
+    group = group_to_message(spec)
+    return pb.JournalRecord(opened=pb.OpenedGroup(cursor=draw.cursor, retry=draw.retry, group=group))
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+def finished(rollout: Rollout, senders: Iterable[SentTokens] = ()) -> pb.JournalRecord:
     """A rollout, or one turn of it, is finished. `senders`: which worker reported which tokens."""
-
-    rollout: Rollout
-    senders: tuple[SentTokens, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BatchDrawn:
-    """A batch was drawn. `rewards[g][i]`: the reward of rollout i of the g-th group; None if scoring failed."""
-
-    step: Step
-    group_ids: tuple[GroupId, ...]
-    rewards: tuple[tuple[float | None, ...], ...]
+    sent = [pb.Sender(peer_id=each.peer_id, tokens=each.token_count) for each in senders]
+    return pb.JournalRecord(rollout=pb.FinishedRollout(senders=sent, rollout=rollout_to_message(rollout)))
 
 
-@dataclass(frozen=True, slots=True)
-class VersionPublished:
-    """The version is about to be published (`fingerprint` empty), or was published."""
-
-    version: Version
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeScored:
-    """An agent's episode ended with this reward for its `chains` of calls; None: it failed. Journalled because the reward
-    cannot be computed again.
-
-    `lost`: chains that do not count. If not `is_final`, another episode took its seat.
-    """
-
-    group_id: GroupId
-    chains: tuple[int, ...]
-    reward: float | None
-    lost: tuple[int, ...] = ()
-    is_final: bool = True
+def drawn(batch: Batch) -> pb.JournalRecord:
+    """Enough to draw the batch again."""
+    groups = []
+    for group in batch.groups:
+        known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}
+        values = [known.get(index) for index in range(group.spec.rollout_count)]  # None: scoring failed
+        rewards = [pb.DrawnReward(value=value or 0.0, is_failed=value is None) for value in values]
+        groups.append(pb.DrawnGroup(group_id=group.spec.group_id, rewards=rewards))
+    return pb.JournalRecord(batch=pb.DrawnBatch(step=batch.step, groups=groups))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDropped:
-    group_id: GroupId
+def published(version: Version, fingerprint: str = "") -> pb.JournalRecord:
+    """The version was published or, without a fingerprint, is about to be."""
+    return pb.JournalRecord(published=pb.PublishedVersion(version=version, fingerprint=fingerprint))
 
 
-Record = SegmentBegan | Opened | Finished | BatchDrawn | VersionPublished | GroupDropped | EpisodeScored
+def closed(group_id: GroupId) -> pb.JournalRecord:
+    return pb.JournalRecord(closed=pb.ClosedGroup(group_id=group_id))
 
 
-def to_message(record: Record) -> pb.JournalRecord:
-    match record:
-        case SegmentBegan():
-            return pb.JournalRecord(header=message_of(record, pb.JournalHeader, format=FORMAT))
-        case Opened():
-            group = group_to_message(record.spec)
-            return pb.JournalRecord(opened=message_of(record.draw, pb.OpenedGroup, group=group))
-        case Finished():
-            senders = [pb.Sender(peer_id=sent.peer_id, tokens=sent.token_count) for sent in record.senders]
-            rollout = rollout_to_message(record.rollout)
-            return pb.JournalRecord(rollout=pb.FinishedRollout(senders=senders, rollout=rollout))
-        case BatchDrawn():
-            groups = [
-                pb.DrawnGroup(rewards=list(map(_reward_to_message, rewards)), group_id=group_id)
-                for group_id, rewards in zip(record.group_ids, record.rewards, strict=True)
-            ]
-            return pb.JournalRecord(batch=pb.DrawnBatch(groups=groups, step=record.step))
-        case VersionPublished():
-            return pb.JournalRecord(published=message_of(record, pb.PublishedVersion))
-        case GroupDropped():
-            return pb.JournalRecord(closed=pb.ClosedGroup(group_id=record.group_id))
-        case EpisodeScored():
-            reward = _reward_to_message(record.reward)
-            scored = message_of(
-                record,
-                pb.ScoredEpisode,
-                is_failed=reward.is_failed,
-                value=reward.value,
-                is_restarted=not record.is_final,
-            )
-            return pb.JournalRecord(scored=scored)
-
-
-def from_message(message: pb.JournalRecord) -> Record:
-    """Raises `StateError` if the record is of another kind or format than this release writes."""
-    match message.WhichOneof("kind"):
-        case "header" if message.header.format == FORMAT:
-            return core_of(message.header, SegmentBegan)
-        case "opened":
-            spec = group_from_message(message.opened.group)
-            return Opened(Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling), spec)
-        case "rollout":
-            senders = tuple(SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
-            return Finished(rollout_from_message(message.rollout.rollout), senders)
-        case "batch":
-            rewards = tuple(tuple(map(_reward_of, group.rewards)) for group in message.batch.groups)
-            group_ids = tuple(GroupId(group.group_id) for group in message.batch.groups)
-            return BatchDrawn(Step(message.batch.step), group_ids, rewards)
-        case "published":
-            return core_of(message.published, VersionPublished)
-        case "closed":
-            return core_of(message.closed, GroupDropped)
-        case "scored":
-            scored = message.scored
-            return core_of(scored, EpisodeScored, reward=_reward_of(scored), is_final=not scored.is_restarted)
-        case kind:
-            raise StateError(
-                f"expected a known record of format {FORMAT}, got {kind} of format {message.header.format}"
-            )
-
-
-def _reward_to_message(reward: float | None) -> pb.DrawnReward:
-    return pb.DrawnReward(value=reward or 0.0, is_failed=reward is None)
+def scored(
+    root: GroupId, chains: Iterable[int], reward: float | None, lost: Iterable[int], *, is_final: bool
+) -> pb.JournalRecord:
+    """An agent's episode ended with this reward for its `chains` of calls; None: it failed. Journalled because the reward cannot be
+    computed again. `lost`: chains that do not count. If not `is_final`, another episode took its seat."""
+    ended = pb.ScoredEpisode(
+        group_id=root,
+        chains=chains,
+        lost=lost,
+        value=reward or 0.0,
+        is_failed=reward is None,
+        is_restarted=not is_final,
+    )
+    return pb.JournalRecord(scored=ended)
 
 
 def _reward_of(message: pb.DrawnReward | pb.ScoredEpisode) -> float | None:
@@ -195,42 +118,44 @@ class History:
     cursor: int = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
     opened_in: dict[GroupId, Step] = field(default_factory=dict)
-    drawn: dict[Step, BatchDrawn] = field(default_factory=dict)
+    drawn: dict[Step, pb.DrawnBatch] = field(default_factory=dict)
     published: dict[Version, str] = field(default_factory=dict)
     dropped: set[GroupId] = field(default_factory=set)
 
-    def apply(self, record: Record, segment: Step) -> None:
+    def apply(self, record: pb.JournalRecord, segment: Step) -> None:
         """Adds a record. `segment`: the step at which the record's journal segment begins."""
-        match record:
-            case SegmentBegan():
-                self.cursor = max(self.cursor, record.cursor)
-                for version in record.published:
-                    self.published.setdefault(version, "")
-            case Opened():
-                if record.spec.work is Work.TRAIN:  # the questions of an evaluation have numbers of their own
-                    self.cursor = max(self.cursor, record.draw.cursor + 1)
-                self._open(record, segment)
-            case Finished():
-                group = self.groups.get(record.rollout.group_id)
-                if group is not None:
-                    group.rollouts[record.rollout.index] = record.rollout
-                    group.senders[record.rollout.index] = record.senders
-            case BatchDrawn():
-                self.drawn[record.step] = record
-            case VersionPublished():
-                self.published[record.version] = record.fingerprint or self.published.get(record.version, "")
-            case GroupDropped():
-                self.dropped.add(record.group_id)
-            case EpisodeScored():
-                group = self.groups.get(record.group_id)
-                if group is not None:
-                    group.end_seat(record.chains, record.lost, record.reward, is_final=record.is_final)
+        match record.WhichOneof("kind"):
+            case "header":
+                self.cursor = max(self.cursor, record.header.cursor)
+                for version in record.header.published:
+                    self.published.setdefault(Version(version), "")
+            case "opened":
+                self._open(record.opened, segment)
+            case "rollout":
+                rollout = rollout_from_message(record.rollout.rollout)
+                if (group := self.groups.get(rollout.group_id)) is not None:
+                    senders = (SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in record.rollout.senders)
+                    group.rollouts[rollout.index], group.senders[rollout.index] = rollout, tuple(senders)
+            case "batch":
+                self.drawn[Step(record.batch.step)] = record.batch
+            case "published":
+                version = Version(record.published.version)
+                self.published[version] = record.published.fingerprint or self.published.get(version, "")
+            case "closed":
+                self.dropped.add(GroupId(record.closed.group_id))
+            case "scored":
+                ended = record.scored
+                if (group := self.groups.get(GroupId(ended.group_id))) is not None:
+                    group.end_seat(ended.chains, ended.lost, _reward_of(ended), is_final=not ended.is_restarted)
 
-    def _open(self, record: Opened, segment: Step) -> None:
-        spec = record.spec
+    def _open(self, record: pb.OpenedGroup, segment: Step) -> None:
+        spec = group_from_message(record.group)
+        if spec.work is Work.TRAIN:  # the questions of an evaluation have numbers of their own
+            self.cursor = max(self.cursor, record.cursor + 1)
         if spec.group_id not in self.groups or spec.group_id in self.dropped:  # a version may be evaluated again
             self.dropped.discard(spec.group_id)
-            self.groups[spec.group_id] = Group.opened(spec, record.draw)
+            draw = Draw(record.cursor, record.retry, spec.prompt_token_ids, spec.sampling)
+            self.groups[spec.group_id] = Group.opened(spec, draw)
             self.opened_in[spec.group_id] = segment
             root = self.groups.get(root_of(spec.group_id))
             if is_driven(spec.group_id) and is_later_turn(spec.group_id) and root is not None:
@@ -240,8 +165,8 @@ class History:
     def restore(self, groups: OpenGroups) -> None:
         """Adds every group that a later batch or an unfinished evaluation may need; `groups` must be at the checkpoint's step."""
         groups.published = sorted({*groups.published, *self.published})
-        trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < groups.next_step)
-        gone = self.dropped.union(*trained_before)
+        drawn_before = (batch.groups for step, batch in self.drawn.items() if step < groups.next_step)
+        gone = self.dropped.union(GroupId(group.group_id) for drawn in drawn_before for group in drawn)
         for group_id, group in self.groups.items():
             root = root_of(group_id)
             if not {group_id, root} & gone and not groups.ledger.is_trained(root):
@@ -253,22 +178,14 @@ class History:
         record = self.drawn.get(groups.next_step)
         if record is None:
             return None
-        missing = [group_id for group_id in record.group_ids if group_id not in groups.groups]
+        names = [GroupId(group.group_id) for group in record.groups]
+        missing = [group_id for group_id in names if group_id not in groups.groups]
         if missing:
             raise StateError(
                 f"journal: expected the rollouts of group {missing[0]} before step {record.step} trained on it, "
                 "found none"
             )
-        return groups.draw_recorded(record.group_ids, record.rewards)
-
-
-def drawn_of(batch: Batch) -> BatchDrawn:
-    """The record of a batch: enough to draw it again."""
-    rewards = []
-    for group in batch.groups:
-        known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}
-        rewards.append(tuple(known.get(index) for index in range(group.spec.rollout_count)))
-    return BatchDrawn(batch.step, tuple(group.spec.group_id for group in batch.groups), tuple(rewards))
+        return groups.draw_recorded(names, [list(map(_reward_of, group.rewards)) for group in record.groups])
 
 
 # ---- on disk
@@ -288,13 +205,13 @@ class Journal:
         self._sync: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, first: SegmentBegan) -> None:
-        """Starts the segment of `first.step`, or continues it if a killed learner had begun it."""
-        previous = self._file
+    def begin(self, first: pb.JournalRecord) -> None:
+        """Starts the segment of the step in `first`, or continues it if a killed learner had begun it."""
+        previous, step = self._file, Step(first.header.step)
         with self._disk():
-            file = os.open(self._path(first.step), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            file = os.open(self._path(step), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                _write(file, framed(to_message(first).SerializeToString()))
+                _write(file, framed(first.SerializeToString()))
                 here().files.sync(file)
                 here().files.sync_path(self.folder)
                 if previous is not None:
@@ -303,7 +220,7 @@ class Journal:
                 os.close(file)
                 raise
         self.close()
-        self._file, self.segment = file, first.step
+        self._file, self.segment = file, step
 
     def go_on(self, step: Step) -> None:
         """Continues the segment of `step`, whose torn end `read_journal` has cut off."""
@@ -311,11 +228,11 @@ class Journal:
             self._file = os.open(self._path(step), os.O_WRONLY | os.O_APPEND)
         self.segment = step
 
-    def append(self, record: Record) -> None:
+    def append(self, record: pb.JournalRecord) -> None:
         """Writes the record without syncing: it survives a kill of this process, but a power cut only after `commit`."""
         assert self._file is not None, "begin or go_on comes first"
         with self._disk():
-            _write(self._file, framed(to_message(record).SerializeToString()))
+            _write(self._file, framed(record.SerializeToString()))
         self._appended += 1
 
     async def commit(self) -> None:
@@ -353,7 +270,6 @@ class Journal:
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
-        """Names what the disk refuses."""
         try:
             yield
         except OSError as error:
@@ -380,11 +296,10 @@ def _write(file: int, data: bytes) -> None:
 
 
 def has_journal(folder: Path) -> bool:
-    """Whether the folder has any segment."""
     return bool(_segments(folder))
 
 
-def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, Record]], Step]:
+def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, pb.JournalRecord]], Step]:
     """Reads all segments from the one of `step` on; returns each record with its segment's step, and the last segment's step.
 
     Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged.
@@ -400,18 +315,24 @@ def _segments(folder: Path) -> list[tuple[Step, Path]]:
     return sorted((Step(int(path.stem.removeprefix("segment-"))), path) for path in folder.glob("segment-*.records"))
 
 
-def _read_segment(path: Path, is_newest: bool) -> list[Record]:
+def _read_segment(path: Path, is_newest: bool) -> list[pb.JournalRecord]:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise StateError(f"journal {path}: expected to read it, got: {error.strerror}") from None
-    records: list[Record] = []
+    records: list[pb.JournalRecord] = []
     position = 0
     while (payload := _payload_at(data, position)) is not None:
         try:
-            records.append(from_message(pb.JournalRecord.FromString(payload)))
-        except (DecodeError, StateError) as error:
+            record = pb.JournalRecord.FromString(payload)
+        except DecodeError as error:
             raise StateError(f"journal {path}: a record with a right checksum cannot be read: {error}") from error
+        kind = record.WhichOneof("kind")
+        if kind is None or (kind == "header" and record.header.format != FORMAT):
+            raise StateError(
+                f"journal {path}: expected a known record of format {FORMAT}, got {kind} of format {record.header.format}"
+            )
+        records.append(record)
         position += _HEADER.size + len(payload)
     if position == len(data):
         return records
@@ -434,7 +355,6 @@ def _read_segment(path: Path, is_newest: bool) -> list[Record]:
 
 
 def framed(payload: bytes) -> bytes:
-    """The record of one payload."""
     fields = _FIELDS.pack(len(payload), zlib.crc32(payload))
     return fields + struct.pack("<I", zlib.crc32(fields)) + payload
 

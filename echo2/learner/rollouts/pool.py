@@ -25,8 +25,9 @@ from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
 from echo2.learner.audit import Habits
+from echo2.learner.rollouts import journal as records
 from echo2.learner.rollouts.admission import RETRIES_MAX, Closure, OpenGroups
-from echo2.learner.rollouts.evaluation import MOVES_MAX, EvaluationResult, Evaluations, VersionEvaluation
+from echo2.learner.rollouts.evaluation import MOVES_MAX, Evaluations, VersionEvaluation
 from echo2.learner.rollouts.groups import (
     NOBODY,
     Batch,
@@ -40,16 +41,7 @@ from echo2.learner.rollouts.groups import (
     is_later_turn,
     turn_of,
 )
-from echo2.learner.rollouts.journal import (
-    EpisodeScored,
-    Finished,
-    GroupDropped,
-    History,
-    Journal,
-    Opened,
-    SegmentBegan,
-    drawn_of,
-)
+from echo2.learner.rollouts.journal import History, Journal
 from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
 from echo2.learner.rollouts.workers import WORKERS_MAX, FailureStreak
 from echo2.outside.guard import Mishaps, cancel_all
@@ -59,12 +51,16 @@ from echo2.tasks.visible import remedy
 _log = logging.getLogger("echo2.learner")
 
 
-class Coordinator(Protocol):
-    """Is told which groups need workers, and which workers are accused."""
+class PoolPort(Protocol):
+    """Tells the coordinator which groups need workers and which workers are accused; hears of a question's complete answer, of an
+    evaluation's row, and of an error that ends the run."""
 
     def offer(self, specs: Sequence[GroupSpec]) -> None: ...
     def close(self, group_ids: Sequence[GroupId], reason: str) -> None: ...
     def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None: ...
+    def on_answer(self, group: TrainGroup) -> None: ...
+    def on_evaluation(self, row: Mapping[str, object]) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
 
 
 class AgentPlayers(Protocol):
@@ -76,14 +72,6 @@ class AgentPlayers(Protocol):
     def on_sampled(self, rollout: Rollout) -> None: ...
     def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None: ...
     def numbers(self) -> Mapping[str, float]: ...
-
-
-class Watcher(Protocol):
-    """Is told of a question's complete answer, of an evaluation's row, and of an error that ends the run."""
-
-    def on_answer(self, group: TrainGroup) -> None: ...
-    def on_evaluation(self, row: Mapping[str, object]) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
 
 
 REWARDS_KEPT = 256  # the mean of a reward's time, which often varies as much as it is long, is then good to 6 %
@@ -117,10 +105,10 @@ class RolloutPool:
 
     def __init__(
         self, groups: OpenGroups, journal: Journal, history: History, prompts: Prompts, evaluations: Evaluations,
-        coordinator: Coordinator, watcher: Watcher,
+        port: PoolPort,
     ) -> None:  # fmt: skip
         self.groups, self.journal, self.prompts, self.evaluations = groups, journal, prompts, evaluations
-        self._coordinator, self._watcher = coordinator, watcher
+        self._port = port
         self.agents: AgentPlayers | None = None
         self.cursor = history.cursor
         self.rewards = RewardSums()
@@ -152,12 +140,10 @@ class RolloutPool:
 
     @property
     def rewards_due(self) -> int:
-        """Completions that wait for their reward, or whose reward is computed."""
         return len(self._scoring)
 
     @property
     def waits_for(self) -> str:
-        """Describes what the next batch still lacks."""
         groups = self.groups.training
         ready = sum(group.is_ready for group in groups)
         begun = sum(not group.is_sampled and group.is_begun for group in groups)
@@ -193,7 +179,7 @@ class RolloutPool:
 
     def _on_tokens(self, group: Group, rollout: Rollout, is_admitted: bool) -> None:
         if is_admitted:
-            self.journal.append(Finished(rollout, group.senders.get(rollout.index, ())))
+            self.journal.append(records.finished(rollout, group.senders.get(rollout.index, ())))
             if not is_driven(rollout.group_id):
                 self._begin_scoring(rollout)
         # Not admitted but finished: a later segment of this report has finished it.
@@ -208,7 +194,7 @@ class RolloutPool:
     def _end_scoring(self, task: asyncio.Task[None]) -> None:
         self._scoring.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._watcher.fail(error)
+            self._port.fail(error)
 
     async def _score(self, rollout: Rollout) -> None:
         """Gets the answer to a finished turn: a reward, or the environment's message that the next turn replies to."""
@@ -248,7 +234,7 @@ class RolloutPool:
             _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
             if too_many := self.failures.on_failure(scored.message, sender):
                 text = f"task {self.prompts.name}: {too_many}{remedy(self.failures.message)}"
-                self._watcher.fail(TaskError(text))
+                self._port.fail(TaskError(text))
         group, value = self.groups.groups.get(at.root), None if reward is None else reward.value
         if group is None:
             return
@@ -270,7 +256,7 @@ class RolloutPool:
         evaluation.on_answer(group, [self.groups.groups[name] for name in self.groups.family(root)])
         self.groups.close_family(root, "complete")
         self.evaluations.write_samples(whole)
-        self._watcher.on_answer(whole)
+        self._port.on_answer(whole)
 
     # ---- agents
 
@@ -306,14 +292,13 @@ class RolloutPool:
             self._evaluation.on_sample(group, None, reward, parts)
         counted, lost = self.groups.end_episode(root, chains, reward, is_final=is_final)
         if group.is_training:
-            self.journal.append(EpisodeScored(root, counted, reward, lost, is_final))
+            self.journal.append(records.scored(root, counted, reward, lost, is_final=is_final))
         self._end_ready(group)
         self._settle()
 
     # ---- versions, workers, the plan
 
     def on_published(self, version: Version) -> None:
-        """Accepts tokens sampled by `version` from now on."""
         self.groups.publish(version)
         if self._evaluation is not None and version > self._evaluation.version:
             self._evaluation.newer.append(version)
@@ -328,7 +313,7 @@ class RolloutPool:
             if answer.draw.retry < RETRIES_MAX[Work.EVALUATE]:
                 self._open_question(answer.draw.again())
         self._settle()
-        self._coordinator.accuse(peer_id, reason, is_certain=is_certain)
+        self._port.accuse(peer_id, reason, is_certain=is_certain)
 
     def release(self, peer_id: PeerId) -> None:
         """The coordinator takes the worker back: it starts with a clean slate."""
@@ -360,7 +345,7 @@ class RolloutPool:
             self._progress.clear()
             batch = self.groups.draw_batch()
             if batch is not None:
-                self.journal.append(drawn_of(batch))
+                self.journal.append(records.drawn(batch))
             self._settle()  # groups may have been closed as stale in either case
             if batch is not None:
                 await self.journal.commit()
@@ -382,7 +367,7 @@ class RolloutPool:
         the training loop."""
         accused, self.groups.workers.accused = self.groups.workers.accused, []
         for sender in accused:
-            self.accuse(sender.peer_id, sender.reason, is_certain=sender.is_certain)
+            self.accuse(PeerId(sender.peer_id), sender.reason, is_certain=sender.is_certain)
         self._tell_closures()
         if self._is_offering:
             self._draw_missing()
@@ -400,7 +385,7 @@ class RolloutPool:
                 reason != "complete"
             ):  # a batch has a record of its own, and an answer is kept until its evaluation is over
                 self._journal_dropped(group_ids)
-            self._coordinator.close(group_ids, reason)
+            self._port.close(group_ids, reason)
             if self.agents is not None:
                 self.agents.on_closed(group_ids, reason)
         for closure in (closure for closures in by_reason.values() for closure in closures):
@@ -409,11 +394,11 @@ class RolloutPool:
             elif closure.retry is not None:
                 self._open_question(closure.retry)
         if by_reason.keys() - {"complete"} and (moved := self.groups.move_up()):
-            self._coordinator.offer(moved)
+            self._port.offer(moved)
 
     def _journal_dropped(self, group_ids: Iterable[GroupId]) -> None:
         for group_id in group_ids:
-            self.journal.append(GroupDropped(group_id))
+            self.journal.append(records.closed(group_id))
 
     def _draw_missing(self) -> None:
         cap = self.groups.rules.cap_groups(self.cap_rollouts)
@@ -434,11 +419,11 @@ class RolloutPool:
         if spec is None:
             return
         draw = self.groups.groups[spec.group_id].draw
-        self.journal.append(Opened(draw, spec))
+        self.journal.append(records.opened(draw, spec))
         self._opened_in[spec.group_id] = self.journal.segment
         if not is_driven_root(spec.group_id):
             if self._is_offering:
-                self._coordinator.offer([spec])
+                self._port.offer([spec])
         elif self.agents is not None:
             self.agents.drive(spec, draw)
 
@@ -450,7 +435,7 @@ class RolloutPool:
         if not self._is_offering or not self.evaluations.is_due(version, is_last):
             return
         if self._evaluation is None:
-            self._evaluation = VersionEvaluation(self.evaluations.rules, version)
+            self._evaluation = VersionEvaluation(self.evaluations, version)
         elif version > self._evaluation.version:
             self._next_evaluation = version
         self._settle()
@@ -465,7 +450,7 @@ class RolloutPool:
         if self._evaluation is not None and self._is_offering:
             version = self._evaluation.version
             self._evaluation.asked = max(self._evaluation.asked, draw.cursor + 1)
-            self._offer(self.groups.open_question(draw, version, self.evaluations.rules.at(draw.cursor)[0].samples))
+            self._offer(self.groups.open_question(draw, version, self.evaluations.at(draw.cursor)[0].samples))
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:
@@ -473,7 +458,7 @@ class RolloutPool:
                 self._open_question(self.evaluations.draw(evaluation.version, number))
             if not evaluation.is_answered:
                 return
-            self._end_evaluation(evaluation, evaluation.result())
+            self._end_evaluation(evaluation)
 
     def tick(self, now: float) -> None:
         """Moves an evaluation without progress to the newest version, or gives it up. Call about every second; `now`: seconds."""
@@ -485,7 +470,7 @@ class RolloutPool:
                 f"no answer to the evaluation of version {evaluation.version} came for {evaluation.idle_s(now):.0f} s, "
                 "longer than its answers take: no worker is at it, or only slow ones"
             )
-            self._end_evaluation(evaluation, evaluation.given_up(reason, groups))
+            self._end_evaluation(evaluation, reason)
         else:
             moves = evaluation.moves + evaluation.is_begun(groups)
             self._drop_evaluation(evaluation)
@@ -498,13 +483,13 @@ class RolloutPool:
         self._evaluation = None
         self._tell_closures()
 
-    def _end_evaluation(self, evaluation: VersionEvaluation, result: EvaluationResult) -> None:
+    def _end_evaluation(self, evaluation: VersionEvaluation, reason: str = "") -> None:
         self._drop_evaluation(evaluation)
         version, self._next_evaluation = self._next_evaluation, None
-        self._evaluation = None if version is None else VersionEvaluation(self.evaluations.rules, version)
-        row = self.evaluations.record(result)
+        self._evaluation = None if version is None else VersionEvaluation(self.evaluations, version)
+        row = self.evaluations.record(evaluation, reason)
         if row is not None:
-            self._watcher.on_evaluation(row)
+            self._port.on_evaluation(row)
         self._progress.set()
 
     # ---- restarts
@@ -513,8 +498,7 @@ class RolloutPool:
         """Starts a journal segment; returns the oldest segment that a restart from here needs."""
         held = {*self.groups.groups, *(self._evaluation.group_ids if self._evaluation is not None else ())}
         self._opened_in = {name: step for name, step in self._opened_in.items() if name in held}
-        published = tuple(self.groups.published)
-        self.journal.begin(SegmentBegan(run_id, self.groups.next_step, self.cursor, published))
+        self.journal.begin(records.began(run_id, self.groups.next_step, self.cursor, self.groups.published))
         return min(self._opened_in.values(), default=self.groups.next_step)
 
     def resume(self) -> None:
@@ -538,7 +522,7 @@ class RolloutPool:
         """Goes on with the newest evaluation that has no result, and drops the groups of others. Agents did not survive the
         restart, so they play again, under other names: a worker that still samples for an earlier episode cannot add to a new
         one."""
-        rules, restored = self.evaluations.rules, self.groups.evaluation
+        rules, restored = self.evaluations, self.groups.evaluation
         versions = {group.spec.exact_version for group in restored}
         left = [version for version in versions if version is not None and version not in self.evaluations.rewards]
         newest = max(left, default=None) if rules.questions else None
@@ -548,7 +532,7 @@ class RolloutPool:
         for group in restored:
             if (group_id := group.spec.group_id) not in kept:
                 del self.groups.groups[group_id]
-                self.journal.append(GroupDropped(group_id))
+                self.journal.append(records.closed(group_id))
                 if group.spec.exact_version == newest and not is_later_turn(group_id):
                     again.append(group.draw.again())
         if newest is None:

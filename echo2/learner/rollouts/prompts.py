@@ -66,11 +66,8 @@ class TurnAnswer:
 
 
 class PromptWorld(Protocol):
-    """Gives prompts by index and answers completions."""
-
     @property
     def name(self) -> str: ...
-
     @property
     def size(self) -> int | None: ...
 
@@ -92,8 +89,6 @@ class PromptWorld(Protocol):
 
 
 class TaskWorld:
-    """Scores a single completion."""
-
     def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
         self.task = make_task(spec)
         self.name, self.size = self.task.name, self.task.size
@@ -156,12 +151,10 @@ async def _result(future: Future[_T]) -> _T:
 
 
 def _task_specs(config: RunConfig) -> list[TaskSpec]:
-    """The tasks to train on."""
     return [TaskSpec(name, args, config.run.seed) for name, args in config.task.asked]
 
 
 def _containment(options: LearnerOptions) -> Containment:
-    """How the run's rewards are contained."""
     task, folder = options.config.task, options.folder.absolute()
     hidden = str(folder.parent if folder.name == "learner" else folder)  # the run's folder also has its workers' keys
     return Containment(task.trusted_rewards, task.readable, (hidden,), task.ray)
@@ -294,14 +287,12 @@ class Prompts:
         return candidate
 
     def exhaustion(self) -> TaskError:
-        """The error for a run whose prompts are exhausted."""
         return TaskError(
             f"data set exhausted: task {self.name} has {self.split.train_count} training prompts, which were drawn "
             f"{self.split.epochs_max} times over (task.epochs); expected prompts for every step, found no more"
         )
 
     def draw(self, cursor: int) -> Draw:
-        """Draws prompt number `cursor` of the run."""
         if self.is_driven:  # the agent decides what to ask the model
             return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
         prompt = self.tokens_of(self.instance(self.split.train_index(cursor)))
@@ -427,7 +418,6 @@ def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:
 
 
 def _sampling_of(config: RunConfig, stop_token_ids: tuple[int, ...], stops: StopStrings) -> SamplingParams:
-    """How the run's tokens are drawn, without a seed."""
     sampling = config.sampling
     piece_ids, pieces = stops.pieces_of(sampling.stop)
     return SamplingParams(
@@ -477,7 +467,6 @@ class Conversations:
         )  # fmt: skip
 
     def batch(self, step: int) -> Batch:
-        """What step `step`, counted from 0, trains on."""
         first = step * self._per_step
         return self._batch(step, (self._split.train_index(first + number) for number in range(self._per_step)))
 

@@ -103,7 +103,6 @@ class RequestPool(RolloutPool):
         self._settle()
 
     def take_busy_s(self) -> float:
-        """Seconds since the last call in which a request was under way."""
         now = monotonic()
         if self._asked or self._waiting:
             self._busy_s += now - self._busy_since
@@ -175,7 +174,7 @@ class RequestPool(RolloutPool):
         self.sampled_tokens += tokens
         if len(self.finished) < FINISHED_MAX:
             self.finished.append(whole)
-        self._watcher.on_answer(whole)
+        self._port.on_answer(whole)
         if not asked.answer.whole.done():
             asked.answer.whole.set_result(None)
         self.groups.close_family(asked.group_id, "complete")
@@ -184,7 +183,7 @@ class RequestPool(RolloutPool):
 
     def _tell_closures(self) -> None:
         for closure in self.groups.take_closures():
-            self._coordinator.close([closure.group_id], closure.reason)
+            self._port.close([closure.group_id], closure.reason)
             asked = self._asked.pop(closure.group_id, None)
             if asked is None or asked.answer.whole.done():
                 continue
@@ -234,7 +233,7 @@ class RequestPool(RolloutPool):
             draw = Draw(asked.number, asked.retry, request.token_ids, asked.sampling)
             self.groups.open(spec, draw)
             self.groups.groups[name].min_version = least
-            self._coordinator.offer([spec])
+            self._port.offer([spec])
 
     @property
     def waits_for(self) -> str:

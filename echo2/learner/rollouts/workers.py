@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, PeerId
 from echo2.learner.rollouts.groups import NOBODY, SentTokens
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 IMPOSSIBLE_MAX = 16  # too many to be an accident of a worker that also delivers
 HELD_MIN, TIMES_OTHERS, OTHERS_MIN, RECENT_MAX = 16, 8.0, 64, 4096
@@ -31,24 +32,6 @@ HEARD_S = 6.0  # much longer than any worker's report interval, so that every ro
 NEWS_S, TELL_S = 0.25, 1.0
 """Deliveries are reported every `TELL_S`; every `NEWS_S` while there are tokens of a worker that was not in the last report."""
 ROLLOUTS_MAX, WORKERS_MAX = 1 << 20, 16_384  # rollouts that are open at a time, and a fleet; the oldest are forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveryTally:
-    """One worker's deliveries. `heard_rollouts`: with tokens in the last `HEARD_S`; `admitted_rollouts`: since the last report."""
-
-    worker_id: PeerId
-    heard_rollouts: int
-    admitted_rollouts: float
-
-
-@dataclass(frozen=True, slots=True)
-class AccusedSender:
-    """`is_certain`: what the worker did cannot be an accident."""
-
-    peer_id: PeerId
-    reason: str
-    is_certain: bool
 
 
 @dataclass(slots=True)
@@ -76,7 +59,7 @@ class SenderRecords:
 
     seconds_held: float = 0.0
     completions_held: int = 0
-    accused: list[AccusedSender] = field(default_factory=list)
+    accused: list[pb.WorkerAccused] = field(default_factory=list)
     _records: dict[PeerId, SenderRecord] = field(default_factory=dict)  # the least recently touched first
     _fresh: set[tuple[PeerId, GroupId, int]] = field(default_factory=set)
     _last: dict[tuple[PeerId, GroupId, int], float] = field(default_factory=dict)  # seconds; oldest first
@@ -95,7 +78,6 @@ class SenderRecords:
         return worker in self._records and self._records[worker].is_proven
 
     def forgive(self, worker: PeerId) -> None:
-        """Resets what the worker could be accused of."""
         record = self._of(worker)
         record.impossible, record.is_accused = 0, False
         record.scored = record.held = record.held_s = 0.0
@@ -103,7 +85,6 @@ class SenderRecords:
     # ---- reports
 
     def on_tokens(self, worker: PeerId, group_id: GroupId, index: int) -> None:
-        """The worker delivered new tokens of this rollout."""
         if worker != NOBODY and len(self._fresh) < ROLLOUTS_MAX:
             self._fresh.add((worker, group_id, index))
 
@@ -127,10 +108,10 @@ class SenderRecords:
         record.impossible += 1
         if record.impossible == IMPOSSIBLE_MAX:
             reason = f"{IMPOSSIBLE_MAX} of its reports could not be true, the last: {problem}"
-            self.accused.append(AccusedSender(worker, reason, is_certain=True))
+            self.accused.append(pb.WorkerAccused(peer_id=worker, reason=reason, is_certain=True))
 
-    def take_deliveries(self, now: float) -> tuple[DeliveryTally, ...] | None:
-        """The tallies of all workers that delivered something, if a report is due at `now` (seconds), else None."""
+    def take_deliveries(self, now: float) -> list[pb.WorkerDelivered] | None:
+        """Of all workers that delivered something, if a report is due at `now` (seconds), else None."""
         is_news = any(worker not in self._reported for worker, _, _ in self._fresh)
         if now - self._reported_at < (NEWS_S if is_news else TELL_S):
             return None
@@ -145,8 +126,10 @@ class SenderRecords:
         for worker in admitted:
             self._records[worker].admitted = 0.0
         self._reported_at, self._reported = now, set(heard)
-        workers = sorted(heard.keys() | admitted.keys())
-        return tuple(DeliveryTally(worker, heard[worker], admitted.get(worker, 0.0)) for worker in workers)
+        return [
+            pb.WorkerDelivered(peer_id=each, heard_rollouts=heard[each], admitted_rollouts=admitted.get(each, 0.0))
+            for each in sorted(heard.keys() | admitted.keys())
+        ]
 
     # ---- scoring
 
@@ -178,7 +161,7 @@ class SenderRecords:
                 f"{record.held_s:.0f} s in all; others' hardly do"
             )
             if author != NOBODY:
-                self.accused.append(AccusedSender(author, reason, is_certain=False))
+                self.accused.append(pb.WorkerAccused(peer_id=author, reason=reason, is_certain=False))
 
     def _stands_out(self, worker: PeerId, record: SenderRecord) -> bool:
         if record.is_accused or record.held < HELD_MIN:

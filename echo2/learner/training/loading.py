@@ -91,7 +91,6 @@ def read_config(path: str) -> Any:
 
 
 def read_generation_config(path: str) -> Any:
-    """The generation config beside the model; None if it has none."""
     from transformers import GenerationConfig
 
     try:
@@ -184,7 +183,6 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by name; empty without safetensors files."""
     from safetensors import safe_open
 
     if (folder / INDEX).is_file():

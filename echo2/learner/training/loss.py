@@ -42,7 +42,6 @@ class Segments:
         return kept_T.new_zeros(self.rollout_count).index_add(0, self.sequence_T, kept_T)
 
     def count_R(self) -> Tensor:
-        """Number of counted tokens of each rollout, float32."""
         return self.sum_R(torch.ones_like(self.sequence_T, dtype=torch.float32))
 
     def mean_T(self, values_T: Tensor) -> Tensor:
@@ -274,8 +273,6 @@ def cross_entropy(inputs: LossInputs) -> Tensor:
 
 
 class Divisor(enum.Enum):
-    """What the sum of token losses is divided by."""
-
     TOKENS = "tokens"  # the number of tokens in the whole batch
     CONSTANT = "constant"  # the number of rollouts times the longest completion allowed
     EACH_ROLLOUT = "each rollout"  # each rollout's sum by its number of tokens, then by the number of rollouts
@@ -540,7 +537,6 @@ def minimum_variance_weights(log_ratio_R: Tensor, gradient_norm_sq_R: Tensor) ->
 
 
 def _sums(values_R: Tensor, group_R: Tensor) -> Tensor:
-    """For each rollout, the sum over its group."""
     return values_R.new_zeros(int(group_R.max()) + 1).index_add(0, group_R, values_R)[group_R]
 
 

@@ -81,7 +81,6 @@ class Policy(nn.Module):
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the replayed expert routing; None if the routers choose the experts themselves."""
         return None if self.routers is None else self.routers.shape
 
     @property
@@ -97,7 +96,6 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """The length of each row must be a multiple of this."""
         return BLOCK if self.attention is Attention.FLEX else 1
 
     def _masks(self, inputs: PackedInputs) -> Any:
@@ -290,6 +288,8 @@ class PolicyModel:
             self.hf_model.to(device)
         self.config = self.hf_model.config
         self.size = size_of(self.config)
+        self.context_tokens = self.size.context_tokens
+        self.vocabulary_size = int(self.hf_model.get_input_embeddings().weight.shape[0])
         self.policy = Policy(self.hf_model, temperature, slices_head=True, replays_routing=replays_routing)
         shard(self.policy, self.ranks, device, skeleton)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
@@ -304,7 +304,14 @@ class PolicyModel:
             )
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
-        self.is_rounded = PRECISIONS[weights_dtype] is torch.bfloat16
+        self.parameter_count = sum(int(p.numel()) for p in self.parameters)
+        # A forward pass and gradients of inputs take 2 FLOPs per parameter each, gradients of weights 2 per trained one.
+        everything = self.size.parameters + (self.parameter_count if adapter else 0)
+        self.flops_per_position = 4.0 * everything + 2.0 * self.parameter_count
+        self.published_dtype = PRECISIONS[weights_dtype]
+        kept_bytes = sum(int(tensor.nbytes) for tensor in self.kept.values())
+        self.snapshot_bytes = self.parameter_count * self.published_dtype.itemsize + kept_bytes
+        self.is_rounded = self.published_dtype is torch.bfloat16
         assert self.is_rounded or not masters_on_host, "refused by refuse_optimizer"
         self.masters_on_host = masters_on_host
         self._summed: list[Tensor | None] = [None] * len(self.parameters)
@@ -326,14 +333,6 @@ class PolicyModel:
         for room, parameter in zip(copies, self.parameters, strict=True):
             room.copy_(own_part(parameter.detach()))
         return [as_sharded(room, p, self.ranks) for room, p in zip(copies, self.parameters, strict=True)]
-
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self.hf_model.get_input_embeddings().weight.shape[0])
-
-    @property
-    def context_tokens(self) -> int:
-        return self.size.context_tokens
 
     def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
         """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well."""
@@ -416,10 +415,6 @@ class PolicyModel:
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in self.kept.items()}
         return {name: as_sharded(part, parameter, self.ranks) for name, part, parameter in rows} | kept
 
-    @property
-    def published_dtype(self) -> torch.dtype:
-        return PRECISIONS[self.weights_dtype]
-
     def layout_of(self, published_name: str) -> Tensor | None:
         """A tensor sharded over the ranks like the one published under this name; None if the name is unknown."""
         return (dict(zip(self.published_names, self.masters, strict=True)) | self.kept).get(published_name)
@@ -442,22 +437,6 @@ class PolicyModel:
         config.dtype = dtype
         config.save_pretrained(folder)
 
-    @property
-    def parameter_count(self) -> int:
-        return sum(int(p.numel()) for p in self.parameters)
-
-    @property
-    def flops_per_position(self) -> float:
-        """FLOPs of forward and backward pass: 2 per parameter for the forward pass, 2 for gradients with respect to inputs, and 2
-        per trained parameter for gradients with respect to weights."""
-        everything = self.size.parameters + (self.parameter_count if self.adapter else 0)
-        return 4.0 * everything + 2.0 * self.parameter_count
-
-    @property
-    def snapshot_bytes(self) -> int:
-        kept = sum(int(tensor.nbytes) for tensor in self.kept.values())
-        return self.parameter_count * self.published_dtype.itemsize + kept
-
     def config_json(self) -> bytes:
         """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
         more: dict[str, object] = {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else {}
@@ -473,7 +452,6 @@ class PolicyModel:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion, from the model's generation config."""
         return stop_tokens_of(self.hf_model.generation_config, self.config)
 
     def _head_can_be_sliced(self) -> bool:

@@ -50,8 +50,6 @@ class PackingLimits:
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """Lengths, in tokens, of a group's prompt and completions."""
-
     prompt: int
     completions: tuple[int, ...]
 
@@ -79,7 +77,6 @@ class MicroBatch:
 
 
 def plan_microbatches(groups: Sequence[GroupLengths], limits: PackingLimits) -> list[MicroBatch]:
-    """Lays out a batch of groups. Groups without completions are skipped."""
     longest = max((g.prompt + c for g in groups for c in g.completions), default=0)
     row_tokens = max(longest, min(limits.row_tokens, limits.token_budget))
     units = [unit for index, group in enumerate(groups) for unit in _units(index, group, row_tokens, limits)]
@@ -98,7 +95,6 @@ class AttentionCosts:
     part: float
 
     def of(self, layout: Sequence[MicroBatch], groups: Sequence[GroupLengths]) -> float:
-        """Operations of a layout, relative to one another."""
         return sum(self._of_micro(micro, groups) for micro in layout)
 
     def _of_micro(self, micro: MicroBatch, groups: Sequence[GroupLengths]) -> float:
@@ -170,8 +166,6 @@ BLOCK, BAND_BLOCKS = 128, 16
 
 
 class Attention(enum.Enum):
-    """Implementation of attention over packed rows."""
-
     DENSE = "dense"  # torch's scaled_dot_product_attention with a mask of W x W
     FLEX = "flex"  # torch's FlexAttention with a block mask; no gradient on a CPU
 
@@ -450,7 +444,6 @@ def example_lengths(examples: Sequence[Example]) -> list[GroupLengths]:
 
 
 def client_losses(loss: ClientLoss, logprobs_T: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-    """Each target's loss."""
     return _LOSSES[loss.name](loss, logprobs_T, columns)
 
 

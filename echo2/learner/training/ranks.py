@@ -46,12 +46,10 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """Ranks over which one copy of the weights is sharded."""
         return self.count // self.replicas
 
     @property
     def shard(self) -> int:
-        """Index of this rank's shard in its copy."""
         return self.rank % self.shards
 
     @property
@@ -269,7 +267,7 @@ def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
     """Raises `ConfigError` on every rank, before one loads the model, if one would train with other options, on another kind of
     device or from another model than rank 0. Of weights it compares the size and samples of each file, not every byte; of a model
     given by hub id, only that id. A collective."""
-    if found := difference(ranks.gather(dict(_facts(options)))):
+    if found := difference(ranks.gather(_facts(options))):
         raise ConfigError(found)
 
 
@@ -294,18 +292,18 @@ _TO_DO = (
 _TO_DO_MODEL = "Put the same model on every machine"
 
 
-def _facts(options: LearnerOptions) -> Iterator[tuple[str, str]]:
-    given = options.trainer
-    yield _HOST, platform.node() or "a machine without a name"
-    yield "torch", torch.__version__
-    yield "device", pick_device(local_device(given.device)).type
-    config = options.config
-    yield "run", repr((config.run.name, config.run.seed, config.learner.steps))
-    yield "temperature", repr(config.sampling.temperature)
-    for field in fields(TrainerOptions):
-        if field.name not in _NOT_COMPARED:
-            yield f"trainer's {field.name}", repr(getattr(given, field.name))
-    yield from _model_facts(given.model_path)
+def _facts(options: LearnerOptions) -> dict[str, str]:
+    given, config = options.trainer, options.config
+    compared = {field.name for field in fields(TrainerOptions)} - _NOT_COMPARED
+    return {
+        _HOST: platform.node() or "a machine without a name",
+        "torch": torch.__version__,
+        "device": pick_device(local_device(given.device)).type,
+        "run": repr((config.run.name, config.run.seed, config.learner.steps)),
+        "temperature": repr(config.sampling.temperature),
+        **{f"trainer's {name}": repr(getattr(given, name)) for name in compared},
+        **dict(_model_facts(given.model_path)),
+    }
 
 
 def _model_facts(path: str) -> Iterator[tuple[str, str]]:

@@ -88,7 +88,6 @@ class KeptVersions:
 
     @property
     def versions(self) -> list[Version]:
-        """Kept versions, ascending."""
         with self._lock:
             return list(self._order)
 
@@ -323,7 +322,6 @@ class TrainerScorer:
             self._trained = {name: own_part(p.detach()).cpu().clone() for name, p in self._parameters()}
 
     def end(self) -> None:
-        """Restores the training weights."""
         self._reader.forget()
         with torch.no_grad():
             for name, parameter in self._parameters() if self._trained else ():

@@ -80,8 +80,6 @@ class _Message:
 
 
 class _Line:
-    """Messages between this rank and one other rank of a gloo group."""
-
     def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
         self._group = group
         self._peer = peer
@@ -127,7 +125,6 @@ class HeldVersions:
                 raise LimitExceeded(f"version {version}: expected {HELD_VERSIONS_MAX} to be held, got {self._names()}")
 
     def add(self, version: Version, name: str, tensor: torch.Tensor) -> None:
-        """Adds or replaces the rows of one tensor of a version."""
         self.keep(version, {**self._held.get(version, {}), name: tensor})
 
     def of(self, version: Version) -> WeightSet:
@@ -193,7 +190,6 @@ class ShardLeader:
         self._kept = version
 
     def stop(self) -> None:
-        """Ends the other ranks' `serve`."""
         self._tell_all(_Message(_Kind.STOP), self._everyone)
 
     def _encode(
@@ -342,7 +338,6 @@ class Ahead:
             return taken
 
     def stop(self) -> None:
-        """Stops the thread after its current block."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

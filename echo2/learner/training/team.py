@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,47 +50,31 @@ class PublishedModel(Protocol):
 
     path: str
     config: Any  # transformers'
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def parameter_count(self) -> int: ...
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    @property
-    def context_tokens(self) -> int: ...
-
-    @property
-    def flops_per_position(self) -> float: ...
+    device: torch.device
+    parameter_count: int
+    vocabulary_size: int
+    context_tokens: int
+    flops_per_position: float
+    snapshot_bytes: int
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def snapshot_bytes(self) -> int: ...
-
     def config_json(self) -> bytes: ...
-
     def digest(self) -> str: ...
-
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
 
 
 class StepCounter(Protocol):
-    """`step_count`: completed steps."""
-
-    @property
-    def step_count(self) -> int: ...
+    step_count: int  # completed steps
 
 
 class TrainingSide(Protocol):
     """Makes steps, snapshots and checkpoints. `starts_from_base`: after every start, the first snapshot is the base model's.
 
-    A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows. Call all methods except the
-    coder's on the trainer's thread.
+    A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows; `hold` makes one of whole
+    weights of a published version, under the names of a snapshot. `cross_entropy`: mean negative log-probability of a batch's
+    tokens, nats. `scorer`, called once: for audits; each rank keeps its rows of `newest`, which is still held, and of later
+    versions. Call all methods except the coder's on the trainer's thread.
     """
 
     starts_from_base: bool
@@ -99,38 +82,20 @@ class TrainingSide(Protocol):
 
     @property
     def model(self) -> PublishedModel: ...
-
     @property
     def trainer(self) -> StepCounter: ...
-
     @property
     def checkpoint_bytes(self) -> int: ...
-
     def step(self, batch: Batch, is_published: bool = False) -> StepResult: ...
-
-    def cross_entropy(self, batch: Batch) -> float:
-        """Mean negative log-probability of a batch's tokens, nats."""
-        ...
-
+    def cross_entropy(self, batch: Batch) -> float: ...
     def snapshot(self) -> dict[str, Tensor]: ...
-
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]: ...
-
-    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Turns whole weights of a published version, under the names of a snapshot, into a snapshot of that version."""
-        ...
-
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint: ...
-
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None: ...
-
-    def scorer(self, versions_max: int, newest: Version) -> Scorer:
-        """Makes the scorer for audits; call it once. Each rank keeps its rows of `newest`, which is still held, and of later
-        versions."""
-        ...
-
+    def scorer(self, versions_max: int, newest: Version) -> Scorer: ...
     def stop(self) -> None: ...
 
 
@@ -193,14 +158,12 @@ class Team:
         self.coder: VersionCoder = self._shards or LocalCoder()
         self._held = HeldVersions()
         self._writing: threading.Thread | None = None
-        self._coding: threading.Thread | None = None
         self._failure: Exception | None = None
         self._scorer: TrainerScorer | None = None
         self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of masters, both moments and the published weights, over all ranks."""
         state = self.trainer.options.optimizer_state
         return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes, state)
 
@@ -240,7 +203,7 @@ class Team:
     def _rows_of(self, name: str, tensor: Tensor) -> Tensor:
         layout = self.model.layout_of(name)
         assert layout is not None, f"{name} is published"
-        return own_rows(tensor, layout, self.ranks)
+        return own_rows(tensor.view(layout.shape), layout, self.ranks)
 
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
@@ -275,12 +238,10 @@ class Team:
     # ---- other ranks
 
     def follow(self) -> None:
-        """Carries out rank 0's commands until `stop`."""
         assert self.ranks.encoders is not None, "several ranks have a group to code in"
         follower = ShardFollower(self.ranks.encoders, self._held)
-        # A daemon thread, so that it cannot keep this process alive if rank 0 dies without sending "stop".
-        self._coding = threading.Thread(target=self._attempt, args=(follower.serve,), name="sections", daemon=True)
-        self._coding.start()
+        # If rank 0 dies without sending "stop", it must not keep this process alive.
+        coding = self._begin("sections", follower.serve, is_daemon=True)
         while True:
             head, payload = self.ranks.hear()
             if self._failure is not None:
@@ -304,24 +265,23 @@ class Team:
                     for name in sorted(held):
                         whole(held[name])
                 case "hold":
-                    self._take_rows(Version(head["version"]), head["name"], payload)
+                    tensor = torch.frombuffer(bytearray(payload), dtype=self.model.published_dtype)
+                    self._held.add(Version(head["version"]), head["name"], self._rows_of(head["name"], tensor))
                 case "save":
                     self._begin_writing(self._own(head["folder"]), Version(head["version"]))
                 case "load":
-                    folder = self._own(head["folder"])
-                    checkpoint = load_shards(folder, self.trainer)
+                    checkpoint = load_shards(self._own(head["folder"]), self.trainer)
                     put_back(checkpoint, self.trainer)
                     self._held.keep(checkpoint.published_version, checkpoint.published)
                 case "stop":
                     self._written()
-                    self._coding.join()
+                    coding.join()
                     self.ranks.close()
                     return
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
 
     def _own(self, folder: str) -> Path:
-        """This rank's path of rank 0's checkpoint folder `folder`."""
         return Path(folder) if self._folder is None else self._folder / "checkpoints" / Path(folder).name
 
     def _keep_for_audits(self, version: Version) -> None:
@@ -329,6 +289,11 @@ class Team:
         if (scorer := self._scorer) is not None:
             held = self._held.of(version)
             self._keeping.submit(self._attempt, lambda: scorer.keep(version, held))
+
+    def _begin(self, name: str, work: Callable[[], object], *, is_daemon: bool = False) -> threading.Thread:
+        thread = threading.Thread(target=self._attempt, args=(work,), name=name, daemon=is_daemon)
+        thread.start()
+        return thread
 
     def _attempt(self, work: Callable[[], object]) -> None:
         """In a thread of its own: the main thread raises what fails at the next command."""
@@ -349,18 +314,10 @@ class Team:
             case _:
                 self._scorer.end()
 
-    def _take_rows(self, version: Version, name: str, payload: bytes) -> None:
-        layout = self.model.layout_of(name)
-        assert layout is not None, f"{name} is published"
-        tensor = torch.frombuffer(bytearray(payload), dtype=self.model.published_dtype).view(layout.shape)
-        self._held.add(version, name, own_rows(tensor, layout, self.ranks))
-
     def _begin_writing(self, folder: Path, version: Version) -> None:
         self._written()
         shards = {**shards_of(self.trainer), **published_shards(self._held.of(version))}
-        write = partial(write_shards, shards, folder, self.ranks)
-        self._writing = threading.Thread(target=self._attempt, args=(write,), name="checkpoint")
-        self._writing.start()
+        self._writing = self._begin("checkpoint", lambda: write_shards(shards, folder, self.ranks))
 
     def _written(self) -> None:
         if self._writing is not None:

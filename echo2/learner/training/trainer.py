@@ -355,7 +355,6 @@ class Trainer:
         )  # fmt: skip
 
     def forget_gradients(self) -> None:
-        """Begins a new gradient."""
         self.model.forget_gradients()
 
     # ---- parts of a step
@@ -392,7 +391,6 @@ class Trainer:
         return self.ranks.sum(sums_M), self.ranks.largest(ratio_max)
 
     def _advantages(self, groups: Sequence[TrainGroup], parts: Sequence[_Part]) -> Advantages:
-        """Advantages over the whole batch, however many updates it is split into."""
         if self.is_supervised:
             one_R = torch.ones(sum(len(group.rollouts) for group in groups))
             return Advantages(one_R, one_R > 0)
@@ -421,7 +419,6 @@ class Trainer:
         return minimum_variance_weights(self.ranks.sum(log_ratio_R), self.ranks.sum(norm_sq_R))
 
     def _totals(self, batch: Batch, advantages: Advantages, part: _Part) -> BatchTotals:
-        """Totals that normalise the loss of one update."""
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts][part.rollouts]
         is_trained_R = advantages.trained_R[part.rollouts].tolist()
         trained = [r for r, is_trained in zip(rollouts, is_trained_R, strict=True) if is_trained]

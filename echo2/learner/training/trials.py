@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from echo2.learner.training.packing import (
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.token_scores import TokensToScore
 
-Wish = Literal["auto", "dense", "flex"]
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 """Largest allowed difference of log-probabilities: of each token in float32; of their mean in bf16, where rounding alone moves
 single tokens of a random 8 B model by up to 0.75 nats."""
@@ -45,36 +43,23 @@ TRIAL_ROWS, TRIAL_BLOCKS = 2, 3
 _log = logging.getLogger("echo2.learner")
 
 
-def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ranks | None = None) -> Attention:
-    """Chooses an attention, switches `policy` to it and returns it. Raises `ConfigError` if `wish` is `flex` and that fails."""
-    if wish == "flex" and device.type == "cpu":
-        raise ConfigError(
-            "learner.attention: expected auto or dense on a CPU, where FlexAttention has no gradient, got flex"
-        )
+def choose_attention(policy: Policy, device: torch.device, ranks: Ranks | None = None) -> None:
+    """Switches `policy` to FlexAttention if that works on every rank's device; a CPU has no gradient of it."""
     if device.type == "cpu":
-        return policy.attention
-    if wish == "dense":
-        _add_up_in_order()
-        return policy.attention
+        return
     failure = _failure_of_flex(policy, device)
-    failed_somewhere = (ranks or Ranks()).largest(1.0 if failure else 0.0) > 0.0
-    if not failed_somewhere:
+    if (ranks or Ranks()).largest(1.0 if failure else 0.0) == 0.0:
         policy.attend_by(Attention.FLEX)
-        return Attention.FLEX
+        return
     policy.attend_by(Attention.DENSE)
-    _add_up_in_order()
-    reason = failure or "another rank could not"
-    if wish == "flex":
-        raise ConfigError(f"learner.attention: expected flex to work with this model on {device}, got: {reason}")
+    add_up_in_order()
     _log.warning(
         "attention: dense masks, slower on long rows, since FlexAttention fails with this model on %s: %s",
-        device,
-        reason,
-    )
-    return Attention.DENSE
+        device, failure or "another rank could not",
+    )  # fmt: skip
 
 
-def _add_up_in_order() -> None:
+def add_up_in_order() -> None:
     """torch's attention with a mask adds gradients up in any order on a GPU unless told otherwise, and a step that is trained again
     must have the bits that it had."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it

@@ -11,7 +11,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
+from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeCalls
 from echo2.config.run import RunConfig
 from echo2.learner.learner import Learner, LearnerDaemon, RunSummary
@@ -39,7 +40,7 @@ from echo2.trust.tls import (
     save_credentials,
     server_credentials,
 )
-from echo2.weights import ContainerDecoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
+from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeights, join_frames, parse_frame
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import Ticket, group_from_message, segment_to_message, sign_ticket, verdicts_from_message
@@ -155,9 +156,19 @@ class FollowerBroadcaster:
         return self
 
     async def publish(
-        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
+        self,
+        artifact: ArtifactId,
+        frames: Iterable[bytes],
+        fingerprint: object,
+        full_snapshot_bytes: int,
+        *,
+        is_pushed: bool,
     ) -> int:
-        data = await asyncio.to_thread(lambda: join_frames(encoding))
+        version, parent = artifact.version, artifact.parent
+        data = await asyncio.to_thread(lambda: join_frames(frames))
+        if parent is not None and not is_pushed:
+            self.kept[parent, version] = self.merged[parent, version] = data
+            return len(data)
         self.sent_bytes += len(data)
         self.versions.append((version, parent))
         self.kept[-1 if parent is None else parent, version] = data
@@ -181,13 +192,6 @@ class FollowerBroadcaster:
     def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
         data = self.kept.get((parent, version))
         return FrameReader().feed(data) if data is not None else None
-
-    async def publish_merged(
-        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
-    ) -> int:
-        data = await asyncio.to_thread(lambda: join_frames(frames))
-        self.kept[parent, version] = self.merged[parent, version] = data
-        return len(data)
 
     def listen(self) -> int:
         return 1

@@ -21,14 +21,16 @@ from echo2.base.rollout import (
     Work,
 )
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
-from echo2.learner.rollouts.evaluation import EvaluationResult, EvaluationRules, QuestionSet
+from echo2.learner.rollouts.evaluation import Evaluations as RunEvaluations
+from echo2.learner.rollouts.evaluation import QuestionSet, VersionEvaluation
 from echo2.learner.rollouts.groups import Batch, Draw, TrainGroup, evaluated_version
-from echo2.learner.rollouts.journal import History, Record, SegmentBegan
+from echo2.learner.rollouts.journal import History, began
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import TurnAnswer
 from echo2.staleness.rule import Ledger
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.task import Reward
+from echo2.wire.gen.echo2.v1.journal_pb2 import JournalRecord
 
 STOP, PROMPTS = 1, 400
 ALICE, BOB = PeerId("alice"), PeerId("bob")
@@ -57,15 +59,15 @@ class Journal:
     """In memory. `synced`: how many records no power cut can take."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[Step, Record]] = []
+        self.records: list[tuple[Step, JournalRecord]] = []
         self.synced, self.segment, self.is_full = 0, Step(0), False
 
-    def begin(self, first: SegmentBegan) -> None:
-        self.segment = first.step
+    def begin(self, first: JournalRecord) -> None:
+        self.segment = Step(first.header.step)
         self.append(first)
         self.synced = len(self.records)
 
-    def append(self, record: Record) -> None:
+    def append(self, record: JournalRecord) -> None:
         if self.is_full:
             raise DiskFull("journal: no space left")
         self.records.append((self.segment, record))
@@ -104,27 +106,36 @@ class Prompts:
 
 
 class Evaluations:
-    """Every version is due. `results`: of the ended evaluations, in order; they survive a kill, as their file does."""
+    """Every version is due. `rows`, `reasons`: of the ended evaluations with a result and without, in order; `rows` survive a kill,
+    as their file does."""
 
-    def __init__(self, rules: EvaluationRules, prompts: Prompts) -> None:
-        self.rules, self.answer = rules, prompts.answer
-        self.results: list[EvaluationResult] = []
+    at = RunEvaluations.at
+
+    def __init__(self, sets: Sequence[QuestionSet], prompts: Prompts, *, is_driven: bool) -> None:
+        self.sets, self.answer, self.patience_s, self.is_driven = tuple(sets), prompts.answer, PATIENCE_S, is_driven
+        self.questions = sum(each.questions for each in sets)
+        self.rows: list[dict[str, Any]] = []
+        self.reasons: list[str] = []
 
     @property
     def rewards(self) -> dict[int, float]:
-        return {int(result.version): result.reward for result in self.results if result.sets}
+        return {row["step"]: row["eval/reward"] for row in self.rows}
 
     def is_due(self, version: Version, is_last: bool) -> bool:
-        return bool(self.rules.questions) and version not in self.rewards
+        return bool(self.questions) and version not in self.rewards
 
     def draw(self, version: Version, number: int) -> Draw:
-        return Draw(number, 0, (5, 6), replace(GREEDY if self.rules.is_driven else SAMPLING, seed=number))
+        return Draw(number, 0, (5, 6), replace(GREEDY if self.is_driven else SAMPLING, seed=number))
 
     def write_samples(self, group: TrainGroup) -> None: ...
 
-    def record(self, result: EvaluationResult) -> Mapping[str, object] | None:
-        self.results.append(result)
-        return result.row(1.0) if result.sets else None
+    def record(self, evaluation: VersionEvaluation, reason: str = "") -> Mapping[str, object] | None:
+        row = {} if reason else evaluation.row()
+        if row:
+            self.rows.append(row)
+        else:
+            self.reasons.append(reason)
+        return row or None
 
 
 class Stage:
@@ -136,7 +147,7 @@ class Stage:
         self.rules = rules or GroupRules(2, 4, 2, 50)
         self.loop = LOOP
         self.journal, self.prompts = Journal(), Prompts(prompts)
-        self.evaluations = Evaluations(EvaluationRules(tuple(sets), PATIENCE_S, self.rules.is_driven), self.prompts)
+        self.evaluations = Evaluations(sets, self.prompts, is_driven=self.rules.is_driven)
         self.offered: dict[GroupId, GroupSpec] = {}
         self.closed: list[tuple[GroupId, str]] = []
         self.accused: list[tuple[PeerId, str, bool]] = []
@@ -145,7 +156,7 @@ class Stage:
         self.failures: list[BaseException] = []
         self.acknowledged: set[tuple[GroupId, int]] = set()
         self.checkpoint: tuple[Step, OpenGroups] = Step(0), self.new_groups()
-        self.journal.begin(SegmentBegan("run", Step(0), 0, (Version(0),)))
+        self.journal.begin(began("run", Step(0), 0, (Version(0),)))
         self.start()
 
     def new_groups(self) -> OpenGroups:
@@ -167,7 +178,7 @@ class Stage:
         groups.drop_stale()
         pool: Any = RolloutPool
         self.pool: RolloutPool = self.loop.run_until_complete(
-            self._made(pool, groups, self.journal, history, self.prompts, self.evaluations, self, self)
+            self._made(pool, groups, self.journal, history, self.prompts, self.evaluations, self)
         )
         self.pool.agents = self if self.rules.is_driven else None
         self.tell(self.pool.resume)

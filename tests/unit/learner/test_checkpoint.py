@@ -17,7 +17,8 @@ from echo2.learner.training import optimiser
 from echo2.learner.training.trainer import Trainer
 from echo2.outside import Machine, entered
 from echo2.outside.files import MachineFiles
-from tests.unit.learner.test_trainer import new_trainer, random_groups
+from tests.unit.learner.made import random_groups
+from tests.unit.learner.test_trainer import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
 

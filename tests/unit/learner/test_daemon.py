@@ -19,6 +19,7 @@ import torch
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError, TaskError, TrainingError
 from echo2.base.ids import PeerId, Version
 from echo2.base.rng import derived_seed
+from echo2.broadcast.artifact import ArtifactId
 from echo2.cli.main import main
 from echo2.learner.learner import LearnerDaemon, RunSummary
 from echo2.learner.metrics import gauge_name
@@ -29,7 +30,7 @@ from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
 from echo2.trust.identity import Identity, JoinLink, Role
 from echo2.trust.tls import Credentials
-from echo2.weights import Encoding, HostWeights, fingerprint
+from echo2.weights import HostWeights, fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.ports import choose_ports
 from tests.unit.learner.fleet import (
@@ -256,10 +257,10 @@ def killed(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed
 
     original = run.follower.publish
 
-    async def cut(version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int) -> int:
-        if version == 4 and parent is not None:
+    async def cut(artifact: ArtifactId, *rest: Any, is_pushed: bool) -> int:
+        if artifact.version == 4 and is_pushed:
             kill("cut")
-        return await original(version, parent, encoding, full_snapshot_bytes)
+        return await original(artifact, *rest, is_pushed=is_pushed)
 
     run.follower.publish = cut  # type: ignore[method-assign]
     for step in (1, 3, 5):

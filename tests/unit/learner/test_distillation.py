@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError
-from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.base.ids import Step
 from echo2.config.run import RunConfig
 from echo2.learner.options import TrainerOptions
-from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.rollouts.groups import Batch
 from echo2.learner.rollouts.prompts import check_teacher
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.trainer import Trainer
+from tests.unit.learner.made import group_of, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPTS = torch.arange(3, 35)
@@ -61,11 +61,9 @@ def sampled(trainer: Trainer, step: int) -> Batch:
 
 def batch_of(rows: list[list[int]], logprobs: list[list[float]], step: int) -> Batch:
     """A group of one rollout for each row: a prompt of one token, and what was sampled."""
-    groups = []
-    for number, (row, told) in enumerate(zip(rows, logprobs, strict=True)):
-        name, spans = GroupId(f"g{number}"), (VersionSpan(Version(step), TOKENS),)
-        rollout = Rollout(name, 0, tuple(row[1:]), tuple(told), tuple(told), spans, FinishReason.STOP)
-        groups.append(TrainGroup(GroupSpec(name, tuple(row[:1]), 1, SamplingParams(), 0), number, (rollout,), (0.5,)))
+    made = zip(rows, logprobs, strict=True)
+    rollouts = [rollout_of(row[1:], name=f"g{number}", logprobs=told) for number, (row, told) in enumerate(made)]
+    groups = [group_of(row[:1], [rollout], [0.5]) for row, rollout in zip(rows, rollouts, strict=True)]
     return Batch(Step(step), tuple(groups))
 
 

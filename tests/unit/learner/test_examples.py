@@ -14,7 +14,8 @@ from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.loss import group_advantages
 from echo2.learner.training.packing import client_losses
 from echo2.learner.training.trainer import Trainer
-from tests.unit.learner.test_trainer import PLAIN, gradient_of, new_trainer, random_groups
+from tests.unit.learner.made import random_groups
+from tests.unit.learner.test_trainer import PLAIN, gradient_of, new_trainer
 
 ADAM = AdamStep(1e-3, 0.9, 0.99, 1e-8, grad_clip=1e9)
 

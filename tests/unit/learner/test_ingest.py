@@ -12,7 +12,6 @@ import pytest
 from echo2.base.ids import GroupId, RunId, Version
 from echo2.base.rollout import SegmentVerdict, Verdict
 from echo2.learner.rollouts.ingest import STREAMS_PER_PEER_MAX, IngestService
-from echo2.learner.rollouts.journal import Finished
 from echo2.trust.identity import Identity, Role
 from echo2.trust.ports import LEARNER
 from echo2.trust.tls import bind_server, new_server, open_channel, server_credentials
@@ -81,7 +80,7 @@ def test_an_admitted_rollout_is_on_the_disk_before_the_verdict_and_the_ticket_is
         stream, report = stub.Report(), report_of(stage, worker)
         verdicts = await answered(stream, report)
         synced = (record for _, record in stage.journal.records[: stage.journal.synced])
-        kept = {record.rollout.index for record in synced if isinstance(record, Finished)}
+        kept = {record.rollout.rollout.index for record in synced if record.HasField("rollout")}
         assert {v.index for v in verdicts if v.verdict is Verdict.ADMITTED} == kept == {0, 1}
         again = ingest_pb2.RolloutReport(sequence=2, lease_id=report.ticket.lease_id, segments=report.segments[-1:])
         assert (await answered(stream, again))[0].verdict is Verdict.DUPLICATE

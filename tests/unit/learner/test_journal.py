@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,37 +14,36 @@ from hypothesis import strategies as st
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.rollouts import journal as records
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.groups import Draw, SentTokens, TurnOf
-from echo2.learner.rollouts.journal import (
-    BatchDrawn,
-    EpisodeScored,
-    Finished,
-    GroupDropped,
-    History,
-    Journal,
-    Opened,
-    Record,
-    SegmentBegan,
-    VersionPublished,
-    read_journal,
-)
+from echo2.learner.rollouts.journal import History, Journal, read_journal
 from echo2.staleness.rule import Ledger
+from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
 
+Record = pb.JournalRecord
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
 SENDERS = (SentTokens(PeerId("alice"), 1), SentTokens(PeerId("bob"), 1))
-BEGAN = SegmentBegan("run", Step(0), 0, (Version(0), Version(2)))
+BEGAN = records.began("run", Step(0), 0, (Version(0), Version(2)))
 
 
-def opened(group_id: str, cursor: int, rollouts: int = 2, retry: int = 0, prompt: int = 2) -> Opened:
+def opened(group_id: str, cursor: int, rollouts: int = 2, retry: int = 0, prompt: int = 2) -> Record:
     spec = GroupSpec(GroupId(group_id), (5,) * prompt, rollouts, SAMPLING, 0)
-    return Opened(Draw(cursor, retry, spec.prompt_token_ids, SAMPLING), spec)
+    return records.opened(Draw(cursor, retry, spec.prompt_token_ids, SAMPLING), spec)
 
 
-def finished(group_id: str, index: int = 0, senders: tuple[SentTokens, ...] = SENDERS) -> Finished:
+def finished(group_id: str, index: int = 0, senders: tuple[SentTokens, ...] = SENDERS) -> Record:
     spans = (VersionSpan(Version(3), 2),)
     rollout = Rollout(GroupId(group_id), index, (4, 1), (-0.5, -0.25), (-0.5, -0.25), spans, FinishReason.STOP)
-    return Finished(rollout, senders)
+    return records.finished(rollout, senders)
+
+
+def drawn(step: int, rewards: dict[str, tuple[float | None, ...]]) -> Record:
+    groups = [
+        pb.DrawnGroup(group_id=name, rewards=[pb.DrawnReward(value=v or 0.0, is_failed=v is None) for v in values])
+        for name, values in rewards.items()
+    ]
+    return pb.JournalRecord(batch=pb.DrawnBatch(step=step, groups=groups))
 
 
 RECORDS: list[Record] = [
@@ -54,20 +52,19 @@ RECORDS: list[Record] = [
     opened("g1", 1, retry=2),
     finished("g0", 0, ()),
     finished("g0", 1),
-    BatchDrawn(Step(7), (GroupId("g0"), GroupId("g9")), ((0.5, None), (0.0, 1.0))),
-    VersionPublished(Version(4), ""),
-    VersionPublished(Version(4), "00ff"),
-    EpisodeScored(GroupId("a1"), (0, 2), 0.5, (1,)),
-    EpisodeScored(GroupId("a1"), (), None, (3,), is_final=False),
-    GroupDropped(GroupId("g1")),
+    drawn(7, {"g0": (0.5, None), "g9": (0.0, 1.0)}),
+    records.published(Version(4)),
+    records.published(Version(4), "00ff"),
+    records.scored(GroupId("a1"), (0, 2), 0.5, (1,), is_final=True),
+    records.scored(GroupId("a1"), (), None, (3,), is_final=False),
+    records.closed(GroupId("g1")),
 ]
 
 
-def written(folder: Path, records: list[Record] = RECORDS) -> Path:
+def written(folder: Path, told: list[Record] = RECORDS) -> Path:
     journal = Journal(folder)
-    assert isinstance(records[0], SegmentBegan)
-    journal.begin(records[0])
-    for record in records[1:]:
+    journal.begin(told[0])
+    for record in told[1:]:
         journal.append(record)
     asyncio.run(journal.commit())
     journal.close()
@@ -139,7 +136,7 @@ def test_a_new_segment_begins_once_the_one_before_is_on_the_disk(
     synced: set[int] = set()
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), real(file))[1])
-    journal.begin(replace(BEGAN, step=Step(2)))
+    journal.begin(records.began("run", Step(2), 0, ()))
     journal.close()
     assert path.stat().st_ino in synced
     assert [step for step, _ in read_journal(tmp_path, Step(0))[0]] == [0] * (len(RECORDS) + 1) + [2]
@@ -197,9 +194,9 @@ def test_a_record_that_found_no_room_is_named_and_leaves_nothing_of_itself(
 # ---- what comes back
 
 
-def restored(records: list[Record], next_step: int = 0) -> tuple[OpenGroups, History]:
+def restored(told: list[Record], next_step: int = 0) -> tuple[OpenGroups, History]:
     history, groups = History(), OpenGroups(GroupRules(4, 2, 2, 100, is_driven=True), Ledger(4), Step(next_step))
-    for record in records:
+    for record in told:
         history.apply(record, Step(0))
     history.restore(groups)
     return groups, history
@@ -208,7 +205,7 @@ def restored(records: list[Record], next_step: int = 0) -> tuple[OpenGroups, His
 def test_history_holds_what_was_neither_trained_nor_dropped_and_who_sent_it() -> None:
     groups, history = restored(RECORDS)
     assert history.cursor == 2 and history.published == {0: "", 2: "", 4: "00ff"} and groups.published == [0, 2, 4]
-    assert history.drawn[Step(7)].rewards[0] == (0.5, None)
+    assert history.drawn[Step(7)] == RECORDS[5].batch
     assert list(groups.groups) == ["g0"] and groups.groups[GroupId("g0")].rollouts[1].is_finished
     assert groups.groups[GroupId("g0")].senders == {0: (), 1: SENDERS}
 
@@ -226,10 +223,10 @@ def test_of_a_problem_that_has_ended_no_call_comes_back_and_of_another_all(end: 
     kind = "x00000003-0000" if end == "evaluation over" else "a0000000"
     gone, told = problem(GroupId(f"{kind}0"), 0)
     others, told_of_others = problem(GroupId(f"{kind}1"), 1)
-    last: Record = GroupDropped(gone[0])
+    last = records.closed(gone[0])
     if end == "trained":
-        told.append(EpisodeScored(gone[0], (0, 1), 1.0))
-        last = BatchDrawn(Step(0), (gone[0],), ((1.0, 1.0),))
+        told.append(records.scored(gone[0], (0, 1), 1.0, (), is_final=True))
+        last = drawn(0, {gone[0]: (1.0, 1.0)})
     groups, _ = restored([*told, *told_of_others, last], next_step=1)
     assert list(groups.groups) == others
     assert [group.spec.group_id for group in groups.lacking] == others[2:], "of the agents' open calls"

@@ -1,10 +1,13 @@
-"""The loss: exact across micro-batches, blind off the mask, equal to textbook forms; a user's own function fits in."""
+"""The loss and its advantages: exact across micro-batches, blind off the mask, textbook forms, TRL's numbers; a user's own."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.learner.training.loss import (
+    ADVANTAGES,
     CORRECTIONS,
     LOSSES,
     SECOND_MOMENT_MAX,
@@ -21,12 +25,11 @@ from echo2.learner.training.loss import (
     LossConfig,
     LossInputs,
     PackedTokens,
-    Segments,
     correction_weights,
-    learning_rate_scale,
+    group_advantages,
     loss_metrics,
+    minimum_variance_weights,
     policy_loss,
-    score_norm_sq_proxy,
 )
 
 LENGTHS = (3, 1, 5, 2, 4, 2)
@@ -186,29 +189,7 @@ def test_m2po_leaves_out_the_fewest_tokens_that_bring_the_second_moment_under_it
         assert bool((gradient_T[mine_T & ~away_T] != 0).all())
 
 
-def test_metrics_read_the_effective_sample_and_the_entropy() -> None:
-    tokens = replace(batch(7, spread=0.0), entropy_T=torch.full((sum(LENGTHS),), 1.25))
-    result = policy_loss(tokens, LossConfig(), totals_of(tokens))
-    metrics = loss_metrics(result.sums_M, float(result.ratio_max))
-    assert metrics["ratio/ess"] == metrics["ratio/rollout_ess"] == pytest.approx(1.0)
-    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["policy/entropy"] == pytest.approx(1.25)
-
-
 # ---- what vcpo takes from the ratios
-
-
-def test_the_learning_rate_scale_is_the_root_and_has_a_floor() -> None:
-    assert learning_rate_scale(0.25) == pytest.approx(0.5)
-    assert learning_rate_scale(0.0, floor=0.1) == 0.1
-    with pytest.raises(ConfigError, match="expected 0 to 1"):
-        learning_rate_scale(math.nan)
-
-
-def test_the_score_norm_proxy_is_zero_for_sure_tokens_and_grows_with_doubt() -> None:
-    segments = Segments(torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False]), 2)
-    norm_sq_R = score_norm_sq_proxy(torch.tensor([0.0, 0.0, math.log(0.5), -9.0]), segments)
-    assert norm_sq_R.tolist() == pytest.approx([0.0, 0.25])
 
 
 # ---- a user's own function
@@ -252,12 +233,156 @@ def test_an_own_loss_that_gives_no_loss_of_each_token_is_told_what_was_expected(
             policy_loss(tokens, LossConfig(f"{__name__}:{loss}"), totals_of(tokens))
 
 
-def test_wrong_settings_are_refused_with_the_value_that_came() -> None:
-    tokens = replace(batch(1), reference_logprobs_T=None)
-    with pytest.raises(ConfigError, match="reference"):
-        policy_loss(tokens, LossConfig(kl_coefficient=0.1), totals_of(tokens))
-    for options, said in (({"clip_low": 0.0}, r"0\.0"), ({"cap": 0.0}, "cap"), ({"correction": "masked"}, "masked")):
-        with pytest.raises(ConfigError, match=said):
-            LossConfig(**options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1"):
-        BatchTotals(0, 1, 1)
+# ---- advantages: invariances of every estimator, the known closed forms, ragged and degenerate groups
+
+REWARDS = st.lists(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=6), min_size=1, max_size=5)
+ESTIMATORS = st.sampled_from(sorted(ADVANTAGES))
+
+
+def rewarded(groups: list[list[float]]) -> tuple[Tensor, Tensor]:
+    rewards = [reward for group in groups for reward in group]
+    index = [g for g, group in enumerate(groups) for _ in group]
+    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(index, dtype=torch.int64)
+
+
+def advantages(groups: list[list[float]], name: str) -> Tensor:
+    rewards_R, group_R = rewarded(groups)
+    return group_advantages(rewards_R, group_R, name, torch.ones_like(rewards_R)).values_R
+
+
+@settings(max_examples=60, deadline=None)
+@given(REWARDS, ESTIMATORS)
+def test_advantages_are_finite_and_do_not_depend_on_the_order_of_rollouts(groups: list[list[float]], name: str) -> None:
+    rewards_R, group_R = rewarded(groups)
+    weight_R = torch.linspace(0.5, 1.5, rewards_R.numel())
+    order = torch.randperm(rewards_R.numel(), generator=torch.Generator().manual_seed(1))
+    straight = group_advantages(rewards_R, group_R, name, weight_R).values_R
+    shuffled = group_advantages(rewards_R[order], group_R[order], name, weight_R[order]).values_R
+    assert bool(torch.isfinite(straight).all())
+    torch.testing.assert_close(straight[order], shuffled, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_a_group_without_contrast_and_a_lone_rollout_get_zero(name: str) -> None:
+    values = advantages([[0.3, 0.3, 0.3], [1.0], [1.0, 0.0, 0.5]], name)
+    assert values[:4].abs().max().item() < 1e-6
+    assert values[4:].abs().max().item() > 0
+
+
+def test_the_median_rollout_of_an_odd_group_is_left_out_and_of_an_even_group_none_is() -> None:
+    rewards_R, group_R = rewarded([[0.0, 1.0, 0.5], [1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 0.0]])
+    result = group_advantages(rewards_R, group_R, "mc_grpo")
+    assert result.trained_R.tolist() == [True, True, False, True, True, False, True, True, True, True]
+    assert result.values_R[~result.trained_R].tolist() == [0.0, 0.0]
+    assert result.values_R[0].item() == pytest.approx(-0.5 / (0.5 + 1e-4))
+
+
+def test_the_minimum_variance_baseline_minimises_the_variance_of_the_weighted_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards_R = torch.rand(7, generator=generator)
+    log_ratio_R = torch.randn(7, generator=generator)
+    norm_sq_R = torch.rand(7, generator=generator) + 0.1
+    weight_R = minimum_variance_weights(log_ratio_R, norm_sq_R)
+    group_R = torch.zeros(7, dtype=torch.int64)
+    centred = group_advantages(rewards_R, group_R, "vcpo", weight_R).values_R[0] * (rewards_R.std() + 1e-4)
+    chosen = rewards_R[0] - centred
+
+    def second_moment(baseline: float) -> float:
+        return float((torch.exp(2 * log_ratio_R) * norm_sq_R * (rewards_R - baseline) ** 2).sum())
+
+    assert second_moment(chosen.item()) <= min(second_moment(chosen.item() + d) for d in (-0.01, 0.01, 0.1))
+
+
+def test_minimum_variance_weights_survive_ratios_that_would_overflow() -> None:
+    weight_R = minimum_variance_weights(torch.tensor([900.0, 0.0, -900.0]), torch.ones(3))
+    assert weight_R.tolist() == [1.0, 0.0, 0.0]
+    rewards_R, group_R = rewarded([[1.0, 0.0], [1.0, 0.0]])
+    far_R = minimum_variance_weights(torch.tensor([900.0, 900.0, -900.0, -900.0]), torch.ones(4))
+    values_R = group_advantages(rewards_R, group_R, "vcpo", far_R).values_R
+    assert all(math.isfinite(value) for value in values_R.tolist())
+    with pytest.raises(ConfigError, match="vcpo: expected weights"):
+        group_advantages(rewards_R, group_R, "vcpo")
+
+
+# ---- the same batch through TRL's GRPOTrainer, whose results the fixture holds (tests/make_trl_fixtures.py made it)
+
+TOLERANCE = 1e-5
+FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures" / "trl_grpo.json").read_text())
+BATCH: dict[str, Any] = FIXTURE["batch"]
+CASES: list[dict[str, Any]] = FIXTURE["cases"]
+SETTINGS = [{k: v for k, v in case.items() if k not in ("advantages", "loss", "gradient")} for case in CASES]
+NAMES = [" ".join(f"{k}={v}" for k, v in settings.items()) for settings in SETTINGS]
+ADVANTAGE_OF_SCALE = {"group": "grpo", "none": "dr_grpo"}
+
+
+def flat(rows: list[list[float]]) -> Tensor:
+    return torch.tensor([number for row in rows for number in row], dtype=torch.float32)
+
+
+def correction_of(case: dict[str, Any]) -> str:
+    if "mode" not in case:
+        return "behaviour"
+    if case["clip_max"] >= 1e6:
+        return "decoupled"
+    return {"token_truncate": "tis_token", "sequence_truncate": "tis_sequence"}[case["mode"]]
+
+
+def config_of(case: dict[str, Any]) -> LossConfig:
+    """TRL's `epsilon_high` of cispo is the bound itself, ours is measured from 1."""
+    loss, high = case["loss_type"], case.get("epsilon_high", 0.28)
+    is_gspo = loss == "grpo" and case.get("importance_sampling_level") == "sequence"
+    return LossConfig(
+        "gspo" if is_gspo else loss,
+        clip_low=case.get("epsilon", 0.2),
+        clip_high=high - 1.0 if loss == "cispo" else high,
+        correction=correction_of(case),
+        cap=case.get("clip_max", 2.0),
+        kl_coefficient=case.get("beta", 0.0),
+    )
+
+
+def advantages_of(case: dict[str, Any]) -> Tensor:
+    rewards_R = torch.tensor(BATCH["rewards"], dtype=torch.float32)
+    group_R = torch.arange(len(rewards_R)) // BATCH["group_size"]
+    return group_advantages(rewards_R, group_R, ADVANTAGE_OF_SCALE[case.get("scale_rewards", "group")]).values_R
+
+
+def loss_and_gradient(case: dict[str, Any], advantages_R: Tensor) -> tuple[float, Tensor]:
+    lengths = torch.tensor(BATCH["lengths"])
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    mask_T = flat(BATCH["mask"]) > 0
+    current_T = flat(BATCH["current"]).requires_grad_()
+    micro_batches = case.get("accumulation", 1)
+    totals = BatchTotals(int(mask_T.sum()), len(lengths), BATCH["completion_tokens_max"])
+    # Without a correction, TRL's old policy is the ratio's anchor.
+    old = {"none": current_T.detach(), "proximal": flat(BATCH["proximal"]), "behaviour": flat(BATCH["behaviour"])}
+    anchor_T = flat(BATCH["behaviour"]) if "mode" in case else old[case["old"]]
+    size = len(lengths) // micro_batches
+    total = 0.0
+    for first in range(0, len(lengths), size):
+        part_T = (sequence_T >= first) & (sequence_T < first + size)
+        tokens = PackedTokens(
+            current_T[part_T],
+            anchor_T[part_T],
+            advantages_R[first : first + size],
+            sequence_T[part_T] - first,
+            mask_T[part_T],
+            None if case["old"] == "none" else flat(BATCH["proximal"])[part_T],
+            flat(BATCH["reference"])[part_T],
+        )
+        loss = policy_loss(tokens, config_of(case), totals).loss
+        loss.backward()
+        total += float(loss.detach())
+    assert current_T.grad is not None
+    return total, current_T.grad
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_advantages_loss_and_gradient_agree_with_trl(case: dict[str, Any]) -> None:
+    advantages_R = advantages_of(case)
+    expected_R = torch.tensor(case["advantages"])
+    torch.testing.assert_close(advantages_R, expected_R, rtol=TOLERANCE, atol=TOLERANCE)
+    loss, gradient_T = loss_and_gradient(case, advantages_R)
+    assert loss == pytest.approx(case["loss"], rel=TOLERANCE, abs=TOLERANCE)
+    expected_T = flat(case["gradient"])
+    torch.testing.assert_close(gradient_T, expected_T, rtol=0.0, atol=TOLERANCE * float(expected_T.abs().max()))

@@ -14,18 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.base.ids import Step, Version
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Checkpointing, LearnerRun, learner_memory, model_size
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
-from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import new_team
 from echo2.learner.training.ranks import Ranks
 from echo2.weights import DeltaHeader, encode_delta, fingerprint
 from tests.e2e.cluster import ROOT, environment_of
 from tests.patience import WAIT_S
+from tests.unit.learner.made import group_of, rollout_of
 
 PROMPT, COMPLETION = 32, 60
 SHAPE = {
@@ -36,19 +36,12 @@ SHAPE = {
 
 def batch_of(step: int, budget: int) -> Batch:
     """Two micro-batches, both full but for a few tokens."""
-    groups, rollout_count = [], (budget - PROMPT) // COMPLETION
-    for number in range(2):
-        group_id, logprobs = GroupId(f"g{step}-{number}"), (-9.0,) * COMPLETION
-        sampling = SamplingParams(max_new_tokens=COMPLETION)
-        spec = GroupSpec(group_id, tuple(range(PROMPT)), rollout_count, sampling, 0)
-        rollouts = [
-            Rollout(
-                group_id, index, tuple(range(index, index + COMPLETION)), logprobs, logprobs,
-                (VersionSpan(Version(0), COMPLETION),), FinishReason.STOP,
-            )
-            for index in range(rollout_count)
-        ]  # fmt: skip
-        groups.append(TrainGroup(spec, number, tuple(rollouts), tuple(float(i % 2) for i in range(rollout_count))))
+    count, told = (budget - PROMPT) // COMPLETION, [-9.0] * COMPLETION
+    groups = []
+    for name in (f"g{step}-0", f"g{step}-1"):
+        rollouts = [rollout_of(range(i, i + COMPLETION), i, name=name, logprobs=told) for i in range(count)]
+        rewards = [float(i % 2) for i in range(count)]
+        groups.append(group_of(range(PROMPT), rollouts, rewards, max_new_tokens=COMPLETION))
     return Batch(Step(step), tuple(groups))
 
 

@@ -1,17 +1,25 @@
+"""What a run keeps for people: rows, recent rollouts, its folder."""
+
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from echo2.base.errors import ConfigError, PortBusy
+from echo2.base.errors import PortBusy, StateError
+from echo2.base.ids import PeerId, Step
+from echo2.config.run import OptimizerState
+from echo2.learner import startup
 from echo2.learner.metrics import (
     JsonLines,
     PrometheusEndpoint,
@@ -22,8 +30,18 @@ from echo2.learner.metrics import (
     peak_flops_of,
     time_fields,
 )
+from echo2.learner.options import TrainerOptions
+from echo2.learner.recent import RecentRollouts, answer, plain
+from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.startup import prepare
+from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.loss import SUM_NAMES, loss_metrics
 from echo2.learner.training.trainer import StepResult
+from echo2.wire.bounds import LENGTH_SHARES_MAX, ROLLOUTS_SHOWN_MAX, TOKENS_SHOWN_MAX, TURNS_SHOWN_MAX, check
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.learner.fleet import options_for, prompts_for
+from tests.unit.learner.made import group_of, rollout_of
 
 ROW = {"step": 3, "reward/mean": 0.5, "lag/histogram": [7, 0, 2], "is_skipped": False, "note": "text"}
 
@@ -77,8 +95,6 @@ def test_prometheus_serves_the_last_row_under_the_documented_names() -> None:
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tensorboard, wandb or trackio"):
-        open_sinks(tmp_path, "run", ("graphite",))
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -141,3 +157,191 @@ def test_utilisation_of_the_device_counts_six_operations_a_parameter_and_positio
     assert time_fields(result, StepTimes(), facts)["mfu"] == pytest.approx(6e9 * 1000 / 2.0 / 989e12)
     assert "mfu" not in time_fields(result, StepTimes(), RunFacts(flops_per_position=6e9))
     assert peak_flops_of("AMD Ryzen") == 0.0
+
+
+PIECES = ["a", "\n", "\x1b[2J", "\u202e", "<b>"]
+
+
+class Letters:
+    """Tokens are PIECES, over and over."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(PIECES[token % len(PIECES)] for token in token_ids)
+
+    def batch_decode(self, lists: list[list[int]], **_: Any) -> list[str]:
+        return [self.decode(one) for one in lists]
+
+
+def group(name: str, tokens: int, count: int = 2) -> TrainGroup:
+    half, told = tokens // 2, [-0.5 * place for place in range(tokens)]
+    spans, senders = [(3, half), (4, tokens - half)], [(PeerId("w1"), half), (PeerId("w2"), tokens - half)]
+    rollouts = [rollout_of(range(tokens), i, name=name, spans=spans, logprobs=told) for i in range(count)]
+    return group_of((0, 4), rollouts, [i / 2 for i in range(count)], senders=senders, max_new_tokens=tokens)
+
+
+def shown(recent: RecentRollouts, rollout_id: str = "", offset: int = 0) -> pb.RolloutsShown:
+    found = answer(recent, Letters(), pb.RolloutsWanted(request=7, rollout_id=rollout_id, offset=offset))
+    check(found, "the learner")
+    assert found.request == 7
+    return found
+
+
+def test_the_list_is_newest_first_and_one_rollout_has_each_token_with_its_log_probability_and_version() -> None:
+    recent = RecentRollouts()
+    for step in (4, 4, 5):  # the first is trained again after a restart
+        recent.add(Batch(Step(step), (group(f"g{step}", 10),)))
+    rows = shown(recent).rollouts
+    assert [row.rollout_id for row in rows] == ["g5/1", "g5/0", "g4/1", "g4/0"]
+    first = rows[0]
+    assert (first.step, first.reward, first.token_count, first.finish_reason) == (6, 0.5, 10, "stop")
+    assert (first.oldest_version, first.newest_version, list(first.peer_ids)) == (3, 4, ["w1", "w2"])
+    one = shown(recent, "g4/0", 3)
+    assert [token.token_id for token in one.tokens] == list(range(3, 10))
+    assert [token.logprob for token in one.tokens] == [-0.5 * place for place in range(3, 10)]
+    assert [token.version for token in one.tokens] == [3, 3, 4, 4, 4, 4, 4]
+    assert [one.rollouts[0].peer_ids[token.peer] for token in one.tokens] == ["w1", "w1", "w2", "w2", "w2", "w2", "w2"]
+    assert one.prompt == "a<b>" and one.rollouts[0].turn_count == 1 and not one.turns
+    assert not shown(recent, "g9/0").rollouts, "one that is not kept is not shown"
+    assert not shown(recent, "g4/0", 10).tokens
+
+
+def test_an_episode_shows_what_the_environment_said_before_each_turn_and_no_more_turns_than_fit() -> None:
+    recent = RecentRollouts()
+    every = tuple(Insertion(2 * turn, (0, 4)) for turn in range(1, 100))
+    long = replace(group("g1", 200, count=1), insertions=(every,))
+    agent = replace(group("a1", 4, count=1), insertions=((Insertion(0, (4,)), Insertion(2, ())),))
+    recent.add(Batch(Step(1), (long, agent)))
+    assert recent["g1/0"].size == 200 + 2 + 2 * len(every)
+    begun, one = 0, shown(recent, "g1/0")
+    assert one.rollouts[0].turn_count == 100
+    seen = []
+    while begun < 200:
+        one = shown(recent, "g1/0", begun)
+        assert len(one.turns) <= TURNS_SHOWN_MAX and all(
+            begun <= turn.position < begun + len(one.tokens) for turn in one.turns
+        )
+        seen += [(turn.turn, turn.position, turn.text) for turn in one.turns]
+        begun += len(one.tokens)
+    assert seen == [(turn + 1, 2 * turn, "a<b>") for turn in range(1, 100)]
+    calls = shown(recent, "a1/0")
+    assert [(turn.turn, turn.position, turn.text) for turn in calls.turns] == [(1, 0, "<b>"), (2, 2, "")]
+
+
+def test_hostile_texts_are_shown_as_escapes_and_cut() -> None:
+    recent = RecentRollouts()
+    recent.add(Batch(Step(4), (group("g1", 2000),)))
+    one = shown(recent, "g1/0")
+    assert len(one.tokens) == TOKENS_SHOWN_MAX
+    assert [token.text for token in one.tokens[:5]] == ["a", "\n", "\\x1b[2J", "\\u202e", "<b>"]
+    assert "\x1b" not in one.rollouts[0].completion and one.rollouts[0].completion.endswith("…")
+    assert plain("x" * 5, 5) == "xxxxx" and plain("x" * 6, 5) == "xxxx…"
+
+
+def test_what_is_kept_is_bounded_by_tokens_and_a_large_step_by_a_quarter_of_them() -> None:
+    recent = RecentRollouts(tokens_max=4000)
+    for step in range(50):
+        recent.add(Batch(Step(step), tuple(group(f"g{step}-{index}", 100) for index in range(20))))
+        kept = recent.newest(10_000)
+        assert sum(one.size for one in kept) <= 4000
+        newest = [one for one in kept if one.step == step + 1]
+        assert 0 < sum(one.size for one in newest) <= 1000
+    assert len(shown(RecentRollouts(), "").rollouts) == 0
+    assert len(shown(recent).rollouts) <= ROLLOUTS_SHOWN_MAX
+    assert len({one.rollout_id.partition("-")[0] for one in kept}) >= 3, "of several steps"
+    recent.add(Batch(Step(50), (group("huge", 2000),)))
+    assert not [one for one in recent.newest(10_000) if one.rollout_id.startswith("huge")]
+
+
+def test_lengths_are_means_of_equal_shares_of_the_newest_rollouts() -> None:
+    recent = RecentRollouts()
+    recent.add(Batch(Step(1), (group("early", 50, count=LENGTH_SHARES_MAX - 1),)))
+    assert recent.lengths() == [], "too few rollouts for so many shares"
+    sizes = [10 + index % 200 for index in range(1000)]
+    recent.add(Batch(Step(2), tuple(group(f"g{index}", size, count=1) for index, size in enumerate(sizes))))
+    lengths = recent.lengths()
+    assert len(lengths) == LENGTH_SHARES_MAX and lengths == sorted(lengths)
+    assert sum(lengths) / len(lengths) == pytest.approx(sum(sizes) / len(sizes), rel=0.03)
+    assert lengths[0] < 13 and lengths[-1] > 205
+
+
+WANTED = {"seed": 0, "task": "sums", "lora": [0, 0]}
+
+
+def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check_identity(WANTED, {"model_path": "here"})
+    folder.check_identity(WANTED, {"model_path": "moved"})
+    with pytest.raises(StateError, match='expected task "sums" as when the run began, got "products"'):
+        folder.check_identity(WANTED | {"task": "products"})
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "run.json").unlink()
+    folder.check_identity({"seed": 0})
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "journal" / "segment-00000000.records").touch()
+    with pytest.raises(StateError, match=r"run\.json: expected it beside segment-00000000\.records, found none"):
+        folder.check_identity({"seed": 1})
+
+
+def test_a_run_goes_on_only_with_a_kind_of_optimiser_that_can_read_its_state(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "refuse_optimizer", lambda *_: None)  # the package for 8 bits may be missing
+    monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
+
+    def begin(run: str, optimizer_state: OptimizerState) -> None:
+        trainer, folder = (
+            TrainerOptions(str(model_path), device="cpu", optimizer_state=optimizer_state),
+            RunFolder(tmp_path / run),
+        )
+        try:
+            prepare(options_for(tmp_path / run, model_path, trainer), folder).prompts.close()
+        finally:
+            folder.release()
+
+    begin("one", "host")
+    begin("one", "float32")
+    with pytest.raises(StateError, match='expected optimizer_state "float32" as when the run began, got "8bit"'):
+        begin("one", "8bit")
+    begin("other", "8bit")
+    with pytest.raises(StateError, match='expected optimizer_state "8bit" as when the run began, got "float32"'):
+        begin("other", "host")
+
+
+def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check_identity(WANTED, {"model_path": "here"})
+    path, refused = tmp_path / "run.json", 0
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << (at % 8)
+        path.write_bytes(data)
+        try:
+            folder.check_identity(WANTED)
+        except StateError as error:
+            assert "expected the run's identity" in str(error) and "restore it from a backup" in str(error)
+            refused += 1
+        else:
+            assert json.loads(path.read_bytes())["model_path"] == "here", at
+    assert refused > 0.7 * len(whole)  # the rest is white space and the name of the checksum
+
+
+def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(model_path: Path, tmp_path: Path) -> None:
+    prompts = prompts_for(options_for(tmp_path / "run", model_path))
+    seeds = []
+    for name in ("one", "one", "other"):
+        folder = RunFolder(tmp_path / name)
+        prompts.secret = folder.secret()
+        folder.release()
+        drawn = [prompts.draw(cursor) for cursor in range(3)]
+        assert prompts.seeded(drawn[0].again()).sampling == drawn[0].sampling
+        seeds.append([draw.sampling.seed for draw in drawn])
+    assert seeds[0] == seeds[1] and len({*seeds[0], *seeds[2]}) == 6, (
+        "the same after a restart, new ones for another run"
+    )
+    secret = tmp_path / "one" / "sampling.secret"
+    assert secret.stat().st_mode & 0o077 == 0
+    secret.write_bytes(b"short")
+    with pytest.raises(StateError, match="expected 32 bytes, got 5"):
+        RunFolder(tmp_path / "one").secret()
+    prompts.close()

@@ -1,11 +1,30 @@
+"""The layout of a batch in rows, and both forms of its mask and both attentions over it."""
+
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.learner.training.packing import GroupLengths, PackingLimits, plan_microbatches
+from echo2.base.errors import ConfigError
+from echo2.learner.training import model as model_module
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.packing import (
+    BLOCK,
+    Attention,
+    GroupLengths,
+    PackingLimits,
+    UnitTree,
+    block_mask,
+    dense_mask,
+    plan_microbatches,
+)
+from echo2.learner.training.trials import choose_attention, refuse_wrong_rows, trial_inputs
+from tests.unit.learner.tiny import make_tiny_model
 
 GROUPS = st.lists(
     st.builds(GroupLengths, st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9).map(tuple)), max_size=12
@@ -37,3 +56,99 @@ def test_every_completion_has_one_place_and_budgets_hold(groups: list[GroupLengt
 def test_siblings_share_their_prompt() -> None:
     (micro,) = plan_microbatches([GroupLengths(10, (5, 5, 5, 5))], PackingLimits(1000, 100))
     assert micro.width == 30 and len(micro.rows) == 1
+
+
+# Without a compiler it says that it is slow; the compiler's own modules use what torch calls old.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+CPU = torch.device("cpu")
+VOCABULARY = 50
+
+
+def tree_of(seed: int, rows: int = 2, blocks: int = 4) -> UnitTree:
+    return trial_inputs(VOCABULARY, seed, rows, blocks * BLOCK).tree
+
+
+def seen_one_by_one(tree: UnitTree) -> torch.Tensor:
+    """By the rule in words, a pair of tokens at a time."""
+    rows, width = tree.unit_BW.shape
+    seen = torch.zeros(rows, width, width, dtype=torch.bool)
+    for b in range(rows):
+        unit, part = tree.unit_BW[b].tolist(), tree.part_BW[b].tolist()
+        for query in range(width):
+            for key in range(query + 1):
+                seen[b, query, key] = unit[query] == unit[key] and part[key] in (0, part[query])
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_dense_mask_is_the_rule(seed: int) -> None:
+    tree = tree_of(seed, rows=1, blocks=1)
+    assert torch.equal(dense_mask(tree), seen_one_by_one(tree))
+    assert bool(dense_mask(tree).any(-1).all()), "a row of a softmax is never empty"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_are_those_of_the_dense_mask_and_no_others(seed: int) -> None:
+    tree = tree_of(seed)
+    blocks = block_mask(tree)
+    dense = dense_mask(tree)
+    rows, width, _ = dense.shape
+    tiles = dense.view(rows, width // BLOCK, BLOCK, width // BLOCK, BLOCK).transpose(2, 3)
+    expected = tiles.any(-1).any(-1)
+    assert torch.equal(blocks.to_dense()[:, 0].bool(), expected)
+    assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None
+    for b in range(rows):
+        for band in range(width // BLOCK):
+            count = int(blocks.full_kv_num_blocks[b, 0, band])
+            full = set(blocks.full_kv_indices[b, 0, band, :count].tolist())
+            assert full == set(tiles[b, band].all(-1).all(-1).nonzero()[:, 0].tolist())
+
+
+def test_a_whole_model_gives_the_same_log_probabilities_by_either(model_path: Path) -> None:
+    policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
+    inputs = trial_inputs(VOCABULARY, 5)
+    with torch.no_grad():
+        expected_T, _ = policy(inputs)
+        policy.attend_by(Attention.FLEX)
+        assert policy.row_multiple == BLOCK
+        with torch.compiler.set_stance("force_eager"):
+            found_T, _ = policy(inputs)
+        policy.attend_by(Attention.DENSE)
+        again_T, _ = policy(inputs)
+    assert torch.allclose(found_T, expected_T, atol=1e-5)
+    assert torch.equal(again_T, expected_T) and policy.row_multiple == 1
+
+
+def test_where_flex_fails_the_trial_dense_goes_on_and_says_why(
+    model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CPU has no gradient of it: what a broken kernel would do on another device."""
+    policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
+    policy_inputs_stay = trial_inputs(VOCABULARY, 0)
+    for device in (CPU, torch.device("meta")):
+        assert "dense masks, slower" not in caplog.text
+        choose_attention(policy, device)
+        assert policy.attention is Attention.DENSE
+    assert "dense masks, slower" in caplog.text
+    assert torch.isfinite(policy(policy_inputs_stay)[0]).all()
+    assert all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_trained_in_rows_though_it_rounds_and_refused_if_it_ignores_their_masks(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: dtype == "bfloat16")  # as on a GPU
+    policy = PolicyModel(str(make_tiny_model(tmp_path, hidden=128, layers=8)), dtype, CPU, 1.0).policy
+    with torch.no_grad():
+        policy.hf_model.get_output_embeddings().weight.mul_(100)  # rounds a token by 0.25 nats in bf16
+    refuse_wrong_rows(policy, 200, "model m")
+    policy.hf_model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"attention_mask": None}), with_kwargs=True
+    )
+    with pytest.raises(ConfigError, match=r"model m: the learner cannot lay out its sequences in rows: .* nats"):
+        refuse_wrong_rows(policy, 200, "model m")

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import RolloutSegment, Verdict
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
 from echo2.learner.audit import Habits
-from echo2.learner.rollouts.admission import GroupRules
-from echo2.learner.rollouts.evaluation import QuestionSet
-from echo2.learner.rollouts.groups import evaluated_version, is_later_turn, root_of
-from echo2.learner.rollouts.journal import BatchDrawn, Finished, GroupDropped, Opened
-from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
-from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, SAMPLING, STOP, Stage, piece
+from echo2.learner.rollouts import workers
+from echo2.learner.rollouts.admission import (
+    GroupRules,
+    OpenGroups,
+    problem_of_end,
+    problem_of_segment,
+)
+from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet
+from echo2.learner.rollouts.groups import NOBODY, SentTokens, evaluated_version, is_later_turn, root_of
+from echo2.learner.rollouts.journal import closed, drawn
+from echo2.learner.rollouts.workers import (
+    ALONE_TIMES,
+    HEARD_S,
+    HELD_MIN,
+    IMPOSSIBLE_MAX,
+    NEWS_S,
+    SHOWN_FROM,
+    TELL_S,
+    FailureStreak,
+    SenderRecords,
+)
+from echo2.staleness.rule import Ledger
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, SAMPLING, STOP, Stage, draw, piece
 
 WORKERS = (ALICE, BOB)
 USEFUL = (Verdict.HELD, Verdict.ADMITTED)
@@ -53,13 +73,13 @@ class PoolMachine(RuleBasedStateMachine):
             if not stage.questions:
                 break
         assert not stage.questions and not stage.pool.evaluation_waits_for, stage.pool._evaluation
-        opened: set[GroupId] = set()
+        opened: set[str] = set()
         for _, record in stage.journal.records:
-            if isinstance(record, Opened):
-                assert record.spec.group_id not in opened, "a group is opened once"
-                opened.add(record.spec.group_id)
-            elif isinstance(record, GroupDropped):
-                opened.discard(record.group_id)
+            if record.HasField("opened"):
+                assert record.opened.group.group_id not in opened, "a group is opened once"
+                opened.add(record.opened.group.group_id)
+            elif record.HasField("closed"):
+                opened.discard(record.closed.group_id)
 
     @rule(
         pick=st.integers(0, 1000), index=st.integers(0, 2), last=st.sampled_from([STOP, STOP, 2, 49, 50]),
@@ -94,9 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.sent[group_id, index] = before + [sender] * (len(grown) - kept)
         synced = [record for _, record in self.stage.journal.records[: self.stage.journal.synced]]
         if verdict is Verdict.ADMITTED:
-            assert any(isinstance(r, Finished) and r.rollout.group_id == group_id for r in synced), (
-                "it is on the disk first"
-            )
+            assert any(record.rollout.rollout.group_id == group_id for record in synced), "it is on the disk first"
 
     @rule(pick=st.integers(0, 1000), again=st.integers(0, 11), turns=st.integers(1, 3))
     def finish(self, pick: int, again: int, turns: int) -> None:
@@ -175,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
         if batch is None:
             return
         synced = [record for _, record in self.stage.journal.records[: self.stage.journal.synced]]
-        assert BatchDrawn(step, *_drawn(synced, step)) in synced, "its composition is on the disk first"
+        assert drawn(batch) in synced, "its composition is on the disk first"
         assert (
             batch.step == step
             and [group.spec.group_id for group in batch.groups] == sorted(ages, key=ages.__getitem__)[:2]
@@ -300,7 +318,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Whether it belongs to an evaluation that ended, moved on, or asks the question again."""
         records = (record for _, record in self.stage.journal.records)
         return evaluated_version(group_id) is not None and (
-            GroupDropped(group_id) in records or Step(0) < self.stage.checkpoint[0]
+            closed(group_id) in records or Step(0) < self.stage.checkpoint[0]
         )
 
     @invariant()
@@ -312,15 +330,14 @@ class PoolMachine(RuleBasedStateMachine):
         for group in self.stage.answered:
             spans = {span.version for rollout in group.rollouts for span in rollout.version_spans}
             assert spans == {evaluated_version(group.spec.group_id)} == {group.spec.exact_version}
-        versions = [result.version for result in self.stage.evaluations.results if result.sets]
+        versions = [row["step"] for row in self.stage.evaluations.rows]
         assert all(first < second for first, second in pairwise(versions)), "a version has one result"
-        for result in self.stage.evaluations.results:
-            for each, asked in zip(result.sets, self.stage.evaluations.rules.sets, strict=False):
-                assert [len(samples) for samples in each.rewards] == [asked.samples] * asked.questions
-
-
-def _drawn(records: list[object], step: Step) -> tuple[object, object]:
-    return next((r.group_ids, r.rewards) for r in reversed(records) if isinstance(r, BatchDrawn) and r.step == step)
+        sets = self.stage.evaluations.sets
+        for row in self.stage.evaluations.rows:
+            assert row["eval/rollouts"] >= sum(each.questions * each.samples for each in sets)
+            assert all(
+                {f"eval/{each.name}/reward", f"eval/{each.name}/pass@{each.samples}"} <= row.keys() for each in sets
+            )
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -341,17 +358,6 @@ def test_a_full_disk_acknowledges_nothing_and_what_was_acknowledged_comes_back()
     assert stage.report(piece(second, 0, [9, STOP])) == [Verdict.ADMITTED]
 
 
-def test_a_batch_has_the_oldest_groups_and_is_on_the_disk_before_it_is_handed_out() -> None:
-    stage = Stage()
-    stage.tell(stage.pool.on_published, Version(1))
-    first, second, third, *_ = stage.offered
-    for group_id, version in ((first, 1), (second, 0), (third, 0)):
-        stage.fill(group_id, version)
-    batch = stage.next_batch()
-    assert batch is not None and [group.spec.group_id for group in batch.groups] == [second, third]
-    assert stage.journal.synced == len(stage.journal.records)
-
-
 def test_a_duplicate_is_acknowledged_once_the_first_copy_is_on_the_disk() -> None:
     """The first copy's answer may have been lost, with its worker or on the way."""
     stage = Stage()
@@ -366,17 +372,6 @@ def test_a_duplicate_is_acknowledged_once_the_first_copy_is_on_the_disk() -> Non
         await first
 
     stage.loop.run_until_complete(twice())
-
-
-def test_a_resumed_learner_has_its_open_groups_its_place_in_the_prompts_and_the_retries_that_were_due() -> None:
-    stage = Stage()
-    opened, cursor = dict(stage.offered), stage.pool.cursor
-    stage.report(piece(next(iter(opened)), 0, [9]))
-    stage.take_checkpoint()
-    stage.start(kept=0)
-    assert stage.offered == opened and stage.pool.cursor == cursor, "no group is opened twice and no prompt passed over"
-    stage.tell(stage.pool.accuse, ALICE, "planted", is_certain=True)
-    assert stage.offered == opened, "of a group without tokens from the worker nothing is dropped"
 
 
 def test_who_sends_what_no_honest_worker_sends_is_barred_and_told_to_the_coordinator() -> None:
@@ -411,3 +406,495 @@ def test_a_worker_does_not_choose_by_the_report_how_it_is_tested() -> None:
     for keeps_cache in (False, True):
         stage.pool.note_habits(worker, Habits(keeps_cache, True))
     assert stage.pool.habits_of(worker) == Habits(False, True)
+
+
+def new_groups(bound: int = 2, per_step: int = 4, per_group: int = 2, **options: Any) -> OpenGroups:
+    return OpenGroups(GroupRules(bound, per_step, per_group, vocabulary_size=50, **options), Ledger(bound))
+
+
+def filled(
+    groups: OpenGroups, cursor: int, version: int = 0, rewards: tuple[float | None, ...] = (0.0, 1.0)
+) -> GroupId:
+    """The id of a group whose rollouts came and were scored."""
+    group_id = groups.open_group(draw(cursor)).group_id
+    for index, value in enumerate(rewards):
+        assert groups.receive(piece(group_id, index, [9, STOP], version=version), 0).verdict is Verdict.ADMITTED
+        groups.reward(group_id, index, value)
+    return group_id
+
+
+def verdict(groups: OpenGroups, *of_piece: Any, attempt: int = 0, **changes: Any) -> Verdict:
+    return groups.receive(piece(*of_piece, **changes), attempt).verdict
+
+
+@given(
+    groups=st.integers(1, 64),
+    n=st.integers(1, 16),
+    bound=st.integers(0, 16),
+    planned=st.none() | st.integers(0, 10_000),
+)
+def test_the_cap_is_between_one_batch_and_as_many_as_stay_fresh(
+    groups: int, n: int, bound: int, planned: int | None
+) -> None:
+    rules = GroupRules(bound, groups * n, n, 50)
+    cap = rules.cap_groups(planned)
+    assert rules.groups_per_step <= cap <= rules.groups_per_step * (bound + 1)
+    if planned and rules.rollouts_per_step <= planned <= rules.rollouts_per_step * (bound + 1):
+        assert cap == planned // n
+    assert rules.cap_groups(None) == min(2, bound + 1) * groups, "without a plan: one sampled, one in the buffer"
+
+
+def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
+    """Else they wait for a version that comes only with the step that waits for them."""
+    groups = new_groups(per_step=2)  # one group a step
+    filled(groups, 0)
+    ids = [groups.open_group(draw(cursor)).group_id for cursor in range(1, 4)]
+    assert groups.move_up() == []
+    for index in range(2):  # the rewards of the second group fail: it is closed untrained
+        assert verdict(groups, ids[0], index, [9, STOP]) is Verdict.ADMITTED
+        groups.reward(ids[0], index, None)
+    moved = groups.move_up()
+    assert [(spec.group_id, spec.consume_step) for spec in moved] == [(ids[1], 1), (ids[2], 2)]
+    assert [group.spec.consume_step for group in groups.lacking] == [1, 2]
+    assert groups.move_up() == []
+    last = filled(groups, 4)  # what is sampled goes before what is not: the step it takes is no one else's
+    groups.close_family(ids[1], "stale")
+    assert groups.move_up() == [] and last in groups.groups
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_what_is_too_old_is_dropped_at_admission_or_out_of_the_buffer_and_its_prompt_offered_again(
+    is_buffered: bool,
+) -> None:
+    groups = new_groups(bound=1, per_step=4)
+    late = filled(groups, 0) if is_buffered else groups.open_group(draw(0)).group_id
+    groups.next_step = Step(2)
+    if is_buffered:
+        assert groups.draw_batch() is None and groups.counts.dropped_stale == 2
+    else:
+        assert verdict(groups, late, 0, [9, STOP]) is Verdict.STALE
+    (closure,) = groups.take_closures()
+    assert closure.reason == "stale" and closure.retry is not None and closure.retry.cursor == 0
+    again = groups.open_group(closure.retry)
+    assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling == draw(0).sampling
+
+
+# ---- what is not worth training on
+
+
+def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_trains_on_them() -> None:
+    groups = new_groups(per_step=2, drops_equal_rewards=True)
+    kept = [filled(groups, cursor, rewards=(1.0, 1.0)) in groups.groups for cursor in range(3)]
+    assert kept == [False, False, True]
+    assert [(closure.reason, closure.retry) for closure in groups.take_closures()] == [("no contrast", None)] * 2
+    assert groups.draw_batch() is not None
+    assert filled(groups, 3, rewards=(1.0, 1.0)) not in groups.groups, "the next step may drop again"
+
+
+# ---- what no honest worker sends
+
+SPEC = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(max_new_tokens=6, stop_token_ids=(STOP,)), 0)
+FILTERED = replace(SPEC, sampling=replace(SPEC.sampling, top_p=0.9))
+COLD = replace(SPEC, sampling=replace(SPEC.sampling, temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    ("spec", "raw", "is_refused"),
+    [
+        (SPEC, (-1.0, -2.0 - 1e-6), False),
+        (SPEC, (-1.0, -18.0), True),  # honest where it was looked at, forged where it is trained on
+        (SPEC, (-1.0, 0.0), True),
+        (FILTERED, (-1.1, -2.4), False),  # a filter makes its tokens likelier
+        (FILTERED, (-1.1, -1.9), True),
+        (COLD, (-1.4, -1.7), False),  # at another temperature only one of the two is used
+    ],
+)
+def test_the_two_numbers_of_a_token_stand_in_the_relation_that_its_sampling_says(
+    spec: GroupSpec, raw: tuple[float, ...], is_refused: bool
+) -> None:
+    segment = replace(piece("g", 0, [7, 7]), logprobs=(-1.0, -2.0), raw_logprobs=raw)
+    problem = problem_of_segment(segment, spec, 50, [Version(0)])
+    assert (problem is not None) == is_refused and "token 1" in (problem or "token 1")
+    trained = spec.sampling.trained_logprobs((-1.0,), (-2.0,))
+    assert trained == ((-1.0,) if spec is COLD else (-2.0,)), "the raw number at temperature 1"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "text"),
+    [
+        ((7,), FinishReason.LENGTH, "expected 6 tokens where it ends for its length, got 1"),
+        ((7,) * 6, FinishReason.LENGTH, None),
+        ((7,) * 7, FinishReason.LENGTH, "at most 6"),
+        ((7, 8), FinishReason.STOP, "a stop token at its end"),
+        ((7, STOP), FinishReason.STOP, None),
+        ((7, STOP, 8), FinishReason.UNFINISHED, "its first stop token"),
+        ((7, STOP, STOP), FinishReason.STOP, "its first stop token"),
+        ((7, 8), FinishReason.UNFINISHED, None),
+    ],
+)
+def test_a_rollout_ends_where_its_lease_says_and_nowhere_else(
+    tokens: tuple[int, ...], reason: FinishReason, text: str | None
+) -> None:
+    numbers = (-1.0,) * len(tokens)
+    rollout = Rollout(GroupId("g"), 0, tokens, numbers, numbers, (VersionSpan(Version(2), len(tokens)),), reason)
+    for held_tokens in range(min(3, len(tokens))):  # a stop token that was held already ends it too
+        problem = problem_of_end(rollout, held_tokens, SPEC)
+        assert (problem is None) == (text is None) and (text or "") in (problem or "")
+
+
+SETS = (QuestionSet("held_out", 3, 1), QuestionSet("hard", 2, 4))
+V0 = Version(0)
+
+
+def begun(version: int = 0, sets: tuple[QuestionSet, ...] = SETS) -> Stage:
+    stage = Stage(GroupRules(4, 4, 2, 50), sets)
+    stage.tell(stage.pool.evaluate, Version(version), False)
+    return stage
+
+
+def publish(stage: Stage, *versions: int) -> None:
+    for version in versions:
+        stage.tell(stage.pool.on_published, Version(version))
+
+
+def tick(stage: Stage, now: float) -> None:
+    stage.tell(stage.pool.tick, now)
+
+
+def versions(stage: Stage) -> set[Version | None]:
+    return {evaluated_version(group_id) for group_id in stage.questions}
+
+
+def test_it_is_answered_by_its_version_alone_and_no_batch_is_drawn_of_it() -> None:
+    stage = begun()
+    first, *_ = stage.questions
+    assert len(stage.questions) == 5
+    publish(stage, 1)
+    assert stage.report(piece(first, 0, [9, STOP], version=1)) == [Verdict.REFUSED], "a token of another version"
+    for number, group_id in enumerate(stage.questions):
+        stage.answer(group_id, float(number % 2))
+    (row,) = stage.evaluations.rows
+    assert row["eval/held_out/reward"] == pytest.approx(1 / 3) and row["eval/hard/pass@1"] == 0.5
+    assert row["eval/rollouts"] == 11 and row["eval/tokens"] == 22 and len(stage.answered) == 5
+    assert stage.next_batch() is None and not stage.questions
+    groups = stage.pool.groups
+    assert groups.ledger.histogram() == {} and groups.counts.admitted == 0 and not groups.evaluation
+    assert row["eval/hard/pass@4"] == 0.5 and row["eval/hard/exact"] == 0.5 and row["eval/reward"] == pytest.approx(0.4)
+
+
+def test_pass_at_k_is_the_unbiased_estimate() -> None:
+    stage = begun(sets=(QuestionSet("s", 2, 4),))
+    for group_id, rewards in zip(stage.questions, ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0)), strict=True):
+        stage.fill(group_id, rewards=rewards)
+    (row,) = stage.evaluations.rows
+    expected = {1: (0.25 + 0.5) / 2, 2: (0.5 + 5 / 6) / 2, 4: 1.0}
+    assert {k: row[f"eval/pass@{k}"] for k in expected} == pytest.approx(expected)
+
+
+def test_a_fleet_that_is_gone_does_not_hold_the_end_up() -> None:
+    stage = begun()
+    tick(stage, 0.0)
+    assert "0 of 5 prompts answered" in stage.pool.evaluation_waits_for
+    stage.answer(stage.questions[0])
+    for now in (PATIENCE_S - 1, 2 * PATIENCE_S - 2):
+        tick(stage, now)
+    assert not stage.evaluations.reasons
+    tick(stage, 2 * PATIENCE_S)
+    (reason,) = stage.evaluations.reasons
+    assert not stage.evaluations.rows and "no answer to the evaluation of version 0 came" in reason
+    assert not stage.pool.evaluation_waits_for and not stage.questions
+    stage.loop.run_until_complete(stage.pool.evaluations_ended())
+
+
+def test_one_that_nobody_began_moves_to_a_newer_version_at_once_and_a_begun_one_when_it_stands_still() -> None:
+    stage = begun()
+    publish(stage, 1, 2)
+    tick(stage, 0.0)
+    assert versions(stage) == {Version(2)}
+    now = 0.0
+    for version in range(3, 3 + MOVES_MAX + 1):
+        (newest,) = versions(stage)
+        assert newest is not None
+        stage.report(piece(stage.questions[0], 0, [9], version=newest))
+        publish(stage, version)
+        tick(stage, now)
+        now += PATIENCE_S
+        tick(stage, now)
+    assert not stage.evaluations.rows and len(stage.evaluations.reasons) == 1, "moved a few times, then given up"
+
+
+@pytest.mark.parametrize(("newer", "waits_s"), [(1, PATIENCE_S), (2, 0.1 * PATIENCE_S)])
+def test_a_begun_one_whose_version_the_fleet_has_left_moves_without_the_whole_patience(
+    newer: int, waits_s: float
+) -> None:
+    stage = begun(6)
+    stage.report(piece(stage.questions[0], 0, [9], version=6))
+    tick(stage, 0.0)
+    publish(stage, *range(7, 7 + newer))
+    tick(stage, waits_s - 0.1)
+    assert versions(stage) == {Version(6)}
+    tick(stage, waits_s)
+    assert versions(stage) == {Version(6 + newer)}
+
+
+@pytest.mark.parametrize("is_out_at_the_restart", [True, False])
+def test_one_that_nobody_began_does_not_wait_for_versions_after_the_last(is_out_at_the_restart: bool) -> None:
+    """The workers that come now hold the last version alone."""
+    stage = begun(6)
+    publish(stage, *([7] if is_out_at_the_restart else ()))
+    stage.take_checkpoint()
+    stage.start()
+    publish(stage, *(() if is_out_at_the_restart else [7]))
+    stage.tell(stage.pool.evaluate, Version(7), True)
+    tick(stage, 0.0)
+    tick(stage, 0.1 * PATIENCE_S - 0.1)
+    assert versions(stage) == {Version(6)}, "a worker that still holds it may come"
+    tick(stage, 0.1 * PATIENCE_S)
+    assert versions(stage) == {Version(7)}
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+@pytest.mark.parametrize("answered", [0, 3])
+def test_a_token_now_and_then_does_not_hold_it_up(is_overtaken: bool, answered: int) -> None:
+    """Once answers show how long one takes, only answers count; before the first, tokens count for a while."""
+    stage = begun(6, (QuestionSet("held_out", 100, 1),))
+    questions = stage.questions
+    tick(stage, 0.0)
+    for _ in range(answered):
+        stage.answer(questions.pop())
+    publish(stage, *((7, 8) if is_overtaken else ()))
+    now, tokens = 0.0, 0
+    while versions(stage) == {Version(6)}:
+        stage.report(piece(questions[tokens // 7], 0, [9], tokens % 7, version=6), sender=BOB)
+        now, tokens = now + 4.0, tokens + 1
+        tick(stage, now)
+    patience_s = PATIENCE_S * (0.1 if is_overtaken else 1.0) * (1 if answered else 4)
+    assert now - 8.0 <= patience_s <= now
+    assert bool(stage.evaluations.reasons) != is_overtaken, "it moves to the newest version, if there is one"
+
+
+def test_one_whose_answers_take_long_gets_longer_than_the_patience() -> None:
+    stage = begun(0, (QuestionSet("held_out", 8, 1),))
+    tick(stage, 0.0)
+    now, answer_s = 0.0, 0.9 * PATIENCE_S
+    for group_id in stage.questions[:4]:
+        stage.report(piece(group_id, 0, [9]))
+        tick(stage, now)
+        now += answer_s
+        stage.report(piece(group_id, 0, [STOP], offset=1))
+        stage.reward(1.0)
+        tick(stage, now)
+    tick(stage, now + 4 * answer_s - 1)
+    assert not stage.evaluations.reasons
+    tick(stage, now + 4 * answer_s + 1)
+    assert len(stage.evaluations.reasons) == 1
+
+
+def test_an_overtaken_one_whose_rewards_take_long_is_not_sampled_again() -> None:
+    stage = begun(6)
+    for group_id in stage.questions:
+        for index in range(stage.offered[group_id].rollout_count):
+            stage.report(piece(group_id, index, [9, STOP], version=6))
+    tick(stage, 0.0)
+    publish(stage, 7, 8)
+    tick(stage, 0.9 * PATIENCE_S)
+    assert "evaluation of version 6" in stage.pool.evaluation_waits_for
+    tick(stage, PATIENCE_S)
+    assert "evaluation of version 8" in stage.pool.evaluation_waits_for
+
+
+def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_kill() -> None:
+    stage = begun()
+    first, second, *others = stage.questions
+    stage.answer(first, 1.0, BOB)
+    stage.answer(second, 0.0, ALICE)
+    stage.tell(stage.pool.accuse, BOB, "planted", is_certain=True)
+    assert set(stage.questions) == {f"{first}r1", *others}
+    stage.start()
+    assert len(stage.prompts.due) == 1 and set(stage.questions) == {f"{first}r1", *others}, (
+        "only ALICE's is scored again"
+    )
+    stage.reward(0.0)
+    for group_id in stage.questions:
+        stage.answer(group_id, 0.0)
+    assert [*stage.evaluations.rewards.values()] == [0.0]
+
+
+def test_questions_open_at_once_are_bounded_and_all_turns_of_one_are_closed_with_it() -> None:
+    stage = begun(0, (QuestionSet("large", OPEN_MAX + 40, 1),))
+    for version in (5, 9):  # the newest of those due is next
+        stage.tell(stage.pool.evaluate, Version(version), False)
+    most, (root, *_) = 0, stage.questions
+    stage.report(piece(root, 0, [9, STOP]))
+    stage.reward(None, said=(7,))
+    (turn,) = [group_id for group_id in stage.questions if group_id.startswith(f"{root}.")]
+    stage.report(piece(turn, 0, [9, STOP]))
+    stage.reward(1.0)
+    assert not {root, turn} & set(stage.questions)
+    while versions(stage) == {Version(0)}:
+        most = max(most, len(stage.questions))
+        stage.answer(stage.questions[0])
+    assert most == OPEN_MAX and len(stage.answered) == OPEN_MAX + 40 and versions(stage) == {Version(9)}
+    assert [row["eval/tokens"] for row in stage.evaluations.rows] == [2 * (OPEN_MAX + 40) + 2]
+
+
+def test_answers_keep_their_journal_segment_until_their_evaluation_is_over() -> None:
+    """Else a restart would have lost rollouts that their workers were told are admitted, once no open group is as old."""
+    stage = begun(0, (QuestionSet("large", OPEN_MAX + 1, 1),))
+    early = stage.questions
+    train_a_step(stage)
+    for group_id in early:
+        stage.answer(group_id)
+    train_a_step(stage)
+    (late,) = stage.questions
+    stage.start(kept=0)
+    assert stage.questions == [late] and len(stage.prompts.due) == len(early)
+    for _ in early:
+        stage.reward(0.5)
+    stage.answer(late, 0.5)
+    assert [*stage.evaluations.rewards.values()] == [0.5]
+
+
+def train_a_step(stage: Stage) -> None:
+    for group_id in [name for name in stage.offered if name not in stage.questions]:
+        stage.fill(group_id)
+    while stage.next_batch() is not None:
+        stage.take_checkpoint()
+
+
+LIAR, HONEST, BOMBER = PeerId("liar"), PeerId("honest"), PeerId("bomber")
+A, B, G = PeerId("a"), PeerId("b"), GroupId("g")
+
+
+def delivered(peer_id: PeerId, heard: int, admitted: float) -> pb.WorkerDelivered:
+    return pb.WorkerDelivered(peer_id=peer_id, heard_rollouts=heard, admitted_rollouts=admitted)
+
+
+def scored(records: SenderRecords, authors: list[PeerId], times: int, *, is_held: bool) -> int | None:
+    """Of so many completions of these authors, at which they are accused; None if they are not."""
+    before = len(records.accused)
+    for number in range(times):
+        records.on_scored(authors, 2.0 if is_held else 0.01, is_held)
+        if len(records.accused) > before:
+            return number + 1
+    return None
+
+
+def test_who_sends_impossible_reports_again_and_again_is_accused_once_and_who_delivers_as_much_is_not() -> None:
+    records = SenderRecords()
+    for problem in ("got 57", "another"):
+        records.accused.clear()
+        for _ in range(IMPOSSIBLE_MAX + 5):
+            records.on_impossible(LIAR, problem)
+            records.on_impossible(HONEST, "a slip")
+            records.on_admission([SentTokens(HONEST, 2)], HONEST)
+        (accusation,) = records.accused
+        assert accusation.peer_id == LIAR and accusation.is_certain and problem in accusation.reason
+        records.forgive(LIAR)
+
+
+def test_who_blocks_scorers_far_more_often_than_others_is_accused_once_until_it_is_forgiven() -> None:
+    records = SenderRecords()
+    for number in (1, 2):
+        assert scored(records, [HONEST], 100, is_held=False) is None
+        assert scored(records, [BOMBER], 100, is_held=True) == HELD_MIN
+        assert scored(records, [BOMBER], 100, is_held=True) is None and len(records.accused) == number
+        assert "16 of its 16 recent completions held up their scorer, for 32 s in all" in records.accused[-1].reason
+        records.forgive(BOMBER)
+    assert records.completions_held == 2 * (HELD_MIN + 100) == records.seconds_held / 2
+
+
+def test_a_policy_that_blocks_scorers_by_itself_makes_nobody_guilty() -> None:
+    records = SenderRecords()
+    for _ in range(500):
+        for worker in (HONEST, BOMBER):
+            assert scored(records, [worker], 1, is_held=True) is scored(records, [worker], 3, is_held=False) is None
+    assert scored(SenderRecords(), [BOMBER], 500, is_held=True) is None, "nobody to compare it with"
+
+
+def test_a_good_past_does_not_pay_for_long() -> None:
+    records = SenderRecords()
+    scored(records, [HONEST], 20_000, is_held=False)
+    scored(records, [BOMBER], 20_000, is_held=False)
+    assert scored(records, [BOMBER], 200, is_held=True)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("partners", [1, 4])
+def test_a_shared_completion_is_charged_to_whoever_has_such_more_often(begins: bool, partners: int) -> None:
+    records = SenderRecords()
+    names = [PeerId(f"honest {number}") for number in range(partners)]
+    assert records.likeliest([BOMBER, names[0]]) == names[0], "of unknown ones the last"
+    for number in range(2 * HELD_MIN):
+        for name in names:
+            assert scored(records, [name], 10, is_held=False) is None
+        partner = names[number % partners]
+        scored(records, [BOMBER, partner] if begins else [partner, BOMBER], 1, is_held=True)
+    assert [accusation.peer_id for accusation in records.accused] == [BOMBER]
+    for order in ([BOMBER, names[0]], [names[0], BOMBER]):
+        assert records.likeliest(order) == BOMBER, "whose rewards wait"
+
+
+def test_rollouts_are_heard_of_for_some_seconds_and_each_counts_once() -> None:
+    records = SenderRecords()
+    records.on_tokens(NOBODY, G, 0)
+    assert records.take_deliveries(0.0) == [], "the first report is that nothing came"
+    for index in (0, 1, 1, 1):
+        records.on_tokens(A, G, index)
+    assert records.take_deliveries(NEWS_S - 0.01) is None
+    assert records.take_deliveries(NEWS_S) == [delivered(A, 2, 0.0)], "a worker that was silent before is news"
+    records.on_tokens(A, G, 2)
+    assert records.take_deliveries(2 * NEWS_S) is None, "more of a worker that is known is not"
+    assert records.take_deliveries(NEWS_S + TELL_S) == [delivered(A, 3, 0.0)]
+    assert records.take_deliveries(NEWS_S + HEARD_S + 0.1) == [delivered(A, 1, 0.0)]
+    assert records.take_deliveries(NEWS_S + TELL_S + HEARD_S + 0.2) == []
+
+
+def test_an_admitted_rollout_counts_for_its_workers_by_their_share_of_its_tokens() -> None:
+    records = SenderRecords()
+    records.on_admission((SentTokens(A, 30), SentTokens(B, 90), SentTokens(A, 0)), B)
+    records.on_admission((SentTokens(A, 5),), A)
+    records.on_admission((SentTokens(NOBODY, 5),), NOBODY)
+    shares = [delivered(A, 0, 1.25), delivered(B, 0, 0.75)]
+    assert records.take_deliveries(0.0) == shares
+    assert records.take_deliveries(TELL_S) == [], "reported once"
+
+
+def test_proven_is_who_had_a_rollout_admitted_and_the_last_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "WORKERS_MAX", 3)
+    records = SenderRecords()
+    records.on_tokens(PeerId("heard"), G, 0)
+    for name in ("a", "b", "c", "a", "d"):
+        records.on_admission([SentTokens(PeerId(name), 4)], PeerId(name))
+    assert [name for name in ("heard", "a", "b", "c", "d") if records.is_proven(PeerId(name))] == ["a", "c", "d"]
+
+
+# ---- failures in a row
+
+
+@pytest.mark.parametrize(("rollouts_per_step", "limit"), [(4, 64), (1000, 2000)])
+def test_a_run_ends_after_as_many_failures_as_two_steps_have_and_no_success_between(
+    rollouts_per_step: int, limit: int
+) -> None:
+    streak = FailureStreak("rewards", rollouts_per_step)
+    for number in range(limit - 1):
+        assert (streak.text == "") == (number < SHOWN_FROM)
+        assert not streak.on_failure("KeyError: 1")
+    streak.on_success()
+    texts = [streak.on_failure("TypeError: odd" if number == 3 else f"KeyError: {number}") for number in range(limit)]
+    assert not any(texts[:-1]) and texts[-1] == (
+        f"expected rewards that succeed, got {limit} rewards failed one after another, {limit - 1} of them like this: "
+        f"KeyError: {limit - 1}"
+    )
+
+
+def test_one_worker_among_several_ends_nothing_by_what_it_sends() -> None:
+    streak = FailureStreak("rewards", 4)
+    streak.on_success("honest")
+    assert not any(streak.on_failure("ValueError: junk", "bad") for _ in range(64 * ALONE_TIMES - 1))
+    streak.on_success("honest")
+    assert not any(streak.on_failure("ValueError: junk", "bad") for _ in range(64))
+    assert streak.on_failure("ValueError: junk", "honest"), "the others meet it too"
+    only = FailureStreak("rewards", 4)
+    only.on_success("only")
+    assert any(only.on_failure("ValueError: junk", "only") for _ in range(64)), "the only worker counts as all"

@@ -13,13 +13,13 @@ import torch
 
 from echo2.base.errors import FingerprintMismatch, StateError
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, VersionSpan
+from echo2.base.rollout import GroupSpec
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.publishing.publisher import LocalCoder, SeedNode
-from echo2.learner.rollouts.groups import Batch, SentTokens
-from echo2.learner.rollouts.journal import Finished, Journal, Opened, Record, read_journal
+from echo2.learner.rollouts.groups import Batch, Draw, SentTokens
+from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.ranks import Ranks
@@ -27,7 +27,9 @@ from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
+from echo2.wire.rollout import group_from_message
 from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for, rows_of
+from tests.unit.learner.made import rollout_of
 
 Killed = tuple[LearnerOptions, dict[int, str]]
 
@@ -91,7 +93,7 @@ def killed_as_it_left(model: Path, tmp_path: Path, versions: tuple[int, ...]) ->
         told = publisher.port.on_artifact
 
         def killed_here(artifact: Any) -> None:
-            if artifact.version in versions and artifact.parent is not None:
+            if artifact.version in versions and artifact.has_parent:
                 crash_image(run, tmp_path / str(artifact.version))
             told(artifact)
 
@@ -225,18 +227,17 @@ def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[Gro
     """Further groups on a killed learner's journal, of each a first rollout of its version."""
     journal = Journal(crashed.folder / "journal")
     records, newest = read_journal(journal.folder, Step(0))
-    known = [record for _, record in records if isinstance(record, Opened) and record.spec.exact_version is None]
-    cursor = 1 + max(record.draw.cursor for record in known)
+    known = [record.opened for _, record in records if record.HasField("opened")]
+    training = [each for each in known if not each.group.HasField("exact_version")]
+    cursor, sampled = 1 + max(each.cursor for each in training), group_from_message(training[-1].group)
     journal.go_on(newest)
     names = []
     for number, version in enumerate(versions):
-        draw = replace(known[-1].draw, cursor=cursor + number, retry=0)
+        draw = Draw(cursor + number, 0, sampled.prompt_token_ids, sampled.sampling)
         name = draw.group_id()
         spec = GroupSpec(name, draw.prompt_token_ids, crashed.config.learner.rollouts_per_prompt, draw.sampling, 4)
-        spans = (VersionSpan(Version(version), 2),)
-        rollout = Rollout(name, 0, (4, 1), (-4.0, -4.0), (-4.0, -4.0), spans, FinishReason.STOP)
-        told: list[Record] = [Opened(draw, spec), Finished(rollout, (SentTokens(PeerId("alice"), 2),))]
-        for record in told:
+        rollout = rollout_of((4, 1), name=name, spans=[(version, 2)], logprobs=(-4.0, -4.0))
+        for record in (opened(draw, spec), finished(rollout, (SentTokens(PeerId("alice"), 2),))):
             journal.append(record)
         names.append(name)
     journal.close()

@@ -36,7 +36,7 @@ class Door(Stage):
             self.prompts,
             self.evaluations,
         )
-        self.pool = self.loop.run_until_complete(self._made(pool, *parts, self, self))
+        self.pool = self.loop.run_until_complete(self._made(pool, *parts, self))
         self.tell(self.pool.resume)
         self.offered = {}
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from echo2.base.rollout import (
     ROUTING_KEY,
     FinishReason,
     GroupSpec,
-    Rollout,
     RolloutSegment,
     Routing,
     RoutingShape,
@@ -30,7 +28,6 @@ from echo2.base.rollout import (
     SegmentVerdict,
     Verdict,
     VersionSpan,
-    packed,
     unpacked,
 )
 from echo2.learner.options import TrainerOptions
@@ -184,15 +181,6 @@ def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
         new_trainer(path, replays_routing=True)
 
 
-@pytest.mark.parametrize("shape", [RoutingShape(1, 1, 2), RoutingShape(3, 2, 6), RoutingShape(48, 8, 128)])
-def test_what_is_packed_comes_back(shape: RoutingShape) -> None:
-    rng = np.random.default_rng(0)
-    experts = rng.integers(0, shape.experts, (17, shape.routers, shape.chosen))
-    rows = packed(experts, shape)
-    assert len(rows) == 17 * shape.row_bytes
-    assert np.array_equal(unpacked(rows, shape), experts)
-
-
 def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path: Path) -> None:
     with pytest.raises(MalformedMessage, match="experts below 6, got 7"):
         unpacked(b"\xff\xff", SHAPE)
@@ -201,18 +189,6 @@ def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path:
     assert off(trainer, group) <= 1e-4, "without noise its own router chooses what the worker's did"
     lies = [replace(r, routing=Routing(b"", b"\xff" * len(r.routing.tokens))) for r in group.rollouts]
     assert off(trainer, replace(group, rollouts=tuple(lies))) == off(trainer, without_routing(group))
-
-
-def test_a_routing_that_does_not_fit_its_tokens_is_refused() -> None:
-    def rollout(given: Routing, count: int = 3) -> Rollout:
-        spans = (VersionSpan(Version(0), count),)
-        tokens, numbers = (1,) * count, (-1.0,) * count
-        return Rollout(GroupId("g"), 0, tokens, numbers, numbers, spans, FinishReason.STOP, given)
-
-    assert rollout(Routing(b"12", b"123456")).routing
-    for wrong in (Routing(b"", b"1234"), Routing(b"12", b""), Routing(b"1", b"123456"), Routing(b"", b"1" * 9000)):
-        with pytest.raises(MalformedMessage, match="routing of rollout 0 of group g"):
-            rollout(wrong)
 
 
 def test_routing_that_is_missing_for_some_tokens_or_grows_too_long_is_dropped() -> None:

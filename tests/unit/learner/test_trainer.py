@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,8 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError, TrainingError
-from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.base.ids import Step
+from echo2.base.rollout import FinishReason
 from echo2.config.run import OptimizerState, RunConfig
 from echo2.learner.options import LearnerOptions, TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
@@ -21,12 +19,13 @@ from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.loss import LossConfig
-from echo2.learner.training.model import PolicyModel, check_dtypes, host_copies, logit_bytes, selective_contexts
-from echo2.learner.training.optimiser import clip, refuse_optimizer
+from echo2.learner.training.model import PolicyModel, check_dtypes, selective_contexts
+from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.packing import PackedInputs
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.trainer import Trainer
 from echo2.weights.precision import round_parameters
+from tests.unit.learner.made import random_groups
 
 CPU = torch.device("cpu")
 PLAIN = {"weights_dtype": "float32", "grad_clip": 1e9}
@@ -44,62 +43,12 @@ def new_trainer(path: Path, **options: object) -> Trainer:
     return Trainer(model, given, 10)
 
 
-def random_groups(seed: int, count: int = 3, temperature: float = 1.0, logprob: float = -4.2) -> tuple[TrainGroup, ...]:
-    rng = random.Random(seed)
-    groups = []
-    for number in range(count):
-        group_id = GroupId(f"g{number}")
-        prompt = tuple(rng.randrange(3, 60) for _ in range(rng.randrange(3, 12)))
-        rollouts = []
-        for index in range(4):
-            tokens = tuple(rng.randrange(3, 60) for _ in range(rng.randrange(1, 9)))
-            logprobs = tuple(logprob + 0.1 * rng.random() for _ in tokens)
-            spans = (VersionSpan(Version(0), len(tokens)),)
-            rollouts.append(Rollout(group_id, index, tokens, logprobs, logprobs, spans, FinishReason.STOP))
-        spec = GroupSpec(group_id, prompt, 4, SamplingParams(temperature=temperature, max_new_tokens=16), 0)
-        groups.append(TrainGroup(spec, number, tuple(rollouts), tuple(rng.random() for _ in rollouts)))
-    return tuple(groups)
-
-
-def test_a_gradient_is_clipped_to_the_bits_of_torchs_own_clipping() -> None:
-    draw = torch.Generator().manual_seed(0)
-    ours: list[torch.Tensor | None] = [torch.randn(40, 7, generator=draw), None, torch.randn(5, generator=draw)]
-    theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in ours if g is not None]
-    for bound in (1.0, 1e9):  # the second changes nothing
-        for parameter, gradient in zip(theirs, (g for g in ours if g is not None), strict=True):
-            parameter.grad = gradient.clone()
-        norm = clip(ours, bound)
-        assert norm == float(torch.nn.utils.clip_grad_norm_(theirs, bound)) and (norm > 1.01) == (bound == 1.0)
-        assert all(torch.equal(p.grad, g) for p, g in zip(theirs, (g for g in ours if g is not None), strict=True))
-
-
 def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -> None:
     batch = Batch(Step(0), random_groups(1))
     quick, slow = (new_trainer(model_path, emulated_step_s=least).step(batch) for least in (0.0, 0.4))
     assert sum(slow.phases_s.values()) >= 0.4
     assert slow.phases_s["emulated"] > 0.0 and "emulated" not in quick.phases_s
     assert slow.metrics == quick.metrics
-
-
-@pytest.mark.parametrize(
-    ("row_tokens", "token_budget", "temperature"),
-    [(1, 40, 1.0), (24, 4000, 1.0), (400, 4000, 0.5), (400, 40, 1.0), (0, 4000, 0.5), (0, 40, 1.0)],
-)
-def test_packed_log_probabilities_are_those_of_each_sequence_alone(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, row_tokens: int, token_budget: int, temperature: float
-) -> None:
-    monkeypatch.setattr(trainer_module, "PART_FLOPS", -1e30)  # by units, where rows have no length of their own
-    model = PolicyModel(str(model_path), "float32", CPU, temperature)
-    options = TrainerOptions(str(model_path), row_tokens=row_tokens, token_budget=token_budget)
-    groups = random_groups(1)
-    ours = Trainer(model, options, 10).logprobs(groups)
-    flat = [(group.spec.prompt_token_ids, rollout) for group in groups for rollout in group.rollouts]
-    for found, (prompt, rollout) in zip(ours, flat, strict=True):
-        ids = torch.tensor([[*prompt, *rollout.token_ids]])
-        with torch.no_grad():
-            logits = model.hf_model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-        alone = torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-        assert torch.allclose(found, alone, atol=1e-5)
 
 
 def gradient_of(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
@@ -314,14 +263,6 @@ def test_the_ratio_of_later_updates_starts_from_the_policy_before_the_batch(mode
     )
 
 
-def test_an_update_that_is_not_finite_is_told_though_the_next_one_is(model_path: Path) -> None:
-    first, second = random_groups(13, count=2)
-    broken = replace(first, rewards=(math.nan, *first.rewards[1:]))
-    trainer = new_trainer(model_path, updates_per_batch=2)
-    result = trainer.step(Batch(Step(0), (broken, second)))
-    assert result.is_skipped and result.lr == 1e-3 and trainer.nonfinite_steps == 1
-
-
 def test_the_minimum_variance_baseline_and_as_many_updates_as_groups_share_one_pass(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,22 +311,6 @@ def test_a_batch_that_was_cut_off_throughout_changes_nothing(model_path: Path) -
 
 
 # ---- what a GPU's memory decides, entered on a CPU
-
-
-def test_logits_grow_with_the_memory_that_is_free_within_bounds() -> None:
-    assert [logit_bytes(free << 30) >> 20 for free in (0, 1, 2, 8, 16, 100)] == [64, 64, 128, 512, 1024, 1024]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_copies_that_a_device_makes_by_itself_are_the_same(dtype: torch.dtype) -> None:
-    parts = [torch.randn(5, 3), torch.randn(7), torch.zeros(0, 4)]
-    plain, pinned = (host_copies(parts, dtype, pinned=is_pinned) for is_pinned in (False, True))
-    for one, other, part in zip(plain, pinned, parts, strict=True):
-        assert torch.equal(one, other) and other.dtype == dtype and torch.equal(one, part.to(dtype))
-    kept = [copy.clone() for copy in pinned]
-    for part in parts:
-        part.add_(1.0)
-    assert all(torch.equal(copy, before) for copy, before in zip(pinned, kept, strict=True))
 
 
 def test_a_layer_keeps_half_of_its_products() -> None:

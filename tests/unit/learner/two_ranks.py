@@ -16,42 +16,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from echo2.base.errors import ConfigError, DeltaFormatError, EchoError
-from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.base.errors import ConfigError, EchoError
+from echo2.base.ids import Step, Version
 from echo2.learner.audit import Habits, Passage, examine, passage_of
 from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
-from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
+from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import new_team
 from echo2.learner.training import loading
 from echo2.learner.training import model as model_module
 from echo2.learner.training import shards as sharded
 from echo2.learner.training.ranks import DistributedRanks, Ranks, own_part, ranks_of_environment
-from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
 from echo2.learner.training.team import Team
 from echo2.weights import (
-    CodecSetting,
     DeltaHeader,
     HostWeights,
-    encode_delta,
-    encode_keyframe,
     join_frames,
-    section_fingerprint,
-    table_of,
 )
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import options_for
-from tests.unit.learner.test_trainer import random_groups
-from tests.unit.weights.models import KEY, with_changes
+from tests.unit.learner.made import group_of, random_groups, rollout_of
+from tests.unit.weights.models import KEY
 
 STEPS = 2
 RANK = int(os.environ.get("RANK", "0"))
@@ -85,12 +74,8 @@ def passages() -> list[Passage]:
     """Three rollouts of version STEPS, and one over a change of versions whose engine kept its cache."""
     found = []
     for number, spans in enumerate([[(STEPS, 5)], [(STEPS, 9)], [(STEPS, 7)], [(STEPS, 4), (STEPS + 1, 4)]]):
-        count = sum(length for _, length in spans)
-        tokens = tuple(10 + (7 * number + 3 * n) % 20 for n in range(count))
-        told = tuple(VersionSpan(Version(version), length) for version, length in spans)
-        rollout = Rollout(GroupId("g"), 0, tokens, (-1.0,) * count, (-1.0,) * count, told, FinishReason.STOP)
-        spec = GroupSpec(GroupId("g"), (5, 6, 7), 1, SamplingParams(stop_token_ids=(1,)), 0)
-        group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(PeerId("w"), count),),))
+        tokens = [10 + (7 * number + 3 * n) % 20 for n in range(sum(length for _, length in spans))]
+        group = group_of((5, 6, 7), [rollout_of(tokens, spans=spans)], stop_token_ids=(1,))
         found.append(passage_of(group, 0, lambda peer: Habits(True, True)))
     return found
 
@@ -194,56 +179,6 @@ def refused(options: LearnerOptions, ranks: DistributedRanks) -> str:
     return ""
 
 
-class Tied(nn.Module):
-    """Heights that two ranks share unevenly, one that leaves the second rank nothing, and a tied head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(33, 24)
-        self.layers = nn.ModuleList(nn.Linear(24, 24 + 7 * i) for i in range(3))
-        self.scale = nn.Parameter(torch.full((1, 5), 0.5))
-        self.head = nn.Linear(24, 33, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("turns", torch.arange(9.0))
-
-
-def code_uneven_rows(group: dist.ProcessGroup) -> None:
-    """What both ranks code of their rows is what one process codes of all of them, to the byte."""
-    torch.manual_seed(3)
-    model, rng = Tied().bfloat16(), np.random.default_rng(3)
-    old = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    new = {name: with_changes(rng, tensor, 0.05, 2) for name, tensor in old.items()}
-    for version in (old, new):
-        version["head.weight"] = version["embed.weight"]
-    held = HeldVersions()
-    for number, weights in enumerate((old, new)):
-        part = Tied().bfloat16()
-        part.load_state_dict(weights)
-        for layer in part.layers:
-            fully_shard(layer)
-        held.keep(Version(number), {n: t.detach() for n, t in fully_shard(part).state_dict().items()})
-    if RANK:
-        ShardFollower(group, held).serve()
-        assert held.versions == [1], "what is forgotten on the first rank is forgotten here"
-    else:
-        leader, own = ShardLeader(group, 2), [held.of(Version(0)), held.of(Version(1))]
-        for setting in CodecSetting:
-            header = DeltaHeader(
-                Version(1), Version(0), leader.fingerprint(Version(0), own[0], KEY), None, KEY, setting, 400, 2
-            )
-            assert join_frames(leader.delta(*own, header)) == join_frames(encode_delta(old, new, header))
-        whole = DeltaHeader(Version(1), fingerprint_key=KEY, block_elements=400, shard_count=2)
-        assert join_frames(leader.keyframe(own[1], whole)) == join_frames(encode_keyframe(new, whole))
-        leader.forget_before(Version(1))
-        leader.stop()
-    columns = {"w": distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)])}
-    try:
-        section_fingerprint(columns, table_of(columns), RANK, 2, KEY)
-        raise AssertionError("columns are no rows")
-    except DeltaFormatError as error:
-        assert "tensor w: expected elements" in str(error)
-
-
 def paths(dense: Path, moe: Path, folder: Path) -> None:
     store = dist.FileStore(str(folder / "meeting"), 2)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
@@ -251,8 +186,6 @@ def paths(dense: Path, moe: Path, folder: Path) -> None:
     own = folder / "elsewhere" if RANK else folder
     told = refused(options_of("moe", dense, moe, own), ranks)
     assert told, "on every rank"
-    assert ranks.encoders is not None
-    code_uneven_rows(ranks.encoders)
     copies, loaded = DistributedRanks(2), watch_loading()
     for scenario in SCENARIOS:
         options = options_of(scenario, dense, moe, own / scenario)
