@@ -13,7 +13,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.queue import PROMPTS_MAX, ExpectedLength, may_take
+from echo2.coordinator.leases.queue import ExpectedLength, may_take
 from echo2.coordinator.leases.requests import LeaseRules
 from echo2.coordinator.leases.waits import slowest, waits
 
@@ -235,19 +235,6 @@ def test_a_length_is_guessed_from_the_prompt_else_from_all_and_claims_are_bounde
     for number in range(12):
         lengths.learn(spec(f"e{number}", prompt=3, limit=1000), 10, 1)
     assert guess(3) < 4 * 30
-    for prompt in range(PROMPTS_MAX + 10):
-        lengths.learn(spec("a", prompt=prompt), 4, 4)
-    assert len(lengths._by_prompt) == PROMPTS_MAX
-
-
-def test_of_two_continuations_the_one_with_more_to_go_is_leased_first() -> None:
-    one = book(spec("near", prompt=1, limit=1000), spec("far", prompt=2, limit=1000))
-    one.lengths.learn(spec("earlier", prompt=9, limit=1000), 4 * 500, 4)
-    for grant in ready(one, A, free=8):
-        tokens = 4 * 480 if grant.group.group_id == "near" else 4 * 10
-        one.on_progress(1.0, A, grant.lease_id, 0, tokens)
-    one.lose(2.0, A, "gone")
-    assert [grant.group.group_id for grant in ready(one, B, now=2.0)] == ["far"]
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -175,16 +175,6 @@ def test_while_the_learner_is_away_nobody_falls_silent() -> None:
     assert run.record(A).bars == 0
 
 
-def test_leases_that_are_said_to_be_finished_count_until_the_learner_has_heard_of_them() -> None:
-    run = Run(B)
-    run.offer(8)
-    (grant,) = run.asks(A)
-    run.ends(grant, EndReason.FINISHED)
-    assert run.asks(A) == []
-    run.tell(run.one.request, A, ALL, Version(0))
-    assert grants(run.hears((A, 4, 4.0))), "and once it has, it goes on at once"
-
-
 def test_a_proven_worker_that_falls_silent_is_given_as_long_as_a_lease_and_then_begins_anew() -> None:
     run = Run(B)
     run.hears((A, 40, 40.0))

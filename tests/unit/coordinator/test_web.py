@@ -8,7 +8,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,18 +17,13 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Member, OperatorSetting
-from echo2.coordinator.learner import RolloutQuestions
 from echo2.coordinator.web.page import (
     METRICS,
     ROWS_AT_ONCE,
-    STREAMS_MAX,
-    STREAMS_PER_CLIENT,
     WORKER_METRICS,
-    OpenStreams,
     Web,
     WebGuard,
 )
@@ -182,19 +177,6 @@ async def test_a_large_fleet_is_shown_whole_and_no_look_at_it_holds_up_the_loop(
         turning.cancel()
         assert whole.keys() == json.loads(first[6:])["workers"].keys() == daemon.hub.membership.members.keys()
     assert max(rows_of_turn.values()) <= ROWS_AT_ONCE
-
-
-def test_a_client_with_many_streams_loses_its_oldest_and_nobody_else_one() -> None:
-    streams, ended = OpenStreams(), []
-    with ExitStack() as stack:
-        for client in ["viewer", *["program"] * 3 * STREAMS_PER_CLIENT]:
-            ended.append((client, stack.enter_context(streams.opened(client))))
-        lost = [client for client, event in ended if event.is_set()]
-        assert lost == ["program"] * 2 * STREAMS_PER_CLIENT
-        for number in range(STREAMS_MAX):
-            ended.append((f"other {number}", stack.enter_context(streams.opened(f"other {number}"))))
-        assert sum(not event.is_set() for _, event in ended) == STREAMS_MAX
-        assert not ended[-1][1].is_set()
 
 
 async def test_off_loopback_the_page_takes_the_token() -> None:
@@ -401,30 +383,20 @@ async def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_pa
             assert (await web.get(f"/api/rollout?{query}")).status_code == 400
 
 
-async def test_questions_that_the_learner_leaves_open_are_bounded_and_an_answer_makes_room() -> None:
-    sent: list[pb.LearnerOrder] = []
-    desk = RolloutQuestions(lambda order: bool(sent.append(order)) or True)
-    asking = [asyncio.create_task(desk.tokens("g1/0", at)) for at in range(8)]
-    await asyncio.sleep(0)
-    with pytest.raises(LimitExceeded, match="at most 8 questions"):
-        await desk.tokens("g1/0", 8)
-    assert len(sent) == 8, "the learner is not asked what is refused"
-    desk.on_answer(pb.RolloutsShown(request=sent[0].wanted.request))
-    await asking[0]
-    asking.append(asyncio.create_task(desk.tokens("g1/0", 9)))
-    await asyncio.sleep(0)
-    assert len(sent) == 9
-    for one in asking:
-        one.cancel()
-    await asyncio.gather(*asking, return_exceptions=True)
-
-
-async def test_who_asks_for_rollouts_while_the_coordinator_stops_is_told_so(tmp_path: Path) -> None:
+async def test_questions_for_rollouts_are_bounded_and_who_waits_while_the_coordinator_stops_is_told_so(
+    tmp_path: Path,
+) -> None:
     async with page(tmp_path) as (daemon, web):
         learner = await Node.join(daemon, Role.LEARNER)
         await learner.hello(step_limit=9)
-        asked = asyncio.create_task(web.get("/api/rollouts"))
-        await learner.until("wanted")
+        asked = [asyncio.create_task(web.get(f"/api/rollout?id=g1/{number}")) for number in range(8)]
+        wanted = [await learner.until("wanted") for _ in asked]
+        assert "at most 8 questions" in (await web.get("/api/rollout?id=g1/8")).json()["error"]
+        await learner.say(shown=pb.RolloutsShown(request=wanted[0].request))
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        asked.append(asyncio.create_task(web.get("/api/rollout?id=g1/9")))
+        await learner.until("wanted")  # an answer makes room
         daemon.stop()
-        assert "the coordinator is stopping" in (await asked).json()["error"]
+        errors = [(await one).json()["error"] for one in asked]
+        assert sum("the coordinator is stopping" in error for error in errors) == 8
         await learner.close()

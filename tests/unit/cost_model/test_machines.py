@@ -74,13 +74,6 @@ def test_rates_follow_sequences_experts_and_gpus() -> None:
     assert train_s_prior(H100, 4, 8.0, 1e6) == pytest.approx(0.1 + 48e15 / (4 * 990e12 * 0.35))
 
 
-def test_prefill_takes_as_long_as_its_products_and_attention() -> None:
-    short, long = (Roofline(H100, SIZE).prefill_tokens_per_s(tokens) for tokens in (0.0, 16_384.0))
-    # Of each pair of a token and one before it 4 FLOP a value of the queries, in each layer; half of the pairs are there.
-    attended_s = 4 * SIZE.layer_count * SIZE.query_width * 16_384 / 2 / (DECODE_FLOPS_SHARE * H100.train_tflops * 1e12)
-    assert 1 / long - 1 / short == pytest.approx(attended_s)
-
-
 def asked(*, recomputes: bool) -> PlanQuestion:
     """Two RTX3090, a card with much bandwidth for its arithmetic."""
     found = question()

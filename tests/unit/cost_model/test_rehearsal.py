@@ -71,16 +71,6 @@ def test_quantiles_of_the_run_replace_the_log_normal_and_a_tail_at_the_cut_says_
     assert np.count_nonzero(lengths < 0.5) > 0.2 * len(lengths)
 
 
-def test_a_groups_time_in_flight_grows_with_its_size_and_so_does_the_cap() -> None:
-    caps = []
-    for group in (1, 16, 64):
-        told = learner(rollouts_per_step=1024, rollouts_per_group=group, train_s=64.0)
-        workers = tuple(worker(f"w{i}", 4.0, rollout_s_tail=75.0, rollout_s_max=240.0) for i in range(8))
-        fleet = FleetModel.of(snapshot(workers, learner=told), PlanConfig(6))
-        caps.append(fleet.evaluate(2, fleet.is_available).in_flight_cap(group))
-    assert caps[0] < caps[1] < caps[2] <= 1024 * 7
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_pinned_worker_that_is_late_leaves_the_others_pace_as_it_is(seed: int) -> None:
     workers = random_workers(6, seed)

@@ -33,7 +33,6 @@ from echo2.cost_model.sizing import (
     cpu_fit,
     gpu_fit,
     model_size,
-    size_by_billions,
 )
 from echo2.learner.training.loading import config_json_of, size_of
 from echo2.worker.engines.making import fit_engine
@@ -191,18 +190,10 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 
 def test_only_divisors_of_the_heads_come_into_question() -> None:
-    size = ModelSize(10 * GIB, 1, 1, head_count=12, kv_head_count=4)
-    assert gpu_fit(size, [8 * GIB] * 4, RunLengths(1)).tensor_parallel == 4, "three do not divide four key-value heads"
-    with pytest.raises(ConfigError, match="at least one GPU"):
-        gpu_fit(size, [], RUN)
-
-
-def test_an_unknown_model_is_sized_by_the_nearest_known_one() -> None:
-    models = built_in_models()
-    assert size_by_billions(models, 4.0).kv_values_per_token == models["qwen3-4b"].kv_values_per_token
-    large = size_by_billions(models, 70.0)
-    assert large.parameters == 70_000_000_000
-    assert large.kv_values_per_token == int(models["qwen3-32b"].kv_values_per_token * (70 / 32.762123264) ** 0.5)
+    size = ModelSize(10 * GIB, 1, 1, head_count=12, kv_head_count=3)
+    assert gpu_fit(size, [24 * GIB] * 4, RunLengths(1)).tensor_parallel == 1
+    with pytest.raises(ResourceError, match="in equal parts of 12 heads"):
+        gpu_fit(size, [8 * GIB] * 4, RunLengths(1))
 
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("math-*.toml"))
