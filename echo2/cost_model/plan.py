@@ -70,8 +70,7 @@ class Plan:
     """The pool, the publication period, the cap on rollouts in flight, and the reasons.
 
     pool: worker IDs, sorted. activate, drain: the changes relative to the workers that are active now.
-    in_flight_cap_rollouts: most rollouts that may be offered and not yet trained on. utilisation_spread: standard deviation of the
-    utilisation over time, as machines are lost and replaced. broadcast_s: T_bcast, including encode and apply; transfer_s: the part
+    in_flight_cap_rollouts: most rollouts that may be offered and not yet trained on. broadcast_s: T_bcast, including encode and apply; transfer_s: the part
     of it that occupies the links.
     over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s: since when the pool has been slightly
     short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic. usd_to_finish: what the
@@ -96,7 +95,6 @@ class Plan:
     over_provisioned_since_s: float | None = None
     short_since_s: float | None = None
     egress_usd_per_hour: float = 0.0
-    utilisation_spread: float = 0.0
     usd_to_finish: float = 0.0
 
     @property
@@ -161,7 +159,6 @@ def plan_of(
         reason=_reason(found, config, binding, len(pool), is_feasible, why),
         egress_usd_per_hour=learner.sent_gib_per_hour(found.kappa)
         * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(found.chosen).tolist()),
-        utilisation_spread=found.spread,
         usd_to_finish=usd_to_finish(snapshot, found),
         over_provisioned_since_s=over_provisioned_since_s,
         short_since_s=short_since_s,

@@ -207,7 +207,6 @@ class FleetModel:
     uplink: Floats
     downlink: Floats
     latency_s: Floats
-    mean_s: Floats
     group_s: Floats
     swap_s: Floats
     slots: Counts
@@ -248,7 +247,7 @@ class FleetModel:
             snapshot, config, lengths,
             rate=full * (1.0 - away), away=away, away_s=np.maximum(away_s, 1e-9), price=table[1],
             egress=table[11], uplink=table[2], downlink=table[3],
-            latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
+            latency_s=table[4] + learner.encode_s + learner.link.rtt_s,
             group_s=mean_s * (longest_of(lengths, group) + turns) + reward_s, swap_s=table[7], slots=slots,
             is_available=is_available,
             is_must=np.array([worker.is_pinned for worker in workers]) & is_available,
@@ -367,7 +366,7 @@ class Period:
     price: Floats
 
 
-# Online estimates from telemetry, robust against outliers, with their uncertainty.
+# Online estimates from telemetry, robust against outliers.
 #
 # Each estimator keeps a bounded window and uses the median and the median absolute deviation (MAD) as centre and spread,
 # so one frozen machine or one wrong clock does not move the estimate. `CHANGE_OBSERVATIONS` in a row far on one side are a change,
@@ -378,19 +377,8 @@ MAD_TO_SIGMA = 1.4826  # of a normal distribution
 CHANGE_OBSERVATIONS, CHANGE_SIGMAS, CHANGE_SHARE = 3, 4.0, 0.15
 """So many observations in a row, further from the median than so many standard deviations and than this share of it: one outlier is
 none, two are rare, three by chance happen once in 30,000 observations."""
-MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for a normal distribution
-FIRST_SPREAD = 0.5  # of a single observation, which is good to a factor of 1.5
 DELTA_GROWTH_PRIOR = 0.75  # measured: bytes of a delta grow so with the steps it spans
 DELTA_PERIODS_MAX = 64  # kappa is at most S, which is at most 64
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """`value` plus or minus `error` (one standard error of the centre), of `count` observations."""
-
-    value: float
-    error: float
-    count: int
 
 
 @dataclass(slots=True)
@@ -418,19 +406,9 @@ class RobustEstimator:
         far = max(CHANGE_SIGMAS * spread, CHANGE_SHARE * abs(centre))
         return all(value > centre + far for value in newest) or all(value < centre - far for value in newest)
 
-    def estimate(self) -> Estimate | None:
-        """The current estimate; None before the first observation."""
-        if not self.seen:
-            return None
-        centre, count = statistics.median(self.seen), len(self.seen)
-        spread = MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in self.seen)
-        if count == 1:
-            spread = FIRST_SPREAD * centre
-        return Estimate(centre, MEDIAN_EFFICIENCY * spread / math.sqrt(count), count)
-
     def value_or(self, default: float) -> float:
-        found = self.estimate()
-        return default if found is None else found.value
+        """The median, or `default` before the first observation."""
+        return statistics.median(self.seen) if self.seen else default
 
 
 @dataclass(slots=True)

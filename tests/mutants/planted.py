@@ -179,7 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "        if grant.is_renewal and lease_id not in self._leases.lease_ids:", "        if False:",
            (_UNIT + "worker/test_reports.py",)),
     Mutant("a worker's last life's wish outlives it", "coordinator/leases/book.py",
-           "        self.requests.on_reconnect(worker_id)\n        for lease_id in sorted(self._of_worker",
+           "        self.requests.wanting.pop(worker_id, None)  # which it has to make anew\n        for lease_id in sorted(self._of_worker",
            "        for lease_id in sorted(self._of_worker", (_UNIT + "coordinator/test_lease_book.py",)),
     Mutant("a worker whose reports are all refused is never accused", "learner/rollouts/workers.py",
            "record.impossible == IMPOSSIBLE_MAX:", "record.impossible == -1:", (_UNIT + "learner/test_pool.py",)),

@@ -22,7 +22,7 @@ from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.record import WorkerRecord, WorkerRecords
-from echo2.cost_model.relations import Estimate, RobustEstimator
+from echo2.cost_model.relations import RobustEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 TRIAL_S = 60.0  # long enough for a first rollout of a few thousand tokens
@@ -93,7 +93,7 @@ class WorkerMeasures:
     """Measurements of one worker. Membership starts a new object when the worker comes back with other hardware or settings."""
 
     _estimators: dict[str, RobustEstimator] = field(default_factory=dict)
-    _estimates: dict[str, Estimate | None] = field(default_factory=dict)
+    _values: dict[str, float] = field(default_factory=dict)
 
     def observe(self, beat: pb.Heartbeat) -> None:
         """Adds the heartbeat's values; a 0 means not known yet and is skipped."""
@@ -103,16 +103,11 @@ class WorkerMeasures:
                     estimator = self._estimators.get(name) or RobustEstimator(name, window=WINDOW)
                     self._estimators[name] = estimator
                     estimator.observe(value)
-                    self._estimates[name] = estimator.estimate()
+                    self._values[name] = estimator.value_or(value)
 
     def value(self, name: str) -> float:
         """The estimate of a quantity in `OF_BEAT` or `OF_LINK`; 0 if it was not measured."""
-        estimate = self._estimates.get(name)
-        return estimate.value if estimate is not None else 0.0
-
-    def estimate(self, name: str) -> Estimate | None:
-        """The estimate with its uncertainty; None if it was not measured."""
-        return self._estimates.get(name)
+        return self._values.get(name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

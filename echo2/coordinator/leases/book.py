@@ -205,7 +205,7 @@ class LeaseBook:
     @_from_outside
     def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
         """A worker's session began. `held`: the leases that it still holds."""
-        self.requests.on_reconnect(worker_id)
+        self.requests.wanting.pop(worker_id, None)  # which it has to make anew
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
             yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
@@ -223,7 +223,7 @@ class LeaseBook:
     @_from_outside
     def allow(self, now: float, worker_id: PeerId, is_allowed: bool) -> Iterator[Action]:
         """Whether a worker may be given new leases. The leases that it holds continue either way."""
-        self.requests.allow(worker_id, is_allowed)
+        (self.requests.allowed.add if is_allowed else self.requests.allowed.discard)(worker_id)
         yield from self._match(now)
 
     @_from_outside
@@ -235,7 +235,7 @@ class LeaseBook:
         yield from self._match(now, None if self._queue.has_exact else worker_id)
 
     def rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
-        self.requests.on_rate(worker_id, rollouts_per_s)
+        self.requests.rates[worker_id] = rollouts_per_s
 
     def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
@@ -399,7 +399,7 @@ class LeaseBook:
         self._queue.remove(group)
         yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
         self.requests.take(worker_id, group.spec.rollout_count)
-        if self.requests.can_hold_more(worker_id):
+        if worker_id in self.requests.wanting and self.requests.has_room(worker_id):
             requests.place_again(worker_id)
         else:
             requests.drop(worker_id)

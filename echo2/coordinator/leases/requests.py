@@ -91,7 +91,7 @@ class LeaseRequests:
     wanting: OrderedDict[PeerId, LeaseRequest] = field(default_factory=OrderedDict)
     allowed: set[PeerId] = field(default_factory=set)
     now: float = 0.0
-    _rates: dict[PeerId, float] = field(default_factory=dict)
+    rates: dict[PeerId, float] = field(default_factory=dict)
 
     # ---- what workers report
 
@@ -104,20 +104,10 @@ class LeaseRequests:
         else:
             self.wanting[worker_id] = LeaseRequest(free_rollouts, version, known.since if known else self.now)
 
-    def on_reconnect(self, worker_id: PeerId) -> None:
-        """The worker reconnected: forgets its request, which it has to make anew."""
-        self.wanting.pop(worker_id, None)
-
     def on_loss(self, worker_id: PeerId) -> None:
         self.wanting.pop(worker_id, None)
         self.allowed.discard(worker_id)
-        self._rates.pop(worker_id, None)
-
-    def allow(self, worker_id: PeerId, is_allowed: bool) -> None:
-        (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
-
-    def on_rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
-        self._rates[worker_id] = rollouts_per_s
+        self.rates.pop(worker_id, None)
 
     def take(self, worker_id: PeerId, rollouts: int) -> None:
         self.wanting[worker_id].free_rollouts -= rollouts
@@ -140,10 +130,6 @@ class LeaseRequests:
 
     def ranked(self, requests: dict[PeerId, LeaseRequest]) -> Ranking:
         return Ranking(requests, lambda w: (self.backlog_s(w), requests[w].since, w))
-
-    def can_hold_more(self, worker_id: PeerId) -> bool:
-        """Whether the worker still wants rollouts and may hold more."""
-        return worker_id in self.wanting and self.has_room(worker_id)
 
     def best(self, group: OpenGroup, requests: Ranking) -> PeerId | None:
         """The worker in `requests` that gets the group; None if none may have it now."""
@@ -169,7 +155,7 @@ class LeaseRequests:
 
     def rate(self, worker_id: PeerId) -> float:
         """The rate that the worker claims, as far as its deliveries support it: otherwise a lie would attract all groups."""
-        return self.records.of(worker_id).believed_per_s(self._rates.get(worker_id, 0.0))
+        return self.records.of(worker_id).believed_per_s(self.rates.get(worker_id, 0.0))
 
     def has_room(self, worker_id: PeerId) -> bool:
         return not self.limit_of(worker_id)

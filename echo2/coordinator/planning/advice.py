@@ -10,15 +10,21 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
 from echo2.base.units import format_duration
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.cost_model.plan import Limit, Plan, Term
-from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
+from echo2.cost_model.snapshot import (
+    STALENESS_BOUND_MAX,
+    FleetSnapshot,
+    PlanConfig,
+    WorkerEstimate,
+    WorkerState,
+    checked,
+)
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 UTILISATION_SLACK = 0.05
@@ -309,42 +315,31 @@ def _count(number: int, what: str) -> str:
 # ---- what if
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """Changes of some numbers in the present snapshot and config, to ask what the planner would say then; 0 leaves a number as it
-    is. `uplink_factor` scales the learner's uplink. `fleet_size` sets the number of workers: a smaller fleet keeps those that are
-    cheapest per rollout, a larger one adds copies of them."""
+WHAT_IF = {
+    "staleness_bound": STALENESS_BOUND_MAX, "uplink_factor": 1e4, "fleet_size": 2000, "target_utilisation": 1.0,
+    "usd_per_hour_cap": 1e9,
+}  # fmt: skip
+"""The numbers that can be changed, and the most of each."""
 
-    staleness_bound: int = 0
-    uplink_factor: float = 0.0
-    fleet_size: int = 0
-    target_utilisation: float = 0.0
-    usd_per_hour_cap: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.staleness_bound <= 64 and 0 <= self.fleet_size <= 2000):
-            raise ConfigError(f"what if: expected S of 0 (as it is) to 64 and a fleet of 1 to 2000, got {self}")
-        if not (0 <= self.uplink_factor <= 1e4 and 0 <= self.target_utilisation <= 1 and self.usd_per_hour_cap >= 0):
-            raise ConfigError(f"what if: expected an uplink factor up to 10000 and a target up to 1, got {self}")
-
-    def config(self, config: PlanConfig) -> PlanConfig:
-        bound = self.staleness_bound or config.staleness_bound
-        return replace(
-            config,
-            staleness_bound=bound,
-            fixed_kappa=min(config.fixed_kappa, bound),
-            target_utilisation=self.target_utilisation or config.target_utilisation,
-            usd_per_hour_cap=self.usd_per_hour_cap or config.usd_per_hour_cap,
-        )
-
-    def snapshot(self, snapshot: FleetSnapshot) -> FleetSnapshot:
-        learner, workers = snapshot.learner, snapshot.workers
-        if self.uplink_factor:
-            uplink = learner.link.uplink_bytes_per_s * self.uplink_factor
-            learner = replace(learner, link=replace(learner.link, uplink_bytes_per_s=uplink))
-        if self.fleet_size:
-            workers = _fleet_of(workers, self.fleet_size)
-        return replace(snapshot, learner=learner, workers=workers)
+def what_if(
+    snapshot: FleetSnapshot, config: PlanConfig, changed: Mapping[str, float]
+) -> tuple[FleetSnapshot, PlanConfig]:
+    """What the planner is to be asked if some numbers were others; one of 0 stays as it is. `uplink_factor` scales the learner's
+    uplink. `fleet_size` sets the number of workers: a smaller fleet keeps those that are cheapest per rollout, a larger one adds
+    copies of them. ConfigError for a number out of range."""
+    for name, most in WHAT_IF.items():
+        checked("what if", name, changed[name], 0, most)
+    bound, link = int(changed["staleness_bound"]) or config.staleness_bound, snapshot.learner.link
+    config = replace(
+        config, staleness_bound=bound, fixed_kappa=min(config.fixed_kappa, bound),
+        target_utilisation=changed["target_utilisation"] or config.target_utilisation,
+        usd_per_hour_cap=changed["usd_per_hour_cap"] or config.usd_per_hour_cap,
+    )  # fmt: skip
+    link = replace(link, uplink_bytes_per_s=link.uplink_bytes_per_s * (changed["uplink_factor"] or 1.0))
+    size, workers = int(changed["fleet_size"]), snapshot.workers
+    workers = _fleet_of(workers, size) if size else workers
+    return replace(snapshot, learner=replace(snapshot.learner, link=link), workers=workers), config
 
 
 def _fleet_of(workers: tuple[WorkerEstimate, ...], size: int) -> tuple[WorkerEstimate, ...]:

@@ -42,7 +42,7 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.operator import ACTIONS, Commands
-from echo2.coordinator.planning.advice import WhatIf
+from echo2.coordinator.planning.advice import WHAT_IF, what_if
 from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.coordinator.planning.service import snapshot_of
@@ -412,13 +412,13 @@ class Web:
 
     async def _what_if(self, query: QueryParams) -> Values:
         """Runs the same planner on the present snapshot with some numbers changed."""
-        hub, what_if = self._commands.hub, _what_if_of(query)
+        hub, changed = self._commands.hub, {name: _number(query, name) for name in WHAT_IF}
         async with self._planning:
             snapshot = await snapshot_of(hub)
             if snapshot is None:
                 return plan_value(None, "what-if", "a first step and a first measured worker")
-            changed, config = what_if.snapshot(snapshot), what_if.config(plan_config(hub.config, hub.board))
-            plan = await hub.plan_process.run(len(snapshot.workers), make_plan, changed, config, None)
+            asked = what_if(snapshot, plan_config(hub.config, hub.board), changed)
+            plan = await hub.plan_process.run(len(snapshot.workers), make_plan, *asked, None)
         return plan_value(plan, "what-if", "")
 
     async def _workers_csv(self, request: Request) -> Response:
@@ -494,19 +494,13 @@ async def _echo_error(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error), "code": type(error).__name__}, 400)
 
 
-def _what_if_of(query: QueryParams) -> WhatIf:
-    def number(name: str) -> float:
-        text = query.get(name, "0")
-        with suppress(ValueError):
-            if math.isfinite(value := float(text)):
-                return value
-        raise MalformedMessage(f"{name}: expected a number, got {text[:40]!r}")
-
-    return WhatIf(
-        staleness_bound=int(number("staleness_bound")), uplink_factor=number("uplink_factor"),
-        fleet_size=int(number("fleet_size")), target_utilisation=number("target_utilisation"),
-        usd_per_hour_cap=number("usd_per_hour_cap"),
-    )  # fmt: skip
+def _number(query: QueryParams, name: str) -> float:
+    """A number of the query; 0 if it is not there."""
+    text = query.get(name, "0")
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise MalformedMessage(f"{name}: expected a number, got {text[:40]!r}")
 
 
 def _csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], name: str) -> Response:

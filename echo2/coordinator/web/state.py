@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from heapq import nsmallest
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from echo2.base.ids import PeerId
@@ -18,9 +17,7 @@ from echo2.coordinator.leases.waits import why_no_lease
 from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.board import PREDICTED, Corrections, VersionRow
-from echo2.coordinator.planning.input import plan_config
 from echo2.cost_model.plan import Plan
-from echo2.cost_model.relations import Estimate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
@@ -73,13 +70,11 @@ class StateView:
         return (hub.plan, mode, hub.plan_waits_for) if is_anybody else (None, mode, "a worker: none is connected")
 
     def _run(self) -> dict[str, Any]:
-        hub, section = self._commands.hub, self._commands.hub.config.coordinator
+        hub = self._commands.hub
         return {
             "run_id": hub.options.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
-            "staleness_bound": hub.config.staleness.bound, "heartbeat_interval_s": section.heartbeat_interval,
-            "finished": hub.ending.text, "finished_at": hub.ending.finish and round(hub.ending.finish.unix_s, 1),
-            "planner_mode": section.planner_mode, "target_utilisation": plan_config(hub.config, hub.board).target_utilisation,
-            "staleness_bound_max": hub.learner_bound, "paused": hub.paused,
+            "staleness_bound": hub.config.staleness.bound, "staleness_bound_max": hub.learner_bound,
+            "finished": hub.ending.text, "planner_mode": hub.config.coordinator.planner_mode, "paused": hub.paused,
         }  # fmt: skip
 
     def _learner(self) -> dict[str, Any]:
@@ -89,21 +84,14 @@ class StateView:
             return {"is_known": False}
         return {
             "is_known": True, "is_connected": board.is_connected, "since": round(board.changed_at, 1),
-            "model": hello.model_name, "address": board.address, "is_piped": bool(board.pipe_address), "peer_id": board.peer_id,
+            "model": hello.model_name, "peer_id": board.peer_id, "version": board.newest_version,
             "rollouts_per_step": hello.rollouts_per_step, "rollouts_per_group": hello.rollouts_per_group,
-            "step_limit": hello.step_limit, "full_snapshot_bytes": hello.full_snapshot_bytes,
-            "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
-            "version": board.newest_version, "train_s": finite(board.train_s),
-            "train_s_error": _error(board.train_time.estimate()), "wait_s": finite(report.wait_s),
-            "reward": finite(report.reward_mean) if report.train_s > 0 else None,
-            "eval_reward": finite(board.eval_reward),
-            "utilisation": finite(report.utilisation), "buffered": report.buffered_rollouts,
-            "open": report.open_rollouts, "trained_rollouts": report.trained_rollouts,
-            "trained_tokens": report.trained_tokens, "dropped_stale": report.dropped_stale_rollouts,
-            "duplicate": report.duplicate_rollouts, "refused": report.refused_rollouts,
-            "over_stale_tokens": report.over_stale_tokens_trained, "lag_histogram": list(report.lag_histogram),
-            "is_finished": report.is_finished, "sent_chunk_bytes": report.sent_chunk_bytes,
-            "audit_s": finite(report.audit_s, 4),
+            "step_limit": hello.step_limit, "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
+            "train_s": finite(board.train_s), "reward": finite(report.reward_mean) if report.train_s > 0 else None,
+            "eval_reward": finite(board.eval_reward), "utilisation": finite(report.utilisation),
+            "buffered": report.buffered_rollouts, "open": report.open_rollouts, "trained_tokens": report.trained_tokens,
+            "refused": report.refused_rollouts, "over_stale_tokens": report.over_stale_tokens_trained,
+            "lag_histogram": list(report.lag_histogram), "is_finished": report.is_finished, "audit_s": finite(report.audit_s, 4),
         }  # fmt: skip
 
     def _money(self, money: FleetCosts) -> dict[str, Any]:
@@ -113,7 +101,6 @@ class StateView:
             "per_mtok": finite(1e6 * money.usd_spent / hub.board.report.trained_tokens, 4)
             if hub.board.report.trained_tokens else None,
             "chosen": finite(money.usd_chosen, 4), "useful": finite(money.usd_useful, 4),
-            "useful_per_hour": finite(money.usd_useful_per_hour, 4),
             "cap_per_hour": finite(hub.config.coordinator.usd_per_hour_cap), "budget": finite(hub.config.coordinator.usd_budget),
             "journal": [
                 {
@@ -129,7 +116,7 @@ class StateView:
         return member.name if member else whom
 
     def _machines(self) -> dict[str, Any]:
-        provisioner, now = self._commands.provisioner, self._commands.hub.clock.now()
+        provisioner = self._commands.provisioner
         machines = sorted(provisioner.machines.values(), key=lambda one: (not one.is_open, -one.rented_at))
         advice = provisioner.advice
         return {
@@ -144,7 +131,6 @@ class StateView:
             ],
             "machines": [machine_value(one, self._commands) for one in machines[:MACHINES_SHOWN]],
             "count": sum(one.is_open for one in machines),
-            "usd_ended": finite(sum(one.usd_spent(now) for one in machines if not one.is_open), 4),
             "advice": {
                 "reason": advice.reason,
                 "rent": [
@@ -163,26 +149,24 @@ class StateView:
         plan, board = hub.broadcast_plan, hub.board
         value: dict[str, Any] = {
             "artifact_bytes": board.totals.artifact_bytes, "full_bytes": board.totals.full_bytes,
-            "versions_published": board.totals.versions,
             "versions": [_version(row) for row in list(board.versions.values())[-VERSIONS_SHOWN:]],
             "waiting": [hub.membership.name_of(peer) for peer in sorted(board.newest.waiting)[:20]] if board.newest else [],
         }  # fmt: skip
         if plan is not None:
-            is_small = len(plan.nodes) <= TREES_SHOWN_NODES_MAX
             newest = board.newest
             scale = newest.published.artifact_bytes / plan.predicted_bytes if newest and plan.predicted_bytes else 1.0
             took = newest.live_after_s if newest else {}
             value |= {
-                "epoch": plan.epoch, "topology": plan.topology, "reason": plan.reason,
-                "egress_usd": round(plan.egress_usd * scale, 4),
-                "predicted_bytes": plan.predicted_bytes, "node_count": len(plan.nodes),
-                "nodes": [{"id": node.peer_id, "name": node.name} for node in plan.nodes] if is_small else [],
-                "trees": [
-                    {"weight": round(tree.weight, 4), "parents": list(tree.parents)} for tree in plan.trees
-                ] if is_small else [],
-                "predicted_s": [finite(s * scale, 3) for s in plan.predicted_s] if is_small else [],
-                "actual_s": [finite(took.get(node.peer_id), 3) for node in plan.nodes[1:]] if is_small else [],
+                "topology": plan.topology, "reason": plan.reason, "node_count": len(plan.nodes),
+                "nodes": [], "trees": [], "predicted_s": [], "actual_s": [],
             }  # fmt: skip
+            if len(plan.nodes) <= TREES_SHOWN_NODES_MAX:
+                value |= {
+                    "nodes": [{"id": node.peer_id, "name": node.name} for node in plan.nodes],
+                    "trees": [{"weight": round(tree.weight, 4), "parents": list(tree.parents)} for tree in plan.trees],
+                    "predicted_s": [finite(s * scale, 3) for s in plan.predicted_s],
+                    "actual_s": [finite(took.get(node.peer_id), 3) for node in plan.nodes[1:]],
+                }
         return value
 
     def _leases(self) -> dict[str, Any]:
@@ -231,7 +215,6 @@ class StateView:
             "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": version,
             "lag": None if version is None else max(0, hub.board.newest_version - version),
             "tokens_per_s": finite(beat.tokens_per_s, 1), "rollouts_per_s": finite(beat.rollouts_per_s, 3),
-            "rollouts_per_s_error": _error(member.measures.estimate("rollouts_per_s")),
             "usd_per_mtok": self._usd_per_mtok(member),
             "running": beat.running_sequences, "waiting": beat.waiting_sequences,
             "memory_used": beat.memory_used_bytes, "memory_total": beat.memory_total_bytes,
@@ -241,7 +224,7 @@ class StateView:
             "joined": round(member.joined_at, 1), "given_up": sum(member.record.ways.values()),
             "no_lease": why_no_lease(hub.book, member, hub.clock.now()), "region": hello.region, **_newest_line(beat),
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
-            "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
+            "in_flight": beat.newest_version_in_flight,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
             "can_be_dialled": bool(access.addresses), "relays": len(access.relays),
             "links": [] if is_gone else self._links(member),
@@ -305,10 +288,6 @@ def machine_value(machine: RentedMachine, commands: Commands) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _error(estimate: Estimate | None) -> float | None:
-    return None if estimate is None else finite(estimate.error, 5)
-
-
 def _version(row: VersionRow) -> dict[str, Any]:
     return {
         "version": row.published.version, "bytes": row.published.artifact_bytes,
@@ -327,9 +306,8 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
         "is_known": True, "mode": mode, "kappa": plan.kappa, "pool": list(plan.pool), "pool_size": len(plan.pool),
         "activate": list(plan.activate), "drain": list(plan.drain), "cap": plan.in_flight_cap_rollouts,
         "utilisation": finite(plan.predicted_utilisation, 4), "broadcast_s": finite(plan.broadcast_s, 4),
-        "transfer_s": finite(plan.transfer_s, 4), "throughput": finite(plan.throughput_rollouts_per_s, 3),
-        "usd_per_hour": finite(plan.usd_per_hour, 4), "usd_per_rollout": finite(plan.usd_per_useful_rollout, 8),
-        "is_feasible": plan.is_feasible, "reason": plan.reason,
+        "throughput": finite(plan.throughput_rollouts_per_s, 3), "usd_per_hour": finite(plan.usd_per_hour, 4),
+        "reason": plan.reason,
         "terms": [
             {
                 "kind": term.limit_kind.value, "text": term.text, "value": finite(term.value, 5),
@@ -342,11 +320,6 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
 
 
 def _errors(corrections: Corrections) -> dict[str, Any]:
-    """For each kind of prediction: number of comparisons, mean absolute error and bias (measured minus predicted)."""
-    found = {}
-    for what in PREDICTED:
-        errors = corrections.errors.get(what)
-        bias = finite(fmean(errors), 4) if errors else None
-        error = finite(corrections.mean_error(what), 4) if errors else None
-        found[what] = {"count": len(errors or ()), "error": error, "bias": bias}
-    return found
+    """For each kind of prediction: number of comparisons and mean absolute error."""
+    counts = {what: len(corrections.errors.get(what, ())) for what in PREDICTED}
+    return {what: {"count": count, "error": finite(corrections.mean_error(what), 4)} for what, count in counts.items()}

@@ -283,9 +283,11 @@ def test_machines_that_are_lost_lower_the_promise_and_it_says_by_how_much() -> N
     spot = tuple(worker(f"w{i}", 1.08, **lossy) for i in range(4))
     calm = tuple(dataclasses.replace(one, hazard_per_hour=0.0) for one in spot)
     had, promised = (plan(snapshot(one), PlanConfig(4)) for one in (spot, calm))
-    assert promised.predicted_utilisation > 0.99 and promised.utilisation_spread == 0.0
-    assert 0.88 < had.predicted_utilisation < 0.97 and had.utilisation_spread > 0.02
-    assert "plus or minus" in had.reason
+    assert promised.predicted_utilisation > 0.99
+    assert 0.88 < had.predicted_utilisation < 0.97
+    assert "plus or minus" not in promised.reason
+    spread = re.search(r"plus or minus ([\d.]+)%", had.reason)
+    assert spread is not None and float(spread[1]) > 2
 
 
 def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
