@@ -12,7 +12,7 @@ import pytest
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.trees import weighted_plan
-from echo2.coordinator.fleet.members import Activation, Member
+from echo2.coordinator.fleet.members import Activation, Member, OperatorSetting
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.board import RATIO_LEAST, Corrections, LearnerBoard
@@ -81,6 +81,14 @@ async def test_no_plan_spends_beyond_the_cap_and_none_at_all_beyond_the_budget(t
     hub.change_settings({"usd_per_hour_cap": 0.3, "usd_budget": 1e6})
     hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
     assert working_usd(hub) <= 0.3
+
+
+async def test_whom_the_operator_activates_has_the_room_under_the_cap_before_others(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0, usd_per_hour_cap=1.0)
+    first, chosen = fleet.everybody
+    fleet.hub.set_worker(chosen, OperatorSetting.ACTIVE, "the operator's word")
+    fleet.hub.adopt_plan(plan([first, chosen]), fleet.everybody, is_acted_on=True)
+    assert [one.peer_id for one in working(fleet.hub)] == [chosen]
 
 
 async def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies_it(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_silence_makes_suspect_then_gone_and_a_broken_stream_does_so_sooner(
         fleet.on_disconnect(A, cut_s)
         expected = Liveness.SUSPECT if cut_s + later_s - cut_s < 3 else Liveness.GONE
     assert state_at(fleet, (cut_s or 0.0) + later_s) is expected
+    assert fleet.members[A].may_lease is (expected is Liveness.ALIVE)
 
 
 @pytest.mark.parametrize("said_good_bye", [True, False])

@@ -169,21 +169,21 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
     config = RunConfig()
     assert plan_config(config, made).broadcast_efficiency == 0.8
 
-    def broadcast(version: int, took_s: float, parent: int | None, then_waits: bool = False) -> None:
+    def broadcast(version: int, took_s: float, parent: int | None, pool: tuple[PeerId, ...] = (one,)) -> None:
         published = pb.VersionPublished(version=version, parent=parent or 0, has_parent=parent is not None)
-        made.on_publish(published, 3.0, [one], 100.0 * version)
-        if not then_waits:
-            made.on_live(one, Version(version), 100.0 * version + took_s)
+        made.on_publish(published, 3.0, pool, 100.0 * version)
+        made.on_live(one, Version(version), 100.0 * version + took_s)
 
     broadcast(1, 60.0, None)  # a keyframe is fetched by those who need it: it says nothing
     assert made.broadcast_efficiency == 0.8
     for version in range(2, 32):
         broadcast(version, 6.0, version - 1)
     assert plan_config(config, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
-    broadcast(32, 0.0, 31, then_waits=True)
-    broadcast(33, 90.0, 32)  # the links had another version as well
-    assert made.broadcast_efficiency == pytest.approx(0.5, abs=0.05)
-    for version in range(34, 64):
+    for version in range(32, 36):
+        broadcast(version, 90.0, version - 1, pool=(one, PeerId("away")) if version == 32 else (one,))
+    assert made.broadcast_efficiency == pytest.approx(0.5, abs=0.05), "the links had another version as well"
+    made.on_leave(PeerId("away"), 3600.0)
+    for version in range(36, 66):
         broadcast(version, 1000.0, version - 1)
     assert made.broadcast_efficiency == 0.25
 

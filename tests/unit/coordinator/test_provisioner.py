@@ -30,6 +30,7 @@ from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options
+from tests.unit.cost_model.fleets import plan_of
 
 OFFER = MachineOffer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
 
@@ -337,6 +338,15 @@ async def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: P
     run.provisioner.advice = FleetAdvice(release=(ReleaseProposal(first, 2.0, "idle"),))
     assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
     assert run.provisioner.machines[first].state is MachineState.GONE
+
+
+async def test_while_the_run_is_paused_no_machine_is_proposed(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    run.hub.plan = plan_of(3.0, 9.0)
+    for why, count in (("the power is out", 0), ("", 1)):
+        run.hub.pause(why)
+        await run.look()
+        assert len(run.provisioner.advice.rent) == count and (not why or run.provisioner.advice.reason == why)
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])

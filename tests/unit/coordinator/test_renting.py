@@ -88,6 +88,19 @@ def test_cap_and_budget_bound_what_is_rented() -> None:
     assert [one.machine_id for one in spent.release] == ["m"]
 
 
+def test_what_is_billed_in_any_case_is_paid_for_by_the_budget_and_used_until_then_and_so_is_one_busy_worker() -> None:
+    assert [Budget(0, 0, usd_budget=10).affordable(1.0, hours) for hours in (0, 2.5, 4, 11)] == [4, 4, 2, 0]
+    billed, idle = replace(BIG, hours_least=2.0), worker(1.0, Activation.STANDBY, NOW - IDLE_RELEASE_S)
+    for rented_h, workers, is_released in (
+        (1.9, [idle], False),
+        (2.1, [idle], True),
+        (2.1, [idle, worker(1.0)], False),
+    ):
+        rented = machine("m", billed, rented_at=NOW - 3600 * rented_h)
+        told = advise(plan(9, 9), [billed], [rented], {"m": workers}, RATES, RICH, NOW)
+        assert bool(told.release) is is_released
+
+
 def test_idle_and_useless_machines_are_given_back_the_dearest_first() -> None:
     idle = worker(1.0, Activation.STANDBY, NOW - IDLE_RELEASE_S)
     machines = [
