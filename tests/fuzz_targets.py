@@ -24,7 +24,7 @@ import xxhash
 from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, MalformedMessage
-from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Step, Version
 from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.broadcast.nat.pipes import PipeAnswer, opening_of
 from echo2.config.load import load_config
@@ -100,23 +100,28 @@ def _keyframe(data: bytes) -> None:
 
 _peer_kind: dict[str, Callable[[Any], object]] = {
     "header": lambda header: bw.header_from(header).verify(),
-    "chunk": lambda chunk: bw.chunk_from(chunk).verify(_COORDINATOR.peer_id),
     "seal": lambda seal: bw.seal_from(seal).verify(_COORDINATOR.peer_id),
-    "have": bw.have_from, "request": bw.indices_from, "cancel": bw.indices_from, "relay_ack": bw.relay_ack_from,
-    "width_wish": bw.width_wish_from,
-}  # fmt: skip
+}
 
 
 def _peer_message(data: bytes) -> None:
     by_hand = chunk_in(data, "peer x")
     message = bw.parse(data, "peer x")
     if by_hand is not None:
-        read = bw.chunk_from(message.chunk), bw.route_of(message), message.is_answer
-        assert (by_hand.chunk, by_hand.route, by_hand.is_answer) == read, "what is read by hand is what protobuf reads"
-        assert bw.chunk_from(bw.parse(bytes(by_hand.record), "the store").chunk) == by_hand.chunk
+        chunk, read, route = by_hand.chunk, message.chunk, by_hand.route
+        assert (chunk.key, chunk.index, chunk.ends_block) == (read.key, read.index, read.ends_block), (
+            "as protobuf reads it"
+        )
+        assert (chunk.payload, chunk.signature, by_hand.is_answer) == (read.payload, read.signature, message.is_answer)
+        assert (route is not None) == message.HasField("route")
+        assert bw.parse(bytes(by_hand.record), "the store").chunk == read
+        chunk.verify(_COORDINATOR.peer_id)
+        return
     kind = message.WhichOneof("kind") or ""
     if kind in _peer_kind:
         _peer_kind[kind](getattr(message, kind))
+    else:
+        bw.control_from(message, PeerId("x"))
 
 
 def _bulk_frames(data: bytes) -> None:
@@ -387,7 +392,7 @@ def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
 
 def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
     from echo2.broadcast.artifact import ArtifactId, Chunk, Header, Seal, root_of
-    from echo2.broadcast.events import Route
+    from echo2.broadcast.events import Cancel, Have, RelayAck, Request, Route, WidthWished
 
     made = Header(ArtifactId(Version(5), Version(4)), RunId("r"), "", 1.0, 4096, True, _COORDINATOR.peer_id)
     header = made.signed(_COORDINATOR)
@@ -404,11 +409,13 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
         "pipe_opening",
         [PipeAnswer(bytes(range(16))).to_bytes(), _tls_hello("peer.example", ["h2"]), _tls_hello("a.b", [])],
     )
+    peer = PeerId("x")
     yield "peer_message", [
         bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, frame + bw.beside(Route(3, 1), True),
-        bw.seal_to_bytes(seal), bw.have_to_bytes(header.key, 0b1011, True), bw.request_to_bytes(header.key, (0, 3)),
-        bw.cancel_to_bytes(header.key, (1,)), bw.relay_ack_to_bytes(header.key, 0, 2),
-        bw.width_wish_to_bytes(4), bw.beside(Route(3, 1), False) + frame,
+        bw.seal_to_bytes(seal), *map(bw.control_frame, (
+            Have(peer, header.key, 0b1011, True), Request(peer, header.key, (0, 3)), Cancel(peer, header.key, (1,)),
+            RelayAck(peer, header.key, 0, 2), WidthWished(peer, 4),
+        )), bw.beside(Route(3, 1), False) + frame,
     ]  # fmt: skip
 
 

@@ -182,7 +182,6 @@ class Seal:
 
 
 def root_of(chunk_digests: Iterable[bytes]) -> bytes:
-    """The hash over the chunks' hashes, in order."""
     return hashlib.sha256(b"".join(chunk_digests)).digest()
 
 
@@ -260,7 +259,6 @@ def indices_of(bitmap: int) -> Iterator[int]:
 
 
 def bitmap_of(indices: Iterable[int]) -> int:
-    """The bitmap of these chunks, in any order."""
     chosen = set(indices)
     data = bytearray(max(chosen, default=-1) // 8 + 1)
     for index in chosen:
@@ -275,7 +273,6 @@ def those_in(bitmap: int, indices: Collection[int]) -> list[int]:
 
 
 def all_of(count: int) -> int:
-    """The bitmap of chunks 0..count-1."""
     return (1 << count) - 1
 
 
@@ -297,5 +294,4 @@ def store_bytes_min(weights_bytes: int) -> int:
 
 
 def store_bytes_for(weights_bytes: int) -> int:
-    """The default size of the store."""
     return max(STORE_BYTES_FLOOR, int(KEYFRAMES_KEPT * store_bytes_min(weights_bytes)))

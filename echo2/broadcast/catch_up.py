@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from echo2.base.ids import PeerId, Version
 from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey, BlockAssembler, Header
-from echo2.broadcast.library import Entry, Library
+from echo2.broadcast.library import Library
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.route import ArtifactOffer, BaseCheckpoint, CatchUp, Stalls, WorkerLink, plan_route
+from echo2.broadcast.store import Entry
 
 log = logging.getLogger("echo2.broadcast")
 PATH_KEPT_CHUNKS = 32  # the path is planned again after so many, or when an artifact is added, completed or dropped
@@ -95,7 +96,6 @@ class CatchUpPlanner:
         return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)" if missing else ""
 
     def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
-        """Records how long the consumer took to decode an artifact; later choices use it."""
         if seconds > 0:
             known, rate = self._decode_bytes_per_s[is_keyframe], weights_bytes / seconds
             self._decode_bytes_per_s[is_keyframe] = rate if known == 0.0 else 0.5 * (known + rate)
@@ -166,11 +166,9 @@ class ArtifactReader:
 
     @property
     def artifact(self) -> ArtifactId | None:
-        """The artifact being handed out, if any."""
         return self._current[1] if self._current is not None else None
 
     def restart_from(self, version: Version | None) -> None:
-        """The consumer's weights are now at `version`; an artifact being handed out is dropped."""
         self.version = version
         self._was_restarted = self._current is not None
 

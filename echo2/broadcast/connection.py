@@ -16,11 +16,11 @@ import contextlib
 import functools
 import struct
 from collections import deque
-from typing import Protocol
 
 from echo2.base.errors import EchoError, MalformedMessage, Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.base.units import LinkShape
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import FairShare
@@ -50,32 +50,28 @@ RECORD_BYTES_MIN, FRAME_BYTES_MIN = 2048, 1024
 are not, but few."""
 
 
-class Connection(Protocol):
-    """A stream of frames each way, over the network or an emulated link (transport)."""
+class Bucket:
+    """One direction of an emulated link; all connections of its node share it, first come, first served."""
 
-    @property
-    def peer(self) -> PeerIdentity: ...
+    def __init__(self, rate_bytes_per_s: float) -> None:
+        self._rate = rate_bytes_per_s
+        self._free_at = 0.0
 
-    @property
-    def is_outgoing(self) -> bool:
-        """Whether we dialled."""
-        ...
+    async def pass_through(self, size_bytes: int) -> None:
+        if self._rate > 0:
+            loop = asyncio.get_running_loop()
+            self._free_at = max(self._free_at, loop.time()) + size_bytes / self._rate
+            await asyncio.sleep(self._free_at - loop.time())
 
-    @property
-    def way(self) -> LinkWay: ...
 
-    @property
-    def remotes(self) -> frozenset[Remote]:
-        """The other end as the kernel names it; empty where no further connection can be opened beside this one."""
-        ...
+class EmulatedLink:
+    """The link of one node, for experiments on one machine: what it sends passes `up`, what it receives comes `delay_s` after it
+    arrived and passes `down`."""
 
-    async def send(self, *parts: bytes | memoryview) -> None:
-        """Sends one frame, the concatenation of the parts. The last part is the large one."""
-        ...
-
-    async def receive(self) -> bytes | None: ...
-
-    async def close(self) -> None: ...
+    def __init__(self, shape: LinkShape) -> None:
+        self.up, self.down = Bucket(shape.uplink_bytes_per_s), Bucket(shape.downlink_bytes_per_s)
+        self.delay_s = shape.rtt_s / 2
+        self.unread_bytes_max = max(UNREAD_BYTES_MAX, int(2 * shape.downlink_bytes_per_s * shape.rtt_s))
 
 
 class FrameCutter:
@@ -138,9 +134,10 @@ class FrameCutter:
         return frames
 
 
-class StreamConnection:
-    """One connection, either end; the reader of its stream. `peer` is known once `prove` was called. `share`: of its peer or, until
-    that is known, of its address. `way`: how it came about."""
+class Connection:
+    """One connection, either end; the reader of its stream. `is_outgoing`: we dialled. `peer` is known once `prove` was called.
+    `share`: of its peer or, until that is known, of its address. `way`: how it came about. `remotes`: the other end as the kernel
+    names it; empty where no further connection can be opened beside this one."""
 
     def __init__(self, *, is_outgoing: bool, share: FairShare | None = None, way: LinkWay | None = None) -> None:
         self.is_outgoing = is_outgoing
@@ -168,6 +165,14 @@ class StreamConnection:
         self._went_on_at = self._said_at = 0.0
         self._error: EchoError | None = None
         self._is_proven = self._is_sending = False
+        self._unread_bytes_max = UNREAD_BYTES_MAX
+        self._emulated: EmulatedLink | None = None
+        self._arrived: deque[float] = deque()  # of the frames that wait, over an emulated link
+
+    def emulate(self, link: EmulatedLink) -> None:
+        """What is sent and received from now on passes that link."""
+        self._emulated, self._unread_bytes_max, self.remotes = link, link.unread_bytes_max, frozenset()
+        self._arrived.extend([self._loop.time()] * len(self._frames))
 
     @property
     def is_made(self) -> bool:
@@ -204,9 +209,11 @@ class StreamConnection:
             if frame != b"\0":
                 self._frames.append(frame)
                 self._unread_bytes += len(frame) + FRAME_KEPT_BYTES
+                if self._emulated is not None:
+                    self._arrived.append(self._loop.time())
         if self._frames:
             self._came.set()
-        if self._unread_bytes > UNREAD_BYTES_MAX:
+        if self._unread_bytes > self._unread_bytes_max:
             self.stream.pause_reading()
         self._expect_more()
 
@@ -225,7 +232,7 @@ class StreamConnection:
     def _go_on(self) -> None:
         self._pausing = None
         self._went_on_at = self._loop.time()
-        if self._unread_bytes <= UNREAD_BYTES_MAX:
+        if self._unread_bytes <= self._unread_bytes_max:
             self.stream.resume_reading()
 
     @property
@@ -254,7 +261,7 @@ class StreamConnection:
         """Says that this side is still there, where it has nothing else to say; ends the connection of a peer that does not."""
         now = self._loop.time()
         self._beating = self._loop.call_at(now + STILL_HERE_S, self._beat)
-        is_read = self._pausing is None and self._unread_bytes <= UNREAD_BYTES_MAX
+        is_read = self._pausing is None and self._unread_bytes <= self._unread_bytes_max
         if is_read and now - self._went_on_at >= SILENT_S:
             self.stream.abort()
         elif not self._is_sending and now - self._said_at >= STILL_HERE_S and self._is_open():
@@ -268,7 +275,7 @@ class StreamConnection:
             self._stalling = self._loop.call_later(STALLED_S, self._look_at_progress)
 
     def _is_amid_frame(self) -> bool:
-        return bool(self._cutter.held_bytes) and self._unread_bytes <= UNREAD_BYTES_MAX
+        return bool(self._cutter.held_bytes) and self._unread_bytes <= self._unread_bytes_max
 
     def _look_at_progress(self) -> None:
         self._stalling = None
@@ -301,6 +308,8 @@ class StreamConnection:
         beyond WRITE_BYTES."""
         stream, (*small, large) = self.stream, parts
         self._is_sending = True
+        if self._emulated is not None:
+            await self._emulated.up.pass_through(sum(map(len, parts)))
         whole, before = memoryview(large), len(large) % PLAIN_BYTES_MAX
         first: tuple[bytes, ...] = (b"".join((HEAD.pack(sum(map(len, parts))), *small, whole[:before])),)
         for begin in range(before, max(before + 1, len(whole)), WRITE_BYTES):
@@ -322,10 +331,14 @@ class StreamConnection:
                 return None
             self._came.clear()
             await self._came.wait()
+        if self._emulated is not None:
+            await asyncio.sleep(self._arrived[0] + self._emulated.delay_s - self._loop.time())
+            await self._emulated.down.pass_through(len(self._frames[0]))
+            self._arrived.popleft()
         frame = self._frames.popleft()
-        was_full = self._unread_bytes > UNREAD_BYTES_MAX
+        was_full = self._unread_bytes > self._unread_bytes_max
         self._unread_bytes -= len(frame) + FRAME_KEPT_BYTES
-        if was_full and self._unread_bytes <= UNREAD_BYTES_MAX and self._pausing is None:
+        if was_full and self._unread_bytes <= self._unread_bytes_max and self._pausing is None:
             self.stream.resume_reading()
             self._expect_more()
         if not self.is_outgoing:

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from echo2.base.errors import EchoError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.base.units import LinkShape
-from echo2.broadcast.connection import Connection
+from echo2.broadcast.connection import Connection, EmulatedLink
 from echo2.broadcast.events import PeerDown, PeerUp
 from echo2.broadcast.exchange import Bans, Exchange, deserves_ban
-from echo2.broadcast.link import PeerLink, hello_of
+from echo2.broadcast.link import PeerLink, greet
 from echo2.broadcast.nat.pipes import PipeMember
 from echo2.broadcast.nat.reach import Nat
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import Access, LinkKind, LinkWay, meeting, relay_of
 from echo2.broadcast.stripes import Stripes
-from echo2.broadcast.transport import NodeShaper, Transport, first_of
+from echo2.broadcast.transport import Transport, first_of
 from echo2.control.waits import ceiling_s
 from echo2.outside.guard import FairShares
 from echo2.trust.tls import Credentials
@@ -64,7 +64,6 @@ class Dialling:
     targets: dict[PeerId, Target] = field(default_factory=dict)
 
     def refresh(self, now: float) -> None:
-        """Updates the targets to match the plan and the publisher."""
         wanted = {target.peer_id: target for target in self._planned(now)}
         if self.publisher is not None and self.publisher[0] != self.me:
             peer, address = self.publisher
@@ -94,7 +93,6 @@ class Dialling:
             yield target
 
     def _standby_neighbours(self) -> tuple[PeerId, ...]:
-        """Spread by our peer ID."""
         assert self.plan is not None
         able = [node.peer_id for node in self.plan.nodes[1:] if node.addresses and node.peer_id != self.me]
         start = sum(self.me.encode()) % len(able) if able else 0
@@ -110,7 +108,6 @@ class Dialling:
         return True
 
     def due(self, connected: set[PeerId], now: float) -> list[tuple[Target, str]]:
-        """The targets to dial now, each with the address to try."""
         targets = []
         for target in self.targets.values():
             if target.peer_id in connected:
@@ -122,7 +119,6 @@ class Dialling:
         return targets
 
     def waits_for(self) -> str:
-        """Describes the connection that has been missing longest."""
         target = min(self.targets.values(), key=lambda target: target.wanted_since)
         return f"a connection to {target.peer_id} ({target.last_error or 'dialling'})"
 
@@ -132,7 +128,6 @@ class Dialling:
         target.next_try = now + ceiling_s(target.failures, PAUSE_FIRST_S, PAUSE_MAX_S)
 
     def replaces(self, peer: PeerId, new_is_outgoing: bool, old_is_outgoing: bool) -> bool:
-        """Whether a new connection to `peer` replaces the old one."""
         if new_is_outgoing == old_is_outgoing:
             return True
         return new_is_outgoing == (self.me < peer)
@@ -188,7 +183,6 @@ def _of_the_largest(newcomers: Sequence[Slot]) -> Slot:
 
 
 def _share(whose: Slot, newcomers: Sequence[Slot]) -> int:
-    """Number of slots that its token holds."""
     return sum(slot.token == whose.token for slot in newcomers)
 
 
@@ -211,7 +205,7 @@ class Connections:
         """`is_proven`: whether a peer has delivered work."""
         self._run_id, self._nat, self._exchange, self._is_proven = credentials.run_id, nat, exchange, is_proven
         self._dialling, self._bans = dialling, bans
-        self._shares, self._shaper = FairShares(), NodeShaper(shape)
+        self._shares, self._emulated = FairShares(), None if shape.is_off else EmulatedLink(shape)
         self.transport = Transport(credentials, self._shares, self._is_refused)
         self.pipe_member = PipeMember(
             self.transport.dial, lambda caller, way: self.transport.take(caller, self.accept, way)
@@ -224,7 +218,7 @@ class Connections:
     async def accept(self, connection: Connection) -> None:
         """Serves a connection that a peer dialled, or one over a hole that was punched, until it ends."""
         if connection.peer.peer_id not in self._bans:
-            await self._serve(self._shaper.wrap(connection))
+            await self._serve(connection)
         elif connection.way.kind is not LinkKind.RELAYED:  # else the host is the relay's
             self._bans.refuse(host for host, _ in connection.remotes)
 
@@ -239,11 +233,11 @@ class Connections:
         self.stripes.tend(now)
         self.pipe_member.keep(self._nat.pipe_places)
         for link in [link for link in self.links.values() if self._dialling.is_detour(link.peer_id, link.address)]:
-            self._exchange.spawn(link.close())
+            self._exchange.tasks.start(link.close())
         for target, address in self._dialling.due(set(self.links) | self._dialling_now, now):
             if target.peer_id not in self._bans:
                 self._dialling_now.add(target.peer_id)
-                self._exchange.spawn(self._dial(target, address))
+                self._exchange.tasks.start(self._dial(target, address))
 
     async def _dial(self, target: Target, address: str) -> None:
         try:
@@ -260,7 +254,7 @@ class Connections:
         target.failures = 0
         if (relay := relay_of(address)) is not None:
             self._nat.punch(target.peer_id, relay)
-        await self._serve(self._shaper.wrap(connection), address)
+        await self._serve(connection, address)
         self._dialling.failed(target, "the connection ended", asyncio.get_running_loop().time())
 
     async def _dial_at(self, address: str, peer_id: PeerId) -> Connection:
@@ -281,10 +275,12 @@ class Connections:
     async def _serve(self, connection: Connection, address: str = "", *, further_of: PeerLink | None = None) -> None:
         """Serves a connection: hello both ways, then frames until it ends. `further_of`: the link for which we opened it."""
         peer = connection.peer.peer_id
+        if self._emulated is not None:
+            connection.emulate(self._emulated)
         link = PeerLink(connection, self._exchange, self._shares.of(peer), address)
         try:
-            frame = await hello_of(connection, self._run_id, is_further=further_of is not None)
-            if self._exchange.check_hello(peer, frame) or further_of is not None:
+            joins = await greet(connection, self._run_id, is_further=further_of is not None)
+            if joins or further_of is not None:
                 await self.stripes.carry(connection, further_of)
                 return
             if peer not in self._bans:  # it may have been banned while its hello was on the way
@@ -330,7 +326,6 @@ class Connections:
             self._exchange.accuse(peer, "the coordinator has banned it", is_ban=False)
 
     async def end(self) -> None:
-        """Closes everything for good."""
         await asyncio.gather(*(link.close() for link in self.links.values()))
         await self.pipe_member.close()
         await self.transport.close()

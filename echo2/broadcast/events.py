@@ -221,6 +221,5 @@ class Wake:
     at: float
 
 
-Action = (
-    SendHeader | SendChunk | SendSeal | Have | Request | Cancel | RelayAck | Accuse | Wake
-)  # fmt: skip
+Message = SendHeader | SendSeal | Have | Request | Cancel | RelayAck
+Action = SendChunk | Message | Accuse | Wake

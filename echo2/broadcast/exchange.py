@@ -11,43 +11,20 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 
-from echo2.base.errors import DiskFull, EchoError, IntegrityError, MalformedMessage, ResourceError, VersionMismatch
+from echo2.base.errors import DiskFull, EchoError, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import ArtifactKey, Chunk, Header
-from echo2.broadcast.events import (
-    Accuse,
-    Action,
-    Cancel,
-    ChunkSeen,
-    ChunkSent,
-    Event,
-    Forgotten,
-    Have,
-    HeaderSeen,
-    LinkWidened,
-    PeerDown,
-    RelayAck,
-    Request,
-    SealSeen,
-    SendChunk,
-    SendHeader,
-    SendSeal,
-    Wake,
-    WidthWished,
-    Woken,
-)
-from echo2.broadcast.library import Frame, Library
+from echo2.broadcast import events
+from echo2.broadcast.artifact import ArtifactKey, Header, Seal
+from echo2.broadcast.library import Library
 from echo2.broadcast.link import PeerLink
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
 from echo2.outside import monotonic
-from echo2.outside.guard import MISHAPS, Refusals
-from echo2.trust.tls import PROTOCOL_VERSION
+from echo2.outside.guard import MISHAPS, Refusals, Tasks
 from echo2.wire import broadcast as wire
 from echo2.wire.broadcast import ChunkIn, chunk_in
-from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 HELD_HEADERS_MAX = 128  # each at most some hundred bytes
 BANS_MAX = 4096  # identities cost an attacker little, and must not cost us memory
@@ -81,7 +58,6 @@ class Bans:
             del self.found[next(iter(self.found))]
 
     def refuse(self, hosts: Iterable[str]) -> None:
-        """A banned peer has come from there."""
         for host in hosts:
             self._hosts.pop(host, None)
             self._hosts[host] = monotonic() + HOST_REFUSED_S
@@ -92,11 +68,9 @@ class Bans:
         return monotonic() < self._hosts.get(host, 0.0)
 
     def name(self, peer: PeerId, *, is_lifted: bool) -> None:
-        """Adds or lifts the coordinator's ban of one peer."""
         (self._named.discard if is_lifted else self._named.add)(peer)
 
     def name_all(self, peers: Iterable[PeerId]) -> None:
-        """Replaces the whole list of the coordinator's bans."""
         self._named = set(peers)
 
 
@@ -116,30 +90,20 @@ class Exchange:
         self.publisher: PeerId | None = None
         self.revised, self.changed = asyncio.Event(), asyncio.Event()
         self.error: BaseException | None = None
-        self.session, self.tasks = session, set[asyncio.Task[None]]()
-        self._me, self._library, self._meter, self._bans = me, library, meter, bans
+        self.session = session
+        self.tasks = Tasks(self.fail)
+        self._me, self.library, self._meter, self._bans = me, library, meter, bans
         self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # ---- tasks and time
-
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Runs it beside the node; its error ends the node."""
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(error)
+    # ---- errors and time
 
     def fail(self, error: BaseException) -> None:
         """Ends the node's progress, once what has come is handed out."""
         if self.error is None:
             log.error("broadcast: %s: %s", type(error).__name__, error)
-            self.error, self._library.trouble = error, str(error)
+            self.error, self.library.trouble = error, str(error)
             self.changed.set()
 
     def now(self) -> float:
@@ -153,185 +117,121 @@ class Exchange:
 
     # ---- actions of the session
 
-    def act(self, event: Event) -> None:
-        """Passes an event to the session and carries out its actions."""
+    def act(self, event: events.Event) -> None:
         for action in self.session.handle(event, self.now()):
-            if isinstance(action, Wake):
+            if isinstance(action, events.Wake):
                 self.stop_timer()
                 assert self._loop is not None, "`now` was called"
-                self._timer = self._loop.call_at(action.at, lambda: self.act(Woken()))
-            elif isinstance(action, Accuse):
+                self._timer = self._loop.call_at(action.at, lambda: self.act(events.Woken()))
+            elif isinstance(action, events.Accuse):
                 self.accuse(action.peer, action.reason, is_ban=True)
             elif (link := self.links.get(action.peer)) is None:
                 continue
-            elif isinstance(action, SendChunk):
+            elif isinstance(action, events.SendChunk):
                 link.send_chunk(action)
             elif (frame := self._control_frame(action)) is not None:
                 with contextlib.suppress(ResourceError):  # the peer does not read: keepalive will end the link
                     link.send_control(frame)
 
-    def _control_frame(self, action: Action) -> bytes | None:
-        """The frame of a control message; None if its artifact has been dropped."""
+    def _control_frame(self, action: events.Message) -> bytes | None:
+        """None if the artifact has been dropped."""
         match action:
-            case SendHeader():
-                return self._library.header_frame(action.key)
-            case SendSeal():
-                return self._library.seal_frame(action.key)
-            case Have():
-                return wire.have_to_bytes(action.key, action.bitmap, action.is_sealed)
-            case Request():
-                return wire.request_to_bytes(action.key, action.indices)
-            case Cancel():
-                return wire.cancel_to_bytes(action.key, action.indices)
-            case RelayAck():
-                return wire.relay_ack_to_bytes(action.key, action.index, action.backlog)
-            case _:
-                raise AssertionError(f"not a message: {action}")
+            case events.SendHeader():
+                return self.library.header_frame(action.key)
+            case events.SendSeal():
+                return self.library.seal_frame(action.key)
+        return wire.control_frame(action)
 
     def accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
         """Drops the peer; `is_ban`: also bans it."""
         self._bans.accuse(peer, reason, is_ban=is_ban)
         if (link := self.links.pop(peer, None)) is not None:  # first, so that no more of its frames are handled
-            self.act(PeerDown(peer))
-            self.spawn(link.close())
+            self.act(events.PeerDown(peer))
+            self.tasks.start(link.close())
 
     # ---- what links call
 
-    def frame(self, key: ArtifactKey, index: int) -> Frame | None:
-        return self._library.frame(key, index)
-
-    def header(self, key: ArtifactKey) -> bytes | None:
-        return self._library.header_frame(key)
-
     def on_width(self, link: PeerLink) -> None:
-        """A connection of the link was opened, closed or lost."""
         if self.links.get(link.peer_id) is link:
-            self.act(LinkWidened(link.peer_id, link.width))
+            self.act(events.LinkWidened(link.peer_id, link.width))
 
-    def on_sent(self, action: SendChunk, frame_bytes: int | None) -> None:
+    def on_sent(self, action: events.SendChunk, frame_bytes: int | None) -> None:
         """`frame_bytes`: on the wire; None: the store no longer had it."""
         if frame_bytes is not None:
-            entry = self._library.entries.get(action.key)
+            entry = self.library.entries.get(action.key)
             self._meter.sent(entry.header.artifact if entry else None, frame_bytes, self.now())
-        self.act(ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
+        self.act(events.ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
 
     def on_frame(self, peer: PeerId, frame: bytes) -> bool:
         """Checks and keeps what a peer sent, and has the session decide; returns whether it brought a new chunk. EchoError if the
         peer broke the protocol; a full disk ends the node."""
         self._meter.downlink.add(len(frame), self.now())
-        held = self._library.chunks_stored
+        held = self.library.chunks_stored
         try:
             if (came := chunk_in(frame, f"peer {peer}")) is not None:
                 self._on_chunk(peer, came, len(frame))
             else:
-                self._on_message(peer, wire.parse(frame, f"peer {peer}"), len(frame))
+                message = wire.parse(frame, f"peer {peer}")
+                match message.WhichOneof("kind"):
+                    case "header":
+                        self.on_header(peer, wire.header_from(message.header))
+                    case "seal":
+                        self._on_seal(peer, wire.seal_from(message.seal))
+                    case _:
+                        self.act(wire.control_from(message, peer))
         except DiskFull as error:
             self.fail(error)
-        return self._library.chunks_stored > held
-
-    def check_hello(self, peer: PeerId, frame: bytes) -> bool:
-        """Of the first frame of a connection: whether that joins an existing link. VersionMismatch for another run or protocol."""
-        message = wire.parse(frame, f"peer {peer}")
-        if message.WhichOneof("kind") != "hello":
-            raise MalformedMessage(f"peer {peer}: expected a hello first, got {message.WhichOneof('kind')}")
-        if message.hello.protocol_version != PROTOCOL_VERSION or message.hello.run_id != self._library.run_id:
-            raise VersionMismatch(
-                f"peer {peer}: expected protocol {PROTOCOL_VERSION} of run {self._library.run_id}, got "
-                f"protocol {message.hello.protocol_version} of run {message.hello.run_id}"
-            )
-        return bool(message.hello.is_further)
+        return self.library.chunks_stored > held
 
     # ---- messages
 
-    def _on_message(self, peer: PeerId, message: pb.PeerMessage, frame_bytes: int) -> None:
-        match message.WhichOneof("kind"):
-            case "chunk":
-                chunk = wire.chunk_from(message.chunk)
-                record = memoryview(wire.chunk_to_bytes(chunk))
-                came = ChunkIn(chunk, record, wire.route_of(message), message.is_answer)
-                self._on_chunk(peer, came, frame_bytes)
-            case "header":
-                self.on_header(peer, wire.header_from(message.header))
-            case "seal":
-                self._on_seal(peer, message.seal)
-            case "have":
-                self.act(Have(peer, *wire.have_from(message.have)))
-            case "request":
-                self.act(Request(peer, *wire.indices_from(message.request)))
-            case "cancel":
-                self.act(Cancel(peer, *wire.indices_from(message.cancel)))
-            case "relay_ack":
-                self.act(RelayAck(peer, *wire.relay_ack_from(message.relay_ack)))
-            case "width_wish":
-                self.act(WidthWished(peer, wire.width_wish_from(message.width_wish)))
-            case kind:
-                raise MalformedMessage(f"peer {peer}: expected one hello at the start, got {kind} again")
-
     def _on_chunk(self, peer: PeerId, came: ChunkIn, frame_bytes: int) -> None:
         chunk = came.chunk
-        entry = self._library.entries.get(chunk.key)
+        entry = self.library.entries.get(chunk.key)
         if entry is None:
             return
         self._meter.received(entry.header.artifact, frame_bytes)
         if chunk.index not in entry.digests:
             digest = chunk.verify(entry.header.publisher)
-            if not self._keep(chunk, digest, came.record):
+            if not self.library.add_chunk(chunk, digest, came.record):
                 return
         size = len(chunk.payload)
-        self.act(ChunkSeen(peer, chunk.key, chunk.index, size, came.route, is_answer=came.is_answer))
+        self.act(events.ChunkSeen(peer, chunk.key, chunk.index, size, came.route, is_answer=came.is_answer))
         self.changed.set()
 
-    def _keep(self, chunk: Chunk, digest: bytes, record: memoryview) -> bool:
-        """False if the artifact turned out to be sealed wrongly."""
-        try:
-            dropped = self._library.add_chunk(chunk, digest, record)
-        except IntegrityError as error:
-            log.error("%s", error)
-            self.forget(chunk.key)
-            return False
-        for key in dropped:
-            self.on_dropped(key)
-        return True
-
-    def _on_seal(self, peer: PeerId, message: pb.ArtifactSeal) -> None:
-        seal = wire.seal_from(message)
-        entry = self._library.entries.get(seal.key)
+    def _on_seal(self, peer: PeerId, seal: Seal) -> None:
+        entry = self.library.entries.get(seal.key)
         if entry is None:
             return
         if entry.seal is None:
             seal.verify(entry.header.publisher)
-            try:
-                self._library.add_seal(seal.key, seal)
-            except IntegrityError as error:
-                log.error("%s", error)
-                self.forget(seal.key)
+            if not self.library.add_seal(seal.key, seal):
                 return
-        self.act(SealSeen(peer, seal.key, seal.chunk_count))
+        self.act(events.SealSeen(peer, seal.key, seal.chunk_count))
         self.revised.set()
         self.changed.set()
 
     def on_header(self, peer: PeerId, header: Header) -> None:
         key = header.key
-        if key in self._library.entries:
-            self.act(HeaderSeen(peer, key, is_wanted=False))
+        if key in self.library.entries:
+            self.act(events.HeaderSeen(peer, key, is_wanted=False))
             return
         if header.publisher == self._me:
             return  # our own artifact that we have dropped: do not announce it again
         if self.publisher is None:
             self._hold(peer, header)
             return
-        if header.publisher != self.publisher or header.run_id != self._library.run_id:
+        if header.publisher != self.publisher or header.run_id != self.library.run_id:
             log.debug("peer %s: header of %s by %s, not our publisher", peer, header.artifact, header.publisher)
             return
         header.verify()
         if any(
             entry.header.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
-            for entry in self._library.entries.values()
+            for entry in self.library.entries.values()
         ):
             return  # we have a newer publication of the same version
-        for dropped in self._library.add_header(header):
-            self.on_dropped(dropped)
-        self.act(HeaderSeen(peer, key, is_wanted=False))
+        self.library.add_header(header)
+        self.act(events.HeaderSeen(peer, key, is_wanted=False))
         self.revised.set()
         self.changed.set()
 
@@ -351,15 +251,7 @@ class Exchange:
         except DiskFull as error:
             self.fail(error)
 
-    # ---- what is dropped
-
-    def forget(self, key: ArtifactKey) -> None:
-        """Drops an artifact."""
-        self._library.drop(key)
-        self.on_dropped(key)
-
-    def on_dropped(self, key: ArtifactKey) -> None:
-        """The library has dropped an artifact."""
-        self.act(Forgotten(key))
+    def on_drop(self, key: ArtifactKey) -> None:
+        self.act(events.Forgotten(key))
         self.revised.set()
         self.changed.set()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from echo2.base.errors import (
     CorruptChunk,
     EchoError,
-    IntegrityError,
     LimitExceeded,
     ProtocolError,
     ResourceError,
@@ -31,44 +30,17 @@ from echo2.broadcast.artifact import (
     Seal,
     bitmap_of,
     digest_of,
-    expected_bytes,
     root_of,
     store_bytes_min,
 )
 from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, SealSeen
 from echo2.broadcast.route import ArtifactOffer, dropped_to_fit, joining_path
-from echo2.broadcast.store import ChunkStore, LeftFile, chunk_of, signed_as
+from echo2.broadcast.store import ChunkStore, Entry, LeftFile, part_of, signed_as
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
 Frame = bytes | memoryview
 """A chunk's frame, identical on the wire and on disk."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """One artifact that this node holds or knows of."""
-
-    header: Header
-    seal: Seal | None = None
-    digests: dict[int, bytes] = field(default_factory=dict)
-    held_bytes: int = 0
-    signatures: dict[int, bytes] = field(default_factory=dict)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.seal is not None and len(self.digests) == self.seal.chunk_count
-
-    @property
-    def rank(self) -> tuple[int, bool, float]:
-        """Sort key, newest last; within a version, artifacts being fetched come after those only announced."""
-        return self.header.artifact.version, self.header.is_pushed or bool(self.digests), self.header.published_unix_s
-
-    @property
-    def missing_bytes(self) -> float:
-        if self.seal is not None:
-            return max(0, self.seal.total_bytes - self.held_bytes)
-        return max(1.0, expected_bytes(self.header.artifact, self.header.full_snapshot_bytes) - self.held_bytes)
 
 
 ARTIFACTS_MAX = 96  # each keeps a file open
@@ -112,11 +84,18 @@ class AvailableArtifact:
 
 
 class Library:
-    """`revision` rises when an artifact is added, sealed, completed or dropped; `chunks_stored` with each chunk."""
+    """`revision` rises when an artifact is added, sealed, completed or dropped; `chunks_stored` with each chunk. `on_drop`: called
+    with the key of each artifact that was dropped, also to make room."""
 
     def __init__(
-        self, store: ChunkStore, run_id: RunId, lineage: str, recent_bytes_max: int = RECENT_BYTES_MAX
+        self,
+        store: ChunkStore,
+        run_id: RunId,
+        lineage: str,
+        recent_bytes_max: int = RECENT_BYTES_MAX,
+        on_drop: Callable[[ArtifactKey], None] = lambda key: None,
     ) -> None:
+        self._on_drop = on_drop
         self.store, self.run_id, self.lineage = store, run_id, lineage
         self.entries: dict[ArtifactKey, Entry] = {}
         self.recent = RecentChunks(recent_bytes_max)
@@ -131,36 +110,37 @@ class Library:
         """Adds an artifact whose file was checked; raises if it is of another run or release."""
         header = left.header
         if header.run_id != self.run_id:
-            raise ProtocolError(f"{left.path}: expected an artifact of run {self.run_id}, got one of {header.run_id}")
+            raise ProtocolError(
+                f"{left.entry.path}: expected an artifact of run {self.run_id}, got one of {header.run_id}"
+            )
         if header.lineage != self.lineage:
-            raise VersionMismatch(f"{left.path}: expected {self.lineage}, got {header.lineage!r} of another release")
+            raise VersionMismatch(
+                f"{left.entry.path}: expected {self.lineage}, got {header.lineage!r} of another release"
+            )
         self.store.fit(header.full_snapshot_bytes)
-        self.entries[header.key] = Entry(header, left.seal, left.digests, left.held_bytes, left.signatures)
-        self.store.adopt(left)
+        self.entries[header.key] = left.entry
+        self.store.adopt(left.entry)
         self.revision += 1
 
     # ---- taking in
 
-    def add_header(self, header: Header) -> list[ArtifactKey]:
-        """Enters a verified header; returns the artifacts dropped for it. DiskFull where it cannot be written."""
-        dropped = [
+    def add_header(self, header: Header) -> None:
+        """Enters a verified header; it replaces an unfinished older publication. DiskFull where it cannot be written."""
+        replaced = [
             key for key, entry in self.entries.items()
             if entry.header.artifact == header.artifact and not entry.is_complete
             and entry.header.published_unix_s <= header.published_unix_s
         ]  # fmt: skip
-        for key in dropped:
+        for key in replaced:
             self.drop(key)
-        while len(self.entries) >= ARTIFACTS_MAX and (victims := self._victims(header.key, 1)):
-            dropped += victims
-        entry = Entry(header)
+        while len(self.entries) >= ARTIFACTS_MAX and self._drop_victims(header.key, 1):
+            pass
         self.store.fit(header.full_snapshot_bytes)
-        self.store.create(header.key, wire.header_to_bytes(header))
-        self.entries[header.key] = entry
+        self.entries[header.key] = self.store.create(header)
         self.revision += 1
-        return dropped
 
-    def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> list[ArtifactKey]:
-        """Stores a verified chunk; returns the artifacts dropped to make room. DiskFull or LimitExceeded if there is none.
+    def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> bool:
+        """Stores a verified chunk; False if its artifact turned out to be sealed wrongly, and is dropped. DiskFull without room.
 
         `record`: the received frame, of which the payload is a view; None for a chunk made here."""
         entry = self.entries[chunk.key]
@@ -168,55 +148,53 @@ class Library:
         chunk = Chunk(
             chunk.key, chunk.index, chunk.ends_block, frame[len(frame) - len(chunk.payload) :], chunk.signature
         )
-        dropped: list[ArtifactKey] = []
         while True:
             try:
-                self.store.put_chunk(chunk.key, chunk.index, frame)
+                written = self.store.append(entry, frame)
                 break
             except ResourceError:
-                victims = self._victims(chunk.key, len(frame))
-                if not victims:
+                if not self._drop_victims(chunk.key, len(frame)):
                     raise
-                dropped += victims
-        entry.digests[chunk.index], entry.signatures[chunk.index] = digest, signed_as(chunk)
-        entry.held_bytes += len(chunk.payload)
+        entry.add(chunk, digest, written)
         self.recent.add(chunk, frame)
         self.chunks_stored += 1
-        self._check_root(entry)
-        return dropped
+        return self._is_sound(entry)
 
-    def add_seal(self, key: ArtifactKey, seal: Seal) -> None:
+    def add_seal(self, key: ArtifactKey, seal: Seal) -> bool:
+        """Of a verified seal; False as `add_chunk`."""
         entry = self.entries[key]
         entry.seal = seal
         self.revision += 1
-        self.store.put_seal(key, wire.seal_to_bytes(seal))
-        self._check_root(entry)
+        self.store.append(entry, wire.seal_to_bytes(seal))
+        return self._is_sound(entry)
 
-    def _check_root(self, entry: Entry) -> None:
-        if not entry.is_complete:
-            return
+    def _is_sound(self, entry: Entry) -> bool:
+        if entry.seal is None or not entry.is_complete:
+            return True
         self.revision += 1
-        assert entry.seal is not None
         root = root_of(entry.digests.get(index, b"") for index in range(entry.seal.chunk_count))
-        if root != entry.seal.root_sha256 or entry.held_bytes != entry.seal.total_bytes:
-            raise IntegrityError(
-                f"{entry.header.artifact}: expected chunks with root {entry.seal.root_sha256.hex()[:16]} and "
-                f"{entry.seal.total_bytes} bytes, got {root.hex()[:16]} and {entry.held_bytes}; the publisher sealed it wrongly"
-            )
+        if root == entry.seal.root_sha256 and entry.held_bytes == entry.seal.total_bytes:
+            return True
+        log.error(
+            "%s: expected chunks with root %s and %d bytes, got %s and %d; the publisher sealed it wrongly",
+            entry.header.artifact, entry.seal.root_sha256.hex()[:16], entry.seal.total_bytes, root.hex()[:16], entry.held_bytes,
+        )  # fmt: skip
+        self.drop(entry.header.key)
+        return False
 
-    def _victims(self, spared: ArtifactKey, room_bytes: int) -> list[ArtifactKey]:
-        """Drops the least useful artifacts (route) until `room_bytes` are free; returns them.
+    def _drop_victims(self, spared: ArtifactKey, room_bytes: int) -> bool:
+        """Drops the least useful artifacts (route) until `room_bytes` are free; False if there was none to drop.
 
         Never drops what a newcomer needs to reach the newest version, except that a keyframe at least as new replaces an
         older one. So it may free less than `room_bytes`, or nothing.
         """
         offers = [
-            ArtifactOffer(key, entry.header.artifact, max(1, self.store.size_of(key)))
+            ArtifactOffer(key, entry.header.artifact, entry.file_bytes)
             for key, entry in self.entries.items()
             if key != spared
         ]
         if not offers:
-            return []
+            return False
         newest = max(offer.artifact.version for offer in offers)
         budget_bytes = max(0, sum(offer.size_bytes for offer in offers) - room_bytes)
         dropped = dropped_to_fit(offers, newest, {offer.artifact.version for offer in offers}, budget_bytes)
@@ -227,7 +205,7 @@ class Library:
         victims = [offer.key for offer in offers if offer in free]
         for key in victims:
             self.drop(key)
-        return victims
+        return bool(victims)
 
     def shortage(self, keys: Iterable[ArtifactKey]) -> LimitExceeded | None:
         """The error to raise if a keyframe among these can never fit in the store; None if all fit."""
@@ -257,17 +235,16 @@ class Library:
         raise CorruptChunk(f"chunk {index} of {whose}: expected it in {self.store.folder}, got none")
 
     def _held(self, key: ArtifactKey, index: int) -> tuple[Chunk, Frame] | None:
-        """One of the recent chunks, or read from disk and verified."""
         entry = self.entries.get(key)
         if entry is None or (recent := self.recent.get(key, index)) is not None:
             return recent if entry is not None else None
-        if (frame := self.store.chunk(key, index)) is None:
+        if (frame := self.store.chunk(entry, index)) is None:
             return None
         try:
-            chunk = chunk_of(frame, str(self.store.folder))
+            part = part_of(frame, str(self.store.folder))
             verified = (key, index, entry.signatures[index], entry.digests[index])
-            if (chunk.key, chunk.index, signed_as(chunk), digest_of(chunk.payload)) == verified:
-                return chunk, frame
+            if isinstance(part, Chunk) and (part.key, part.index, signed_as(part), digest_of(part.payload)) == verified:
+                return part, frame
         except EchoError as error:
             log.debug("%s", error)
         self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
@@ -291,20 +268,27 @@ class Library:
         return wire.seal_to_bytes(entry.seal) if entry is not None and entry.seal is not None else None
 
     def drop(self, key: ArtifactKey) -> None:
-        entry = self.entries.pop(key, None)
-        if entry is not None:
+        self._remove(key)
+        self._on_drop(key)
+
+    def _remove(self, key: ArtifactKey) -> None:
+        if (entry := self.entries.pop(key, None)) is not None:
             self.recent.drop(key)
             self.revision += 1
-            self.store.drop(key)
+            self.store.drop(entry)
 
-    def empty(self, key: ArtifactKey) -> list[ArtifactKey]:
-        """Drops an artifact's chunks but keeps its header and seal; returns other artifacts dropped for it."""
+    def close(self) -> None:
+        """Closes the files; they stay on disk."""
+        for entry in self.entries.values():
+            self.store.close(entry)
+
+    def empty(self, key: ArtifactKey) -> None:
+        """Drops an artifact's chunks but keeps its header and seal."""
         entry = self.entries[key]
-        self.drop(key)
-        dropped = self.add_header(entry.header)
+        self._remove(key)
+        self.add_header(entry.header)
         if entry.seal is not None:
             self.add_seal(key, entry.seal)
-        return dropped
 
     def blocks_of(self, artifact: ArtifactId) -> Iterator[bytes] | None:
         """A lazy iterator over the blocks of a complete artifact; None if it is not complete here."""
@@ -327,7 +311,6 @@ class Library:
                 yield block
 
     def fingerprint_of(self, artifact: ArtifactId) -> str:
-        """The fingerprint signed by the publisher, in hex; empty before the seal has arrived."""
         key = self.find(artifact)
         entry = self.entries[key] if key is not None else None
         return entry.seal.fingerprint if entry is not None and entry.seal is not None else ""
@@ -368,12 +351,12 @@ async def restored(library: Library, me: PeerId, piece_bytes: int = PIECE_BYTES)
             await asyncio.to_thread(path.unlink, missing_ok=True)
             library.unsound_files += 1
             continue
-        key = left.header.key
-        if left.header.publisher == me and left.seal is None:
+        key, entry = left.header.key, left.entry
+        if left.header.publisher == me and entry.seal is None:
             library.drop(key)
             continue
-        mean_bytes = left.held_bytes // max(1, len(left.digests))
+        mean_bytes = entry.held_bytes // max(1, len(entry.digests))
         yield HeaderSeen(None, key, is_wanted=False)
-        yield ChunksKept(key, bitmap_of(left.digests), dict.fromkeys(sorted(left.digests), mean_bytes))
-        if left.seal is not None:
-            yield SealSeen(None, key, left.seal.chunk_count)
+        yield ChunksKept(key, bitmap_of(entry.digests), dict.fromkeys(sorted(entry.digests), mean_bytes))
+        if entry.seal is not None:
+            yield SealSeen(None, key, entry.seal.chunk_count)

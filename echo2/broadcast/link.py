@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from echo2.base.errors import LimitExceeded, Unreachable
+from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
 from echo2.base.ids import RunId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.connection import Connection
@@ -38,18 +38,28 @@ ANSWERS_S = 2e-4
 """Of the loop's time that the receiver of a chunk may cost beyond its share, for asking and acknowledging."""
 
 
-async def hello_of(connection: Connection, run_id: RunId, *, is_further: bool = False) -> bytes:
-    """Says who we are; the peer's first frame. Unreachable when none comes."""
-    peer = connection.peer.peer_id
+async def greet(connection: Connection, run_id: RunId, *, is_further: bool = False) -> bool:
+    """Hellos both ways; whether the peer's says that the connection joins an existing link. Unreachable when none comes,
+    VersionMismatch for another run or protocol."""
+    whose = f"peer {connection.peer.peer_id}"
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             await connection.send(wire.hello(PROTOCOL_VERSION, run_id, is_further=is_further))
             frame = await connection.receive()
     except TimeoutError:
-        raise Unreachable(f"peer {peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
+        raise Unreachable(f"{whose}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
     if frame is None:
-        raise Unreachable(f"peer {peer}: the connection ended before its hello")
-    return frame
+        raise Unreachable(f"{whose}: the connection ended before its hello")
+    message = wire.parse(frame, whose)
+    if (kind := message.WhichOneof("kind")) != "hello":
+        raise MalformedMessage(f"{whose}: expected a hello first, got {kind}")
+    said = message.hello
+    if (said.protocol_version, said.run_id) != (PROTOCOL_VERSION, run_id):
+        raise VersionMismatch(
+            f"{whose}: expected protocol {PROTOCOL_VERSION} of run {run_id}, got protocol {said.protocol_version} of run "
+            f"{said.run_id}"
+        )
+    return said.is_further
 
 
 class _Further:
@@ -78,17 +88,11 @@ class PeerLink:
 
     @property
     def remotes(self) -> frozenset[Remote]:
-        """The other ends of its connections, where the kernel knows them."""
         return self.connection.remotes.union(*(further.connection.remotes for further in self._further))
 
     @property
     def width(self) -> int:
-        """The connections that take chunks."""
         return 1 + sum(not further.is_ending for further in self._further)
-
-    @property
-    def connections(self) -> int:
-        return 1 + len(self._further)
 
     async def close(self) -> None:
         self._closed.set()  # whoever dialled us is told by the end of what serves it
@@ -165,7 +169,6 @@ class PeerLink:
                 await self._changed.wait()
 
     async def _write_further(self, further: _Further) -> None:
-        """Until the connection is to end."""
         while not further.is_ending:
             if not self._chunks:
                 self._changed.clear()
@@ -173,7 +176,10 @@ class PeerLink:
                 continue
             action = self._chunks.popleft()
             try:
-                if action.key not in further.headers and (header := self._exchange.header(action.key)) is not None:
+                if (
+                    action.key not in further.headers
+                    and (header := self._exchange.library.header_frame(action.key)) is not None
+                ):
                     await self._send(further.connection, header)
                     further.headers = {action.key, *list(further.headers)[: HEADERS_REMEMBERED_MAX - 1]}
                 await self._send_chunk(further.connection, action)
@@ -183,7 +189,7 @@ class PeerLink:
                 raise
 
     async def _send_chunk(self, connection: Connection, action: SendChunk) -> None:
-        frame = self._exchange.frame(action.key, action.index)
+        frame = self._exchange.library.frame(action.key, action.index)
         if frame is not None:
             await self._send(connection, wire.beside(action.route, action.is_answer), frame)
             self._share.repay(ANSWERS_S)

@@ -43,7 +43,6 @@ from echo2.broadcast.store import ChunkStore
 from echo2.broadcast.stripes import LinkStatus
 from echo2.broadcast.uplink import UplinkWatch
 from echo2.outside import unix_now
-from echo2.outside.guard import cancel_all
 from echo2.trust.identity import Role
 from echo2.trust.tls import Credentials
 
@@ -127,7 +126,7 @@ class BroadcastNode:
         me, shape = credentials.peer_id, options.shape
         self.peer_id, self.credentials, self.options, self._lost = me, credentials, options, calls.lost
         store = ChunkStore(options.folder, options.store_bytes)
-        self.library = Library(store, credentials.run_id, options.lineage, options.recent_bytes_max)
+        self.library = Library(store, credentials.run_id, options.lineage, options.recent_bytes_max, self._on_drop)
         self.session = BroadcastSession(me, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter, self.bans = Meter(), Bans()
         self.planner = CatchUpPlanner(me, self.library, self.meter, shape)
@@ -167,17 +166,17 @@ class BroadcastNode:
         self._is_running = True
         self._connections.transport.serve(self.accept)
         for work in (self._keep_connected(), self._keep_wanting(), self._uplink.run()):
-            self.exchange.spawn(work)
+            self.exchange.tasks.start(work)
 
     async def stop(self) -> None:
         self._is_running = False
         self.exchange.stop_timer()
         try:
-            await cancel_all(self.exchange.tasks)
+            await self.exchange.tasks.end()
             await self._connections.end()
             await self.nat.close()
         finally:  # even if the network part fails: each artifact holds an open file
-            self.library.store.close()
+            self.library.close()
             self.exchange.changed.set()
 
     async def accept(self, connection: Connection) -> None:
@@ -198,6 +197,9 @@ class BroadcastNode:
             self._update_wants()
             await self.exchange.revised.wait()
             self.exchange.revised.clear()
+
+    def _on_drop(self, key: ArtifactKey) -> None:
+        self.exchange.on_drop(key)
 
     def drop_banned(self) -> None:
         """Drops the links of all banned peers; call it after `bans` has changed."""
@@ -234,7 +236,7 @@ class BroadcastNode:
     def adopted(self, artifact: ArtifactId) -> None:
         """The consumer got this version elsewhere: stops fetching the artifact and continues from it."""
         if (key := self.library.find(artifact)) is not None:
-            self.exchange.forget(key)
+            self.library.drop(key)
         self.set_live(artifact.version)
 
     def refetch(self, artifact: ArtifactId) -> None:
@@ -244,15 +246,14 @@ class BroadcastNode:
         self.set_live(artifact.parent)
 
     def _fetch_anew(self, key: ArtifactKey) -> None:
-        for dropped in self.library.empty(key):
-            self.exchange.on_dropped(dropped)
+        self.library.empty(key)
         self.exchange.act(Emptied(key))
 
     def _mend(self) -> None:
         """Refetches artifacts that the disk corrupted (the publisher reports them as lost) and replaces stalled paths."""
         for key, artifact in self.library.take_rotten():
             if self._is_publisher:
-                self.exchange.forget(key)
+                self.library.drop(key)
                 self._lost(str(artifact))
             else:
                 self._fetch_anew(key)
@@ -333,8 +334,7 @@ class BroadcastNode:
         run_id, lineage = self.credentials.run_id, self.options.lineage
         header = Header(artifact, run_id, lineage, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
         header = header.signed(self.credentials.identity)
-        for dropped in self.library.add_header(header):
-            self.exchange.on_dropped(dropped)
+        self.library.add_header(header)
         self.exchange.act(HeaderSeen(None, header.key, is_wanted=False))
         span = artifact.version - artifact.parent if artifact.parent is not None else 0
         expected = self._sizes.get(span) or expected_bytes(artifact, full_snapshot_bytes)
@@ -349,7 +349,7 @@ class BroadcastNode:
                     index, total = index + 1, total + len(chunk.payload)
                     await asyncio.sleep(0)  # yield to the event loop: a block may be hundreds of chunks
         except EchoError:  # a partial artifact is useless
-            self.exchange.forget(header.key)
+            self.library.drop(header.key)
             raise
         seal = Seal(header.key, index, total, root_of(digests), fingerprint()).signed(self.credentials.identity)
         self._sizes[span] = total
@@ -361,8 +361,7 @@ class BroadcastNode:
     def _keep(self, chunk: Chunk, digest: bytes, *, is_fresh: bool) -> None:
         if chunk.key not in self.library.entries:
             raise StateError(f"artifact {chunk.key.hex()}: dropped while being published; the store is too small")
-        for dropped in self.library.add_chunk(chunk, digest):
-            self.exchange.on_dropped(dropped)
+        self.library.add_chunk(chunk, digest)
         self.exchange.act(ChunkSeen(None, chunk.key, chunk.index, len(chunk.payload), is_fresh=is_fresh))
 
     # ---- what is seen of it

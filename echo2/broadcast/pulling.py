@@ -13,18 +13,6 @@ from echo2.base.ids import PeerId
 from echo2.broadcast import pace
 from echo2.broadcast.artifact import ArtifactKey, those_in
 from echo2.broadcast.events import Action, Have, SendHeader, SendSeal
-from echo2.broadcast.pace import (
-    FAR_AFTER_S,
-    PUBLISHER_AFTER_S,
-    PUBLISHER_ALONE_AFTER_S,
-    PULL_AFTER_MAX_S,
-    PULL_AFTER_S,
-    PULL_CHUNKS_MAX,
-    PULL_LAST_AFTER_S,
-    PULL_TIMEOUT_S,
-    PULL_WINDOW_S,
-    PUSH_SILENCE_S,
-)
 from echo2.broadcast.peer import Artifact, OpenRequest, Peer, Ref
 from echo2.broadcast.seeding import Seeding
 
@@ -37,12 +25,12 @@ def patience_s(artifact: Artifact) -> float:
     Shorter for the last few chunks: a duplicate costs little, waiting for one slow connection costs much.
     """
     if artifact.is_nearly_complete:
-        return PULL_LAST_AFTER_S
-    return min(PULL_AFTER_MAX_S, PULL_AFTER_S + 1.5 * artifact.push_lag_s)
+        return pace.PULL_LAST_AFTER_S
+    return min(pace.PULL_AFTER_MAX_S, pace.PULL_AFTER_S + 1.5 * artifact.push_lag_s)
 
 
 def is_pushed_to(artifact: Artifact, now: float) -> bool:
-    return now - artifact.pushed_at < PUSH_SILENCE_S
+    return now - artifact.pushed_at < pace.PUSH_SILENCE_S
 
 
 def due_chunks(artifact: Artifact, now: float) -> list[int]:
@@ -62,9 +50,9 @@ def due_chunks(artifact: Artifact, now: float) -> list[int]:
 
 def window_chunks(peer: Peer, artifact: Artifact) -> int:
     """How many open requests a peer may have at once. A window shorter than a satellite's round trip would shrink ever more."""
-    window_s = PULL_WINDOW_S if peer.answer_s == float("inf") else max(PULL_WINDOW_S, 2 * peer.answer_s)
+    window_s = pace.PULL_WINDOW_S if peer.answer_s == float("inf") else max(pace.PULL_WINDOW_S, 2 * peer.answer_s)
     by_rate = int(peer.rate.bytes_per_s * window_s / artifact.mean_chunk_bytes)
-    return max(2, min(PULL_CHUNKS_MAX, by_rate))
+    return max(2, min(pace.PULL_CHUNKS_MAX, by_rate))
 
 
 def choose(
@@ -98,13 +86,13 @@ def choose(
     for index in wanted:
         others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
         age_s = now - artifact.missing_since[index]
-        if age_s < FAR_AFTER_S and is_pushed_to(artifact, now):
+        if age_s < pace.FAR_AFTER_S and is_pushed_to(artifact, now):
             near = [p for p in others if peers[p].is_near]
             if near or region[index % len(region)] != me:  # one member asks afar, the others ask that one
                 holders[index] = others = near
-        if not others and len(peers) > 1 and age_s < PUBLISHER_ALONE_AFTER_S:
+        if not others and len(peers) > 1 and age_s < pace.PUBLISHER_ALONE_AFTER_S:
             continue  # other peers may be about to announce it
-        is_urgent = age_s > PUBLISHER_AFTER_S
+        is_urgent = age_s > pace.PUBLISHER_AFTER_S
         pool = [p for p in (holders[index] if is_urgent or not others else others) if room.get(p, 0) > 0]
         if not pool:
             continue
@@ -120,7 +108,7 @@ def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float
         peer.rate.begin(now)
     for index in indices:
         ahead = (len(peer.requests) + 1) * artifact.mean_chunk_bytes
-        deadline = now + min(10.0, PULL_TIMEOUT_S + 3 * ahead / peer.rate.bytes_per_s)
+        deadline = now + min(10.0, pace.PULL_TIMEOUT_S + 3 * ahead / peer.rate.bytes_per_s)
         peer.requests[(artifact.key, index)] = OpenRequest(now, deadline)
         peer.asked[artifact.key] = peer.asked.get(artifact.key, 0) | 1 << index
     return tuple(indices)

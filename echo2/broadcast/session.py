@@ -22,35 +22,8 @@ from typing import assert_never
 
 from echo2.base.ids import PeerId
 from echo2.base.rng import derived_rng
-from echo2.broadcast import pace, pulling
+from echo2.broadcast import events, pace, pulling
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, all_of, those_in
-from echo2.broadcast.events import (
-    Accuse,
-    Action,
-    Cancel,
-    ChunkSeen,
-    ChunkSent,
-    ChunksKept,
-    Emptied,
-    Event,
-    Forgotten,
-    Have,
-    HeaderSeen,
-    LinkWidened,
-    PeerDown,
-    PeerUp,
-    PlanSet,
-    RelayAck,
-    Request,
-    Route,
-    SealSeen,
-    SendChunk,
-    UplinkSeen,
-    Wake,
-    Wanted,
-    WidthWished,
-    Woken,
-)
 from echo2.broadcast.pace import Pacer, UplinkGovernor
 from echo2.broadcast.peer import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.plan import BroadcastPlan
@@ -58,7 +31,10 @@ from echo2.broadcast.pulling import Gossip
 from echo2.broadcast.seeding import Child, Relaying, Seeding
 
 HOUSEKEEPING_S = 0.05  # peers' messages and timers trigger the checks over all peers at most this often
-OFTEN = (ChunkSeen, ChunkSent, RelayAck, Have, Request, Cancel, WidthWished, Woken)
+OFTEN = (
+    events.ChunkSeen, events.ChunkSent, events.RelayAck, events.Have, events.Request, events.Cancel, events.WidthWished,
+    events.Woken,
+)  # fmt: skip
 
 
 class BroadcastSession:
@@ -80,7 +56,7 @@ class BroadcastSession:
         self._gossip = Gossip(self.peers, self.artifacts, self._seeding)
         self._rng: random.Random = derived_rng(seed, "session", me)
         self._served = 0
-        self._actions: list[Action] = []
+        self._actions: list[events.Action] = []
         self._wake_at, self._housekeeping_at = float("inf"), float("-inf")
 
     @property
@@ -90,7 +66,7 @@ class BroadcastSession:
 
     # ---- entry point
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """Updates the state for an event that happened at `now`; returns the actions to carry out."""
         self._actions = []
         self._dispatch(event, now)
@@ -106,60 +82,60 @@ class BroadcastSession:
         self._set_timer(now, is_due)
         return self._actions
 
-    def _dispatch(self, event: Event, now: float) -> None:
+    def _dispatch(self, event: events.Event, now: float) -> None:
         match event:  # the frequent ones first
-            case ChunkSeen():
+            case events.ChunkSeen():
                 self._chunk_seen(event, now)
-            case ChunkSent():
+            case events.ChunkSent():
                 self._chunk_sent(event, now)
-            case Woken():
+            case events.Woken():
                 self._wake_at = float("inf")
-            case PlanSet():
+            case events.PlanSet():
                 self._plan_set(event.plan)
-            case PeerUp():
+            case events.PeerUp():
                 is_late = self.plan is not None and event.peer in self.plan.late
                 self.peers[event.peer] = Peer(event.peer, is_late, self._is_near(event.peer))
                 self._seeding.returned(event.peer)
                 self._actions += self._gossip.greeting(self.peers[event.peer])
-            case PeerDown():
+            case events.PeerDown():
                 self._peer_down(event.peer, now)
-            case LinkWidened():
+            case events.LinkWidened():
                 if event.peer in self.peers:
                     self.peers[event.peer].connections = event.connections
-            case WidthWished():
+            case events.WidthWished():
                 if event.peer in self.peers:
                     self.peers[event.peer].wished_connections = event.connections
-            case HeaderSeen():
+            case events.HeaderSeen():
                 self._header_seen(event, now)
-            case ChunksKept():
+            case events.ChunksKept():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].kept(event.bitmap, event.sizes)
                     self._gossip.changed()
-            case SealSeen():
+            case events.SealSeen():
                 self._seal_seen(event)
-            case Have():
+            case events.Have():
                 self._have_seen(event, now)
-            case Request():
+            case events.Request():
                 self._request_seen(event, now)
-            case Cancel():
+            case events.Cancel():
                 if event.peer in self.peers and event.key in self.artifacts:
                     self.peers[event.peer].cancelled(event.key, event.indices)
-            case RelayAck():
+            case events.RelayAck():
                 queued = len(self.peers[event.peer].relay_queue) if event.peer in self.peers else 0  # backlog, too
                 backlog = max(event.backlog, queued)
                 self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
                 self._relaying.acknowledged(event.peer, event.backlog)
-            case UplinkSeen():
+            case events.UplinkSeen():
                 self._uplink_seen(event, now)
-            case Wanted():
+            case events.Wanted():
                 self._set_wanted(event)
-            case Forgotten():
+            case events.Forgotten():
                 self.artifacts.pop(event.key, None)
                 self._seeding.forget(event.key)
                 self._relaying.forget(event.key)
                 for peer in self.peers.values():
                     peer.forget(event.key)
-            case Emptied():
+            case events.Emptied():
                 self._emptied(event.key, now)
             case _:
                 assert_never(event)
@@ -192,7 +168,7 @@ class BroadcastSession:
         """The chunks of the artifact that any neighbour holds, as a bitmap."""
         return functools.reduce(operator.or_, (peer.haves.get(key, 0) for peer in self.peers.values()), 0)
 
-    def _header_seen(self, event: HeaderSeen, now: float) -> None:
+    def _header_seen(self, event: events.HeaderSeen, now: float) -> None:
         if event.peer in self.peers:
             self.peers[event.peer].knows.add(event.key)
         if event.key in self.artifacts:
@@ -203,7 +179,7 @@ class BroadcastSession:
         for peer in self.peers.values():
             self._actions += self._gossip.header(peer, event.key)
 
-    def _chunk_seen(self, event: ChunkSeen, now: float) -> None:
+    def _chunk_seen(self, event: events.ChunkSeen, now: float) -> None:
         artifact = self.artifacts.get(event.key)
         if artifact is None:
             return
@@ -223,14 +199,14 @@ class BroadcastSession:
             self._relay(ref, event.peer, event.route, now)
         self._drop_other_requests(ref, event.peer)
 
-    def _came_from(self, peer: Peer, event: ChunkSeen, now: float) -> None:
+    def _came_from(self, peer: Peer, event: events.ChunkSeen, now: float) -> None:
         bit = 1 << event.index
         # Changing links and trees repeat a chunk now and then; a peer that keeps doing so wastes our downlink.
         was_given = peer.given.get(event.key, 0) & bit
         if was_given and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1
             if peer.replays >= pace.REPLAYS_MAX:
-                self._actions.append(Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without a request"))
+                self._actions.append(events.Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without a request"))
         peer.given[event.key] = peer.given.get(event.key, 0) | bit
         peer.note(event.key, event.index)
         peer.rate.add(event.size_bytes, now)
@@ -241,9 +217,9 @@ class BroadcastSession:
     def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:
         for peer in self.peers.values():
             if peer.peer_id != giver and peer.requests.pop(ref, None) is not None:
-                self._actions.append(Cancel(peer.peer_id, ref[0], (ref[1],)))
+                self._actions.append(events.Cancel(peer.peer_id, ref[0], (ref[1],)))
 
-    def _seal_seen(self, event: SealSeen) -> None:
+    def _seal_seen(self, event: events.SealSeen) -> None:
         if event.peer in self.peers:
             self.peers[event.peer].sealed.add(event.key)
         artifact = self.artifacts.get(event.key)
@@ -253,7 +229,7 @@ class BroadcastSession:
         for peer in self.peers.values():
             self._actions += self._gossip.seal(peer, event.key)
 
-    def _have_seen(self, event: Have, now: float) -> None:
+    def _have_seen(self, event: events.Have, now: float) -> None:
         peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
         if peer is None or artifact is None:
             return
@@ -266,7 +242,7 @@ class BroadcastSession:
         peer.note_all(event.key, bitmap)
         artifact.offered(bitmap, now)
 
-    def _request_seen(self, event: Request, now: float) -> None:
+    def _request_seen(self, event: events.Request, now: float) -> None:
         peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
         if peer is None or artifact is None:
             return
@@ -278,7 +254,7 @@ class BroadcastSession:
                 queued.add((event.key, index))
                 peer.pull_queue.append(Outgoing(event.key, index, None, now, is_answer=True))
 
-    def _chunk_sent(self, event: ChunkSent, now: float) -> None:
+    def _chunk_sent(self, event: events.ChunkSent, now: float) -> None:
         peer = self.peers.get(event.peer)
         if peer is not None:
             peer.in_transport = max(0, peer.in_transport - 1)
@@ -288,7 +264,7 @@ class BroadcastSession:
                 peer.answered.pop((event.key, event.index), None)
         self._acknowledge(self._relaying.done((event.key, event.index), event.peer))
 
-    def _uplink_seen(self, event: UplinkSeen, now: float) -> None:
+    def _uplink_seen(self, event: events.UplinkSeen, now: float) -> None:
         mine = self.plan.index_of(self.me) if self.plan is not None else None
         if self.plan is not None and mine is not None:
             self.governor.planned(self.plan.nodes[mine].uplink_bytes_per_s)
@@ -307,16 +283,16 @@ class BroadcastSession:
         if artifact is not None:
             artifact.emptied(offered, now)
 
-    def _set_wanted(self, event: Wanted) -> None:
+    def _set_wanted(self, event: events.Wanted) -> None:
         if event.key in self.artifacts:
             self.artifacts[event.key].is_wanted = event.is_wanted
         for peer in self.peers.values() if not event.is_wanted else ():
             if asked := peer.withdraw(event.key):
-                self._actions.append(Cancel(peer.peer_id, event.key, asked))
+                self._actions.append(events.Cancel(peer.peer_id, event.key, asked))
 
     # ---- relaying
 
-    def _relay(self, ref: Ref, parent: PeerId | None, route: Route, now: float) -> None:
+    def _relay(self, ref: Ref, parent: PeerId | None, route: events.Route, now: float) -> None:
         """Queues the chunk for our children in its tree; acknowledges to the parent once all of them have it."""
         waiting: set[PeerId] = set()
         children = self._relaying.children_in(route)
@@ -325,7 +301,7 @@ class BroadcastSession:
                 waiting.add(child.peer_id)
         self._acknowledge(self._relaying.begin(ref, parent, waiting, children))
 
-    def _queue(self, ref: Ref, child: Child, route: Route, now: float) -> bool:
+    def _queue(self, ref: Ref, child: Child, route: events.Route, now: float) -> bool:
         """Queues the chunk for a child; False if it has the chunk, is stuck, not connected, or a late leaf, which pulls."""
         peer = self.peers.get(child.peer_id)
         if peer is None or peer.is_stuck or peer.has(*ref):
@@ -336,7 +312,7 @@ class BroadcastSession:
         (peer.relay_queue if child.relays_on else peer.leaf_queue).append(outgoing)
         return True
 
-    def _acknowledge(self, acks: list[RelayAck]) -> None:
+    def _acknowledge(self, acks: list[events.RelayAck]) -> None:
         self._actions += (ack for ack in acks if ack.peer in self.peers)
 
     # ---- pulling
@@ -349,7 +325,7 @@ class BroadcastSession:
             peer.rate.punish()  # its window shrinks, so the next requests go to others
             for ref in late:
                 del peer.requests[ref]
-                self._actions.append(Cancel(peer.peer_id, ref[0], (ref[1],)))
+                self._actions.append(events.Cancel(peer.peer_id, ref[0], (ref[1],)))
 
     def _pull(self, now: float) -> None:
         publisher = self.plan.seed.peer_id if self.plan is not None and self.plan.seed is not None else None
@@ -362,7 +338,7 @@ class BroadcastSession:
             chosen = pulling.choose(artifact, self.peers, publisher, self.me, self._region, self._rng, now)
             for peer_id, indices in chosen.items():
                 noted = pulling.note_requests(artifact, self.peers[peer_id], indices, now)
-                self._actions.append(Request(peer_id, artifact.key, noted))
+                self._actions.append(events.Request(peer_id, artifact.key, noted))
 
     # ---- sending
 
@@ -384,7 +360,7 @@ class BroadcastSession:
             self._pacer.spend(self.artifacts[outgoing.key].sizes.get(outgoing.index, 0), now)
             self._actions += self._gossip.header(peer, outgoing.key)
             self._actions.append(
-                SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route, outgoing.is_answer)
+                events.SendChunk(peer.peer_id, outgoing.key, outgoing.index, outgoing.route, outgoing.is_answer)
             )
 
     def _assign_fresh(self, now: float) -> None:
@@ -456,7 +432,7 @@ class BroadcastSession:
         wake_at = max(now + 1e-3, min((t for t in times if t is not None), default=float("inf")))
         if wake_at != float("inf") and (wake_at < self._wake_at - 1e-4 or self._wake_at <= now):
             self._wake_at = wake_at
-            self._actions.append(Wake(wake_at))
+            self._actions.append(events.Wake(wake_at))
 
     def _next_pull(self, now: float) -> float | None:
         """When to request the next missing chunk; at least 0.1 s from now, in case the request windows are full."""

@@ -25,16 +25,16 @@ from echo2.base.staged import FORMAT_VERSION
 from echo2.broadcast.artifact import (
     STORE_BYTES_FLOOR,
     ArtifactId,
-    ArtifactKey,
     BlockAssembler,
     Chunk,
+    Header,
     Seal,
+    expected_bytes,
     store_bytes_for,
 )
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
 from echo2.outside import here
 from echo2.wire import broadcast as wire
-from echo2.wire.broadcast import chunk_in
 
 if TYPE_CHECKING:
     from echo2.weights import HostWeights
@@ -48,22 +48,48 @@ Record = tuple[int, int]
 
 
 @dataclass(slots=True)
-class _File:
+class Entry:
+    """One artifact that this node holds or knows of, and its file; digests, signatures and records are by chunk."""
+
+    header: Header
     path: Path
-    handle: int
-    end: int
-    chunks: dict[int, Record] = field(default_factory=dict)
+    seal: Seal | None = None
+    digests: dict[int, bytes] = field(default_factory=dict)
+    signatures: dict[int, bytes] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
+    held_bytes: int = 0  # of payloads
+    file_bytes: int = 0
+    handle: int = -1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.seal is not None and len(self.digests) == self.seal.chunk_count
+
+    @property
+    def rank(self) -> tuple[int, bool, float]:
+        """Sort key, newest last; within a version, artifacts being fetched come after those only announced."""
+        return self.header.artifact.version, self.header.is_pushed or bool(self.digests), self.header.published_unix_s
+
+    @property
+    def missing_bytes(self) -> float:
+        if self.seal is not None:
+            return max(0, self.seal.total_bytes - self.held_bytes)
+        return max(1.0, expected_bytes(self.header.artifact, self.header.full_snapshot_bytes) - self.held_bytes)
+
+    def add(self, chunk: Chunk, digest: bytes, record: Record) -> None:
+        self.digests[chunk.index], self.records[chunk.index] = digest, record
+        self.signatures[chunk.index] = signed_as(chunk)
+        self.held_bytes += len(chunk.payload)
 
 
 class ChunkStore:
-    """Artifact files by key. `bytes_max` 0: the limit follows the size of the weights (`fit`)."""
+    """The files of artifacts. `bytes_max` 0: the limit follows the size of the weights (`fit`)."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         self.folder = folder
         self.bytes_max = bytes_max or STORE_BYTES_FLOOR
         self._follows_weights = bytes_max == 0
         self.used_bytes = 0
-        self._files: dict[ArtifactKey, _File] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def fit(self, weights_bytes: int) -> None:
@@ -75,141 +101,106 @@ class ChunkStore:
         """Files that an earlier run left, oldest first."""
         return sorted(self.folder.glob("*.artifact"), key=lambda path: (path.stat().st_mtime, path.name))
 
-    def adopt(self, left: LeftFile) -> None:
+    def adopt(self, entry: Entry) -> None:
         """Continues a file whose chunks were all checked."""
-        handle = os.open(left.path, os.O_RDWR)
-        before = os.fstat(handle)
-        os.ftruncate(handle, left.end)
-        os.utime(handle, ns=(before.st_atime_ns, before.st_mtime_ns))  # files are restored oldest first
-        self._files[left.header.key] = _File(left.path, handle, left.end, left.records)
-        self.used_bytes += left.end
+        entry.handle = os.open(entry.path, os.O_RDWR)
+        before = os.fstat(entry.handle)
+        os.ftruncate(entry.handle, entry.file_bytes)
+        os.utime(entry.handle, ns=(before.st_atime_ns, before.st_mtime_ns))  # files are restored oldest first
+        self.used_bytes += entry.file_bytes
 
-    def create(self, key: ArtifactKey, header: bytes) -> None:
-        """Creates an artifact's file; truncates an existing file of that name."""
-        if key in self._files:
-            return
-        path = self.folder / f"{key.hex()}.artifact"
+    def create(self, header: Header) -> Entry:
+        """Creates an artifact's file; truncates an existing one of that name."""
+        entry = Entry(header, self.folder / f"{header.key.hex()}.artifact")
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            entry.handle = os.open(entry.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
             raise _disk_error(error, self.folder) from None
-        self._files[key] = _File(path, handle, 0)
-        self._append(key, header)
+        self.append(entry, wire.header_to_bytes(header))
+        return entry
 
-    def put_chunk(self, key: ArtifactKey, index: int, frame: bytes | memoryview) -> None:
-        offset = self._append(key, frame)
-        self._files[key].chunks[index] = (offset, len(frame))
-
-    def put_seal(self, key: ArtifactKey, seal: bytes) -> None:
-        self._append(key, seal)
-
-    def _append(self, key: ArtifactKey, frame: bytes | memoryview) -> int:
-        file = self._files[key]
+    def append(self, entry: Entry, frame: bytes | memoryview) -> Record:
         size = _LENGTH.size + len(frame)
         if self.used_bytes + size > self.bytes_max:
             raise DiskFull(f"{self.folder}: expected at most {self.bytes_max} bytes of chunks, got more")
         try:
-            written = here().files.write_at(file.handle, [_LENGTH.pack(len(frame)), frame], file.end)
+            written = here().files.write_at(entry.handle, [_LENGTH.pack(len(frame)), frame], entry.file_bytes)
         except OSError as error:
             raise _disk_error(error, self.folder) from None
         if written != size:
             raise DiskFull(f"{self.folder}: expected room for {size} bytes, wrote {written}")
-        offset = file.end + _LENGTH.size
-        file.end += size
+        record = entry.file_bytes + _LENGTH.size, len(frame)
+        entry.file_bytes += size
         self.used_bytes += size
-        return offset
+        return record
 
-    def chunk(self, key: ArtifactKey, index: int) -> bytes | None:
+    def chunk(self, entry: Entry, index: int) -> bytes | None:
         """The frame of a chunk; None if it is not stored."""
-        file = self._files.get(key)
-        if file is None or index not in file.chunks:
-            return None
-        offset, length = file.chunks[index]
-        frame = os.pread(file.handle, length, offset)
-        return frame if len(frame) == length else None
+        offset, length = entry.records.get(index, (0, 0))
+        frame = os.pread(entry.handle, length, offset)
+        return frame if frame and len(frame) == length else None
 
-    def size_of(self, key: ArtifactKey) -> int:
-        """Bytes of an artifact's file; 0 if it has none."""
-        file = self._files.get(key)
-        return file.end if file is not None else 0
+    def close(self, entry: Entry) -> None:
+        """The file stays on disk."""
+        os.close(entry.handle)
+        entry.handle = -1
+        entry.records.clear()
 
-    def drop(self, key: ArtifactKey) -> None:
-        file = self._files.pop(key, None)
-        if file is None:
+    def drop(self, entry: Entry) -> None:
+        if entry.handle < 0:  # closed: the next run takes it over
             return
         with contextlib.suppress(OSError):
-            file.path.unlink(missing_ok=True)
-        if file.end < SLOW_CLOSE_BYTES:
-            os.close(file.handle)
+            entry.path.unlink(missing_ok=True)
+        if entry.file_bytes < SLOW_CLOSE_BYTES:
+            self.close(entry)
         else:
-            threading.Thread(target=os.close, args=(file.handle,), name="chunks closed").start()
-        self.used_bytes -= file.end
-
-    def close(self) -> None:
-        """Closes the files; they stay on disk."""
-        for file in self._files.values():
-            os.close(file.handle)
-        self._files.clear()
+            threading.Thread(target=os.close, args=(entry.handle,), name="chunks closed").start()
+        self.used_bytes -= entry.file_bytes
 
 
 class LeftFile:
     """An artifact's file from an earlier run; EchoError where it is not sound. May be used from any thread, one call at a time.
-
-    `seal`: None if it has none yet; `digests`, `signatures` and `records`: of the chunks checked so far, by index.
-    """
+    `entry`: with the chunks checked so far, and the seal if it is the last record."""
 
     def __init__(self, path: Path) -> None:
-        """Reads header and, if it is the last record, the seal."""
-        self.path = path
-        self.digests: dict[int, bytes] = {}
-        self.signatures: dict[int, bytes] = {}
-        self.records: dict[int, Record] = {}
-        self.held_bytes = 0
-        self.seal: Seal | None = None
         self._all = _records_of(path)
-        self._unchecked = self.chunks()
         frames = [_read(path, record) for record in {self._all[0], self._all[-1]}] if self._all else []
         parts = {(part := wire.parse(frame, str(path))).WhichOneof("kind"): part for frame in frames}
         if "header" not in parts:
             raise MalformedMessage(f"{path}: expected an artifact, got no header")
         self.header = wire.header_from(parts["header"].header)
         self.header.verify()
+        self.entry = Entry(self.header, path, file_bytes=sum(self._all[-1]))
+        self._unchecked = self.chunks()
         if "seal" in parts:
             self._take_seal(wire.seal_from(parts["seal"].seal))
-
-    @property
-    def end(self) -> int:
-        offset, length = self._all[-1]
-        return offset + length
 
     def _take_seal(self, seal: Seal) -> None:
         seal.verify(self.header.publisher)
         if seal.key != self.header.key:
-            raise MalformedMessage(f"{self.path}: expected the seal of {self.header.artifact}, got another's")
-        self.seal = seal
+            raise MalformedMessage(f"{self.entry.path}: expected the seal of {self.header.artifact}, got another's")
+        self.entry.seal = seal
 
     def chunks(self) -> Iterator[tuple[Chunk, bytes, Record]]:
         """Verified chunks in the file's order, with their digests."""
-        with self.path.open("rb") as file:
+        path = self.entry.path
+        with path.open("rb") as file:
             for record in self._all[1:]:
                 offset, length = record
                 file.seek(offset)
-                chunk, seal = _chunk_or_seal(file.read(length), str(self.path))
-                if seal is not None:
-                    self._take_seal(seal)
-                if chunk is None:
+                part = part_of(file.read(length), str(path))
+                if isinstance(part, Seal):
+                    self._take_seal(part)
                     continue
-                if chunk.key != self.header.key:
-                    raise MalformedMessage(f"{self.path}: expected chunks of {self.header.artifact}, got another's")
-                yield chunk, chunk.verify(self.header.publisher), record
+                if part.key != self.header.key:
+                    raise MalformedMessage(f"{path}: expected chunks of {self.header.artifact}, got another's")
+                yield part, part.verify(self.header.publisher), record
 
     def check_some(self, bytes_max: int) -> bool:
         """Checks about `bytes_max` bytes of chunks; returns whether more may be left."""
         checked = 0
         for chunk, digest, record in self._unchecked:
-            self.digests[chunk.index], self.records[chunk.index] = digest, record
-            self.signatures[chunk.index] = signed_as(chunk)
-            self.held_bytes += len(chunk.payload)
+            self.entry.add(chunk, digest, record)
             checked += record[1]
             if checked >= bytes_max:
                 return True
@@ -220,7 +211,9 @@ class LeftFile:
         assembler = BlockAssembler()
         for expected, (chunk, _, _) in enumerate(self.chunks()):
             if chunk.index != expected:
-                raise StateError(f"{self.path}: expected chunk {expected} of {self.header.artifact}, got {chunk.index}")
+                raise StateError(
+                    f"{self.entry.path}: expected chunk {expected} of {self.header.artifact}, got {chunk.index}"
+                )
             block = assembler.add(chunk.payload, chunk.ends_block)
             if block is not None:
                 yield block
@@ -247,30 +240,19 @@ def _read(path: Path, record: Record) -> bytes:
         return file.read(record[1])
 
 
-def _chunk_or_seal(frame: bytes, whose: str) -> tuple[Chunk | None, Seal | None]:
-    if (came := chunk_in(frame, whose)) is not None:
-        return came.chunk, None
+def part_of(frame: bytes, whose: str) -> Chunk | Seal:
+    """The chunk or seal in a record; MalformedMessage if it is neither."""
+    if (came := wire.chunk_in(frame, whose)) is not None:
+        return came.chunk
     message = wire.parse(frame, whose)
-    match message.WhichOneof("kind"):
-        case "chunk":
-            return wire.chunk_from(message.chunk), None
-        case "seal":
-            return None, wire.seal_from(message.seal)
-        case kind:
-            raise MalformedMessage(f"{whose}: expected chunks and a seal, got {kind}")
+    if (kind := message.WhichOneof("kind")) != "seal":
+        raise MalformedMessage(f"{whose}: expected chunks and a seal, got another {kind}")
+    return wire.seal_from(message.seal)
 
 
 def signed_as(chunk: Chunk) -> bytes:
     """Its signature, and the one thing beside key, index and payload that is signed."""
     return chunk.signature + (b"\1" if chunk.ends_block else b"\0")
-
-
-def chunk_of(frame: bytes, whose: str) -> Chunk:
-    """The chunk in a record; MalformedMessage if it is none."""
-    chunk, _ = _chunk_or_seal(frame, whose)
-    if chunk is None:
-        raise MalformedMessage(f"{whose}: expected a chunk, got a seal")
-    return chunk
 
 
 def _disk_error(error: OSError, folder: Path) -> DiskFull:
@@ -302,19 +284,17 @@ class LeftVersions:
             log.debug("chunk file %s holds no whole artifact: %s", path, error)
             return None
         is_ours = (left.header.run_id, left.header.lineage) == (self._run_id, self._lineage)
-        return left if is_ours and left.seal is not None else None
+        return left if is_ours and left.entry.seal is not None else None
 
     def fingerprint_of(self, version: Version) -> str:
         """The version's published fingerprint in hex; empty if no complete artifact of it is left."""
-        seals = (left.seal for left in self.artifacts if left.header.artifact.version == version)
+        seals = (left.entry.seal for left in self.artifacts if left.header.artifact.version == version)
         return next((seal.fingerprint for seal in seals if seal is not None), "")
 
     def bring(self, host: HostWeights, version: Version, fingerprint: str) -> list[ArtifactId]:
         """Brings `host` from the version that it holds to `version`; returns the artifacts it applied."""
-        if host.version != version:
-            applied = [self._apply(left, host) for left in self._path(host.version, version)]
-        else:
-            applied = []
+        path = self._path(host.version, version) if host.version != version else []
+        applied = [self._apply(left, host) for left in path]
         if (found := f"{host.fingerprint():016x}") != fingerprint:
             raise FingerprintMismatch(
                 f"version {version} from {self._folder}: expected fingerprint {fingerprint}, got {found}"
@@ -324,7 +304,7 @@ class LeftVersions:
     def _path(self, start: Version | None, version: Version) -> list[LeftFile]:
         by_key = {left.header.key: left for left in self.artifacts}
         offers = [
-            ArtifactOffer(key, left.header.artifact, left.end, left.header.full_snapshot_bytes)
+            ArtifactOffer(key, left.header.artifact, left.entry.file_bytes, left.header.full_snapshot_bytes)
             for key, left in by_key.items()
         ]
         path = plan_catch_up(start, version, offers, _DISK)

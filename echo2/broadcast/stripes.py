@@ -12,10 +12,12 @@ import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.connection import Connection
+from echo2.broadcast.events import WidthWished
 from echo2.broadcast.exchange import Exchange
 from echo2.broadcast.link import PeerLink
 from echo2.broadcast.pace import LINK_CONNECTIONS
@@ -185,9 +187,8 @@ LASTING_S = 10.0  # a connection that ends sooner counts as a failure
 
 @dataclass(slots=True)
 class _Width:
-    """The wanted width of one link. `link` identifies it: the state of a replaced link is discarded."""
+    """The wanted width of one link."""
 
-    link: PeerLink
     striping: Striping = field(default_factory=Striping)
     told: int = 1
     running: int = 0  # further connections that we opened or are opening
@@ -205,21 +206,14 @@ class Stripes:
     ) -> None:
         self._exchange, self._session, self._links = exchange, exchange.session, exchange.links
         self._open_one = open_one
-        self._widths: dict[PeerId, _Width] = {}
+        self._widths: WeakKeyDictionary[PeerLink, _Width] = WeakKeyDictionary()
 
     def _limit(self, link: PeerLink) -> int:
-        others = (
-            (one.width, (known := self._widths.get(peer)) is not None and known.link is one and known.striping.is_short)
-            for peer, one in self._links.items()
-            if one is not link
-        )
+        others = ((one.width, self._width(one).striping.is_short) for one in self._links.values() if one is not link)
         return connections_max(max(1, link.width), others)
 
     def _width(self, link: PeerLink) -> _Width:
-        known = self._widths.get(link.peer_id)
-        if known is None or known.link is not link:
-            known = self._widths[link.peer_id] = _Width(link)
-        return known
+        return self._widths.setdefault(link, _Width())
 
     def look(self, sent: SocketTotals, now: float) -> None:
         """Takes a sample of all links; called by uplink.UplinkWatch."""
@@ -229,14 +223,11 @@ class Stripes:
                 continue
             paths = (sent.paths.get(remote, PathSent()) for remote in link.remotes)
             path = functools.reduce(PathSent.__add__, paths, PathSent())
-            held_back = peer.is_held_back
-            look = LinkLook(path.delivered_bytes, path.lost, held_back)
+            look = LinkLook(path.delivered_bytes, path.lost, peer.is_held_back)
             self._width(link).striping.look(look, link.width, self._limit(link), now)
 
     def tend(self, now: float) -> None:
         """Opens, closes and requests connections. Call it about every half second."""
-        for gone in self._widths.keys() - self._links.keys():
-            del self._widths[gone]
         for link in self._links.values():
             if not link.connection.remotes:
                 continue
@@ -250,12 +241,12 @@ class Stripes:
             elif now >= width.next_try:
                 for _ in range(goal - 1 - width.running):
                     width.running += 1  # counted here, because `tend` may be called again before the task starts
-                    self._exchange.spawn(self._open(link, width))
+                    self._exchange.tasks.start(self._open(link, width))
 
     def _ask(self, link: PeerLink, width: _Width) -> None:
         if width.striping.count != width.told:
             with contextlib.suppress(ResourceError):  # the peer does not read: keepalive will end the link
-                link.send_control(wire.width_wish_to_bytes(width.striping.count))
+                link.send_control(wire.control_frame(WidthWished(link.peer_id, width.striping.count)))
                 width.told = width.striping.count
 
     async def _open(self, link: PeerLink, width: _Width) -> None:
@@ -284,17 +275,17 @@ class Stripes:
             )
         await link.carry(connection)
 
-    def way_of(self, link: PeerLink) -> LinkWay:
+    def _way_of(self, link: PeerLink) -> LinkWay:
         """The link's kind and reason, including how many connections it has and why."""
-        way, width = link.connection.way, self._widths.get(link.peer_id)
-        if link.width == 1 or width is None:
+        way, striping = link.connection.way, self._width(link).striping
+        if link.width == 1:
             return way
-        why = width.striping.reason if width.striping.count > 1 else "the peer asked for them"
+        why = striping.reason if striping.count > 1 else "the peer asked for them"
         return LinkWay(way.kind, f"{way.reason}; {link.width} connections: {why}")
 
     def statuses(self) -> tuple[LinkStatus, ...]:
         """The status of all links, for the operator."""
         return tuple(
-            LinkStatus(peer, self.way_of(link), link.width, link.sent_bytes, link.received_bytes)
+            LinkStatus(peer, self._way_of(link), link.width, link.sent_bytes, link.received_bytes)
             for peer, link in self._links.items()
         )

@@ -14,21 +14,19 @@ import ipaddress
 import itertools
 import logging
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from echo2.base.errors import EchoError, Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.base.units import LinkShape
-from echo2.broadcast.connection import Connection, StreamConnection
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.reachability import LinkWay
 from echo2.outside import here, monotonic
-from echo2.outside.guard import FairShares, Refusals, cancel_all
+from echo2.outside.guard import FairShares, Refusals, Tasks
 from echo2.outside.net import Dialled
-from echo2.outside.streams import Remote, StreamCaller, StreamListener
-from echo2.trust.identity import PeerIdentity, dns_name_of
+from echo2.outside.streams import StreamCaller, StreamListener
+from echo2.trust.identity import dns_name_of
 from echo2.trust.ports import BULK, DOORS
 from echo2.trust.tls import Credentials, server_credentials
 
@@ -37,7 +35,6 @@ HANDSHAKE_S = BULK.handshake_s
 ACCEPT_PAUSE_S = 0.2  # until descriptors are free again
 NEXT_ADDRESS_S = 0.25  # RFC 8305, 5: Connection Attempt Delay
 _log = logging.getLogger("echo2.ports")
-_C = TypeVar("_C", bound=Connection)
 
 Accept = Callable[[Connection], Awaitable[None]]
 """Called with each accepted connection; the connection lives until it returns."""
@@ -57,8 +54,7 @@ class Transport:
         self._shares, self._is_refused = shares or FairShares(), is_refused
         self.port = 0
         self._listener: StreamListener | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving = Tasks()
         self._shaking: dict[asyncio.Task[None], str] = {}  # by task the host, in the order in which they came
         self._refusals = Refusals(_log)
 
@@ -70,7 +66,7 @@ class Transport:
 
     def serve(self, accept: Accept) -> None:
         if self._listener is not None:
-            self._accepting = asyncio.create_task(self._accept_all(self._listener, accept))
+            self._serving.start(self._accept_all(self._listener, accept))
 
     async def _accept_all(self, listener: StreamListener, accept: Accept) -> None:
         while True:
@@ -80,7 +76,7 @@ class Transport:
                 self._refusals.warn("port %d: a connection could not be accepted: %s", self.port, error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            if len(self._serving) >= BULK.connections:
+            if len(self._serving) > BULK.connections:  # one of them accepts
                 caller.close()
             else:
                 self.take(caller, accept)
@@ -95,20 +91,12 @@ class Transport:
         if len(shaking) >= BULK.strangers_per_host:
             shaking[0].cancel()
             del self._shaking[shaking[0]]
-        task = asyncio.create_task(self._serve(caller, accept, way))
-        self._serving.add(task)
+        task = self._serving.start(self._serve(caller, accept, way), caller.close)
+        task.add_done_callback(lambda _: self._shaking.pop(task, None))
         self._shaking[task] = host
 
-        def served(_: asyncio.Task[None]) -> None:
-            """Also of a connection that gave way before its task began."""
-            caller.close()
-            self._serving.discard(task)
-            self._shaking.pop(task, None)
-
-        task.add_done_callback(served)
-
     async def _serve(self, caller: StreamCaller, accept: Accept, way: LinkWay | None) -> None:
-        connection: StreamConnection | None = None
+        connection: Connection | None = None
         try:
             connection = await self.prove(caller, way)
             if (task := asyncio.current_task()) is not None:
@@ -122,10 +110,10 @@ class Transport:
             if connection is not None:
                 await connection.close()
 
-    async def prove(self, caller: StreamCaller, way: LinkWay | None = None) -> StreamConnection:
+    async def prove(self, caller: StreamCaller, way: LinkWay | None = None) -> Connection:
         """The caller's connection, once it has shown a certificate of the run; OSError or TrustError if it does not."""
         of_host = self._shares.of(f"address {caller.host}")
-        connection = StreamConnection(is_outgoing=False, share=of_host, way=way)
+        connection = Connection(is_outgoing=False, share=of_host, way=way)
         try:
             if (pause_s := of_host.pause_s(0.0, monotonic())) > 0:
                 await asyncio.sleep(pause_s)
@@ -139,7 +127,7 @@ class Transport:
         connection.share.pause_s(connection.handshake_s, monotonic())
         return connection
 
-    async def dial(self, address: str, peer_id: PeerId, way: LinkWay | None = None) -> StreamConnection:
+    async def dial(self, address: str, peer_id: PeerId, way: LinkWay | None = None) -> Connection:
         """Unreachable unless exactly `peer_id` answers at host:port. Of a name's addresses the first that does."""
         where = f"peer {peer_id} at {address}"
         host, _, port = address.rpartition(":")
@@ -155,13 +143,11 @@ class Transport:
             raise Unreachable(f"{where}: expected a known name, got: {error}") from None
         return connection
 
-    async def _dial(self, host: str, port: int, peer_id: PeerId, way: LinkWay | None) -> StreamConnection:
+    async def _dial(self, host: str, port: int, peer_id: PeerId, way: LinkWay | None) -> Connection:
         """One numeric address. asyncio's own trying of several leaves one open that connects as it is cancelled."""
-        connection, credentials = (
-            StreamConnection(is_outgoing=True, share=self._shares.of(peer_id), way=way),
-            self._credentials,
-        )
-        dialled = Dialled(dns_name_of(peer_id), credentials.authority_pem, credentials.key_and_certificate())
+        connection = Connection(is_outgoing=True, share=self._shares.of(peer_id), way=way)
+        own = self._credentials
+        dialled = Dialled(dns_name_of(peer_id), own.authority_pem, own.key_and_certificate())
         try:
             await here().net.dial_stream(connection, host, port, dialled, HANDSHAKE_S)
             connection.prove(peer_id)
@@ -172,16 +158,14 @@ class Transport:
         return connection
 
     async def close(self) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
         if self._listener is not None:
             self._listener.close()
             DOORS.close(self.port)
             self.port, self._listener = 0, None
-        await cancel_all([*self._serving, *((self._accepting,) if self._accepting is not None else ())])
+        await self._serving.end()
 
 
-async def _give_up(connection: StreamConnection) -> None:
+async def _give_up(connection: Connection) -> None:
     if connection.is_made:
         await connection.close()
 
@@ -199,10 +183,10 @@ async def hosts_of(name: str, port: int) -> list[str]:
     return [host for pair in pairs for host in pair if host is not None]
 
 
-async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]]) -> tuple[_C, str]:
+async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[Connection]]) -> tuple[Connection, str]:
     """The connection to the first address that answers, and that address (Happy Eyeballs, RFC 8305): tried in the given order,
     NEXT_ADDRESS_S apart or as soon as the one before has failed; others are closed. Raises the last error if all fail."""
-    trying: dict[asyncio.Future[_C], str] = {}
+    trying: dict[asyncio.Future[Connection], str] = {}
     left, error = list(addresses), None
     try:
         while left or trying:
@@ -222,7 +206,7 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]
     raise error
 
 
-def _give_up_all(trying: Iterable[asyncio.Future[_C]]) -> None:
+def _give_up_all(trying: Iterable[asyncio.Future[Connection]]) -> None:
     """Cancels pending dials without waiting, because the caller may itself be cancelled."""
     for attempt in trying:
         if attempt.done():
@@ -235,114 +219,7 @@ def _give_up_all(trying: Iterable[asyncio.Future[_C]]) -> None:
 def _close_late(attempt: asyncio.Future[Any]) -> None:
     """Closes a connection that was established just as it was cancelled."""
     if not attempt.cancelled() and attempt.exception() is None:
-        closing = asyncio.ensure_future(attempt.result().close())
-        _closing.add(closing)
-        closing.add_done_callback(_closing.discard)
+        _closing.start(attempt.result().close())
 
 
-_closing: set[asyncio.Future[None]] = set()
-"""Keeps references, because the event loop holds tasks only weakly."""
-
-
-# ---- an emulated link
-
-DELAYED_BYTES_MIN = 1 << 20  # a few chunks
-
-
-class Bucket:
-    """One direction of a node's emulated link; all its connections share it, first come, first served."""
-
-    def __init__(self, rate_bytes_per_s: float) -> None:
-        self._rate = rate_bytes_per_s
-        self._free_at = 0.0
-
-    async def pass_through(self, size_bytes: int) -> None:
-        """Waits until the last byte has passed."""
-        if self._rate <= 0:
-            return
-        loop = asyncio.get_running_loop()
-        self._free_at = max(self._free_at, loop.time()) + size_bytes / self._rate
-        await asyncio.sleep(self._free_at - loop.time())
-
-
-class NodeShaper:
-    """The emulated link of one node, for experiments on one machine: uplink, downlink, delay."""
-
-    def __init__(self, shape: LinkShape) -> None:
-        self.shape = shape
-        self.up = Bucket(shape.uplink_bytes_per_s)
-        self.down = Bucket(shape.downlink_bytes_per_s)
-
-    def wrap(self, connection: Connection) -> Connection:
-        return connection if self.shape.is_off else ShapedConnection(connection, self)
-
-
-class ShapedConnection:
-    """A connection whose messages pass through the node's emulated link, in order. In any time span at most rate x span plus one
-    message passes; the backlog is bounded in bytes."""
-
-    remotes: frozenset[Remote] = frozenset()
-
-    def __init__(self, inner: Connection, shaper: NodeShaper) -> None:
-        self._inner, self._shaper = inner, shaper
-        self._delayed: deque[tuple[float, bytes]] = deque()
-        self._delayed_bytes = 0
-        rate = shaper.shape.uplink_bytes_per_s
-        self._delayed_bytes_max = max(DELAYED_BYTES_MIN, int(2 * rate * shaper.shape.rtt_s))
-        self._changed = asyncio.Event()
-        self._error: Unreachable | None = None
-        self._forwarding = asyncio.create_task(self._forward())
-
-    @property
-    def peer(self) -> PeerIdentity:
-        return self._inner.peer
-
-    @property
-    def is_outgoing(self) -> bool:
-        return self._inner.is_outgoing
-
-    @property
-    def way(self) -> LinkWay:
-        return self._inner.way
-
-    async def send(self, *parts: bytes | memoryview) -> None:
-        frame = b"".join(parts)
-        await self._shaper.up.pass_through(len(frame))
-        while self._delayed_bytes > self._delayed_bytes_max and self._error is None:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._error is not None:
-            raise self._error
-        due = asyncio.get_running_loop().time() + self._shaper.shape.rtt_s / 2
-        self._delayed.append((due, frame))
-        self._delayed_bytes += len(frame)
-        self._changed.set()
-
-    async def _forward(self) -> None:
-        """Waits for the next delayed message's time, then hands it to the real connection."""
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                while not self._delayed:
-                    self._changed.clear()
-                    await self._changed.wait()
-                due, frame = self._delayed[0]
-                if due > loop.time():
-                    await asyncio.sleep(due - loop.time())
-                await self._inner.send(frame)
-                self._delayed.popleft()
-                self._delayed_bytes -= len(frame)
-                self._changed.set()
-        except Unreachable as error:
-            self._error = error
-            self._changed.set()
-
-    async def receive(self) -> bytes | None:
-        frame = await self._inner.receive()
-        if frame is not None:
-            await self._shaper.down.pass_through(len(frame))
-        return frame
-
-    async def close(self) -> None:
-        self._forwarding.cancel()
-        await self._inner.close()
+_closing = Tasks()

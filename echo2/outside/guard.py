@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -168,6 +168,34 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
     for task in ending:
         task.cancel()
     return await asyncio.gather(*ending, return_exceptions=True)
+
+
+class Tasks:
+    """Tasks that run beside their owner until they or it end. `on_error`: told of an error with which one ended."""
+
+    def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._on_error = on_error or (lambda error: _log.error("a task ended by an error", exc_info=error))
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[], object] = lambda: None) -> asyncio.Task[None]:
+        """`on_end` is called even if the work is cancelled before it begins."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            on_end()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._on_error(error)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def end(self) -> None:
+        await cancel_all(self._running)
 
 
 # Logs the progress of a long piece of work now and then.

@@ -97,7 +97,6 @@ def listening_socket(host: str) -> socket.socket:
 
 
 async def readable(one: socket.socket) -> None:
-    """Waits until data or the end of the stream has arrived."""
     loop = asyncio.get_running_loop()
     await until_ready(loop.add_reader, loop.remove_reader, one.fileno())
 

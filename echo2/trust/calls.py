@@ -60,7 +60,6 @@ class GatedServer:
         """Ignored: otherwise generated code would register the same calls again, without the gate."""
 
     def listen(self, host: str, port: int, shown: Shown) -> int:
-        """Starts listening (port 0: any); returns the port."""
         bound = here().net.listen(self._server, host, port, shown)
         if here() is MACHINE:  # in the simulator, connections are not sockets of this process
             self._ports.append(bound)
@@ -219,7 +218,6 @@ class GatedCall:
         await asyncio.sleep(self.share.pause_s(worked_s, monotonic()))
 
     async def only(self) -> Any:
-        """The message of a unary call."""
         async with asyncio.timeout(BODY_S):
             message = await self.read()
         if not isinstance(message, Message):
@@ -227,6 +225,5 @@ class GatedCall:
         return message
 
     async def messages(self) -> AsyncIterator[Any]:
-        """Yields all messages until the caller ends its side."""
         while isinstance(message := await self.read(), Message):
             yield message

@@ -76,7 +76,6 @@ class HttpConnection(H11Protocol):  # type: ignore[misc]  # untyped library
             self.scope.setdefault(KEY_SHOWN, self._shown)
 
     def give_way(self) -> None:
-        """Ends at once."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -116,7 +115,6 @@ class _Acceptor:
         self._connections_max = limits.connections
 
     async def run(self) -> None:
-        """Until cancelled."""
         self._listener.setblocking(False)
         self._listener.listen(self.limits.backlog)
         try:

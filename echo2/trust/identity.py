@@ -75,22 +75,18 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
-        """A new identity from the system's randomness."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_private_bytes(cls, raw: bytes) -> Identity:
-        """The identity whose 32 secret bytes are `raw`."""
         if len(raw) != 32:
             raise TrustError(f"identity key: expected 32 bytes, got {len(raw)}")
         return cls(Ed25519PrivateKey.from_private_bytes(raw))
 
     def private_bytes(self) -> bytes:
-        """The 32 secret bytes."""
         return self._key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes that `verify_signature(self.peer_id, message, ...)` accepts."""
         return self._key.sign(message)
 
     def __repr__(self) -> str:
@@ -177,7 +173,6 @@ class TlsKey:
         return _spki_of(self.key)
 
     def sign(self, builder: x509.CertificateBuilder) -> bytes:
-        """PEM of the certificate."""
         return builder.sign(self.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
 
 
@@ -354,7 +349,6 @@ class RunAuthority:
 
     @classmethod
     def create(cls, identity: Identity, run_id: RunId, now_unix_s: float, key: TlsKey | None = None) -> RunAuthority:
-        """Creates the authority. `key`: a fresh one if None."""
         key = key or TlsKey.generate()
         # A distinct name: otherwise the coordinator's node certificate would look self-signed (issuer equal to subject).
         attributes = [*_name(identity.peer_id, Role.COORDINATOR, run_id)]
@@ -418,25 +412,21 @@ PEER_ID_CHARACTERS_MAX = 64  # ed25519 peer IDs have 52
 
 
 def marshalled_public_key(raw_public_key: bytes) -> bytes:
-    """libp2p's protobuf form of a raw ed25519 public key."""
     assert len(raw_public_key) == 32, f"an ed25519 public key has 32 bytes, not {len(raw_public_key)}"
     return _KEY_PREFIX + raw_public_key
 
 
 def unmarshalled_public_key(data: bytes) -> bytes:
-    """The raw key inside libp2p's protobuf form."""
     if len(data) != 36 or not data.startswith(_KEY_PREFIX):
         raise TrustError(f"public key: expected a libp2p ed25519 key of 36 bytes, got {len(data)} bytes")
     return data[len(_KEY_PREFIX) :]
 
 
 def peer_id_of(raw_public_key: bytes) -> PeerId:
-    """The peer ID of a raw ed25519 public key."""
     return PeerId(base58.b58encode(_MULTIHASH_PREFIX + marshalled_public_key(raw_public_key)).decode())
 
 
 def public_key_of(peer_id: str) -> bytes:
-    """The raw ed25519 public key inside a peer ID."""
     if not 0 < len(peer_id) <= PEER_ID_CHARACTERS_MAX:
         raise TrustError(f"peer ID: expected 1 to {PEER_ID_CHARACTERS_MAX} characters, got {len(peer_id)}")
     try:

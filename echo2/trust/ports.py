@@ -79,7 +79,6 @@ class PortLimits:
         return max(CONNECTIONS_MIN // 2, self.connections // 2)
 
     def options(self) -> dict[str, int]:
-        """The limits as gRPC options."""
         options = {
             **KEEPALIVE,
             "grpc.max_receive_message_length": self.message_bytes,
@@ -267,7 +266,6 @@ class Floods:
             del self._until[next(iter(self._until))]
 
     def hosts(self, now: float) -> frozenset[str]:
-        """Shut out at present."""
         for host in [host for host, (until, _) in self._until.items() if now - until > OFFENCES_KEPT_S]:
             del self._until[host]
         return frozenset(host for host, (until, _) in self._until.items() if now < until)
@@ -360,7 +358,6 @@ class Doors:
             self._thread.start()
 
     def close(self, port: int) -> None:
-        """The port has stopped listening."""
         with self._lock:
             self._ports.pop(port, None)
             self._http_ports.discard(port)

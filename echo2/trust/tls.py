@@ -170,7 +170,6 @@ class Credentials:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def renew(self, tls_key_pem: bytes, certificate: NodeCertificate) -> None:
-        """Replaces this node's certificate and TLS key."""
         certificate.check_peer(self.peer_id)
         certificate.check_issuer(self.authority_pem)
         with self._lock:
@@ -203,7 +202,6 @@ class Credentials:
 
 
 def save_credentials(folder: Path, credentials: Credentials) -> None:
-    """Saves the credentials, so that a restart needs no token."""
     fields = {
         "tls_key_pem": credentials.tls_key_pem.decode(),
         "certificate_pem": credentials.certificate.pem.decode(),
@@ -220,7 +218,6 @@ def _check_of(fields: Mapping[str, str]) -> str:
 
 
 def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
-    """Loads and checks what `save_credentials` saved; None if nothing was saved."""
     path = folder / "credentials.json"
     if not path.exists():
         return None
@@ -278,7 +275,6 @@ def _member(context: Any) -> tuple[str, float]:
 
 
 def new_server(limits: PortLimits) -> GatedServer:
-    """Creates a server for members of the run; bind it with `bind_server`."""
     return GatedServer(limits, _member)
 
 

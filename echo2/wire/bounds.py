@@ -249,7 +249,6 @@ PEER_FRAME = CallLimits(8 << 20, 256)  # frames between peers; their lists are p
 
 
 def limits_of(method: str) -> CallLimits:
-    """The limits of a call, given its full name `/package.Service/Method`."""
     return CALLS.get(method, CallLimits())
 
 

@@ -2,13 +2,11 @@
 
 A chunk frame is encoded once and forwarded unchanged; its route is appended, which protobuf parses as one message. Every node
 writes and reads every chunk, and protobuf would copy its payload three times: `chunk_to_bytes` and `chunk_in` do it by hand, with
-the same result. What is not a single chunk as nodes write it (fields in order, each once, the route or answer mark before or after
-it), `chunk_in` leaves to `parse`.
+the same result. A chunk is taken only as nodes write it: fields in order, each once, the route or answer mark before or after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
@@ -24,7 +22,7 @@ from echo2.broadcast.artifact import (
     bitmap_from_bytes,
     bitmap_to_bytes,
 )
-from echo2.broadcast.events import Route
+from echo2.broadcast.events import Cancel, Have, RelayAck, Request, Route, WidthWished
 from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.broadcast.reachability import Access
@@ -39,6 +37,9 @@ _SIGNATURE_BYTES = 64  # ed25519
 _HEAD_BYTES_MAX = 128  # everything in a chunk except its payload
 BESIDE_BYTES_MAX = 32  # a route, or the answer mark
 FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX  # the largest chunk and what lies around it
+
+
+Control = Have | Request | Cancel | RelayAck | WidthWished
 
 
 def parse(data: bytes, whose: str) -> pb.PeerMessage:
@@ -96,10 +97,6 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def chunk_from(message: pb.ChunkFrame) -> Chunk:
-    return Chunk(_key(message.key), message.index, message.ends_block, message.payload, message.signature)
-
-
 def beside(route: Route | None, is_answer: bool) -> bytes:
     """The bytes that go before or after an encoded chunk: its route, or the answer mark; often empty."""
     if is_answer:
@@ -107,12 +104,6 @@ def beside(route: Route | None, is_answer: bool) -> bytes:
     if route is None:
         return b""
     return pb.PeerMessage(route=pb.Route(epoch=route.epoch, tree=route.tree)).SerializeToString()
-
-
-def route_of(message: pb.PeerMessage) -> Route | None:
-    if not message.HasField("route"):
-        return None
-    return Route(message.route.epoch, message.route.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +129,16 @@ def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
         chunk = _chunk(frame, at, end)
     except IndexError:
         return None
-    beside = frame[:begin] + frame[end:]
     if chunk is None:
         return None
+    beside = frame[:begin] + frame[end:]
     if not beside:
         return ChunkIn(chunk, memoryview(frame), None, False)
     message = parsed(pb.PeerMessage, beside, PEER_FRAME, whose)
     if message.WhichOneof("kind") is not None:
         return None
-    return ChunkIn(chunk, memoryview(frame)[begin:end], route_of(message), message.is_answer)
+    route = Route(message.route.epoch, message.route.tree) if message.HasField("route") else None
+    return ChunkIn(chunk, memoryview(frame)[begin:end], route, message.is_answer)
 
 
 def _after_beside(frame: bytes) -> int:
@@ -191,43 +183,47 @@ def seal_from(message: pb.ArtifactSeal) -> Seal:
     return core_of(message, Seal, key=_key(message.key))
 
 
-def have_to_bytes(key: ArtifactKey, bitmap: int, is_sealed: bool) -> bytes:
-    have = pb.HaveMap(key=key, bitmap=bitmap_to_bytes(bitmap), is_sealed=is_sealed)
-    return pb.PeerMessage(have=have).SerializeToString()
+def control_frame(message: Control) -> bytes:
+    """The frame that tells a peer; which peer, only the connection says."""
+    key = b"" if isinstance(message, WidthWished) else message.key
+    match message:
+        case Have():
+            bitmap = bitmap_to_bytes(message.bitmap)
+            made = pb.PeerMessage(have=pb.HaveMap(key=key, bitmap=bitmap, is_sealed=message.is_sealed))
+        case Request():
+            made = pb.PeerMessage(request=pb.ChunkRequest(key=key, indices=message.indices))
+        case Cancel():
+            made = pb.PeerMessage(cancel=pb.ChunkCancel(key=key, indices=message.indices))
+        case RelayAck():
+            made = pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=message.index, backlog=message.backlog))
+        case WidthWished():
+            made = pb.PeerMessage(width_wish=pb.WidthWish(connections=message.connections))
+    return made.SerializeToString()
 
 
-def have_from(message: pb.HaveMap) -> tuple[ArtifactKey, int, bool]:
-    return _key(message.key), bitmap_from_bytes(message.bitmap), message.is_sealed
-
-
-def request_to_bytes(key: ArtifactKey, indices: Sequence[int]) -> bytes:
-    return pb.PeerMessage(request=pb.ChunkRequest(key=key, indices=indices)).SerializeToString()
-
-
-def cancel_to_bytes(key: ArtifactKey, indices: Sequence[int]) -> bytes:
-    return pb.PeerMessage(cancel=pb.ChunkCancel(key=key, indices=indices)).SerializeToString()
-
-
-def indices_from(message: pb.ChunkRequest | pb.ChunkCancel) -> tuple[ArtifactKey, tuple[int, ...]]:
-    return _key(message.key), tuple(message.indices)
-
-
-def relay_ack_to_bytes(key: ArtifactKey, index: int, backlog: int) -> bytes:
-    return pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=index, backlog=backlog)).SerializeToString()
-
-
-def relay_ack_from(message: pb.RelayAck) -> tuple[ArtifactKey, int, int]:
-    return _key(message.key), message.index, message.backlog
-
-
-def width_wish_to_bytes(connections: int) -> bytes:
-    return pb.PeerMessage(width_wish=pb.WidthWish(connections=connections)).SerializeToString()
-
-
-def width_wish_from(message: pb.WidthWish) -> int:
-    if not 1 <= message.connections <= LINK_CONNECTIONS:
-        raise MalformedMessage(f"width: expected 1 to {LINK_CONNECTIONS} connections, got {message.connections}")
-    return message.connections
+def control_from(message: pb.PeerMessage, peer: PeerId) -> Control:
+    """What `peer` said; MalformedMessage for anything but the messages of `control_frame`."""
+    match kind := message.WhichOneof("kind"):
+        case "have":
+            have = message.have
+            return Have(peer, _key(have.key), bitmap_from_bytes(have.bitmap), have.is_sealed)
+        case "request":
+            return Request(peer, _key(message.request.key), tuple(message.request.indices))
+        case "cancel":
+            return Cancel(peer, _key(message.cancel.key), tuple(message.cancel.indices))
+        case "relay_ack":
+            ack = message.relay_ack
+            return RelayAck(peer, _key(ack.key), ack.index, ack.backlog)
+        case "width_wish":
+            count = message.width_wish.connections
+            if not 1 <= count <= LINK_CONNECTIONS:
+                raise MalformedMessage(
+                    f"width of peer {peer}: expected 1 to {LINK_CONNECTIONS} connections, got {count}"
+                )
+            return WidthWished(peer, count)
+    raise MalformedMessage(
+        f"peer {peer}: expected what members say after their hello, as they write it, got another {kind}"
+    )
 
 
 def _key(data: bytes) -> ArtifactKey:

@@ -184,7 +184,6 @@ def verdict_from_message(message: ingest_pb2.SegmentVerdict) -> SegmentVerdict:
 
 
 def verdicts_from_message(message: ingest_pb2.RolloutVerdict) -> tuple[SegmentVerdict, ...]:
-    """Parses all verdicts on one report."""
     return tuple(verdict_from_message(verdict) for verdict in message.segments)
 
 

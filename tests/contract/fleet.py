@@ -12,7 +12,7 @@ from pathlib import Path
 from echo2.base.ids import RunId
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
-from echo2.broadcast.connection import StreamConnection
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.broadcast.plan import BroadcastPlan, NodeLink
 from echo2.broadcast.transport import Transport
@@ -122,7 +122,7 @@ async def gathered(*work: Awaitable[list[bytes]]) -> list[list[bytes]]:
     return list(await asyncio.gather(*work))
 
 
-async def hostile(f: Fleet, victim: Member) -> tuple[tls.Credentials, StreamConnection]:
+async def hostile(f: Fleet, victim: Member) -> tuple[tls.Credentials, Connection]:
     """A member of the run with a link, that speaks the protocol by hand."""
     credentials = f.credentials(Role.WORKER)
     connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)

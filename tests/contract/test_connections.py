@@ -22,7 +22,7 @@ import pytest
 from echo2.base.ids import PeerId
 from echo2.broadcast import connection as connection_module
 from echo2.broadcast import transport as transport_module
-from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection, StreamConnection
+from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection
 from echo2.broadcast.link import PeerLink
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.transport import Accept, Transport
@@ -212,7 +212,7 @@ async def by_hand() -> AsyncIterator[tuple[TlsByHand, asyncio.Queue[bytes | None
     theirs, heard, lost = f.credentials(Role.WORKER), asyncio.Queue[bytes | None](), asyncio.Event()
 
     async def take(connection: Connection) -> None:
-        assert isinstance(connection, StreamConnection)
+        assert isinstance(connection, Connection)
         while (frame := await connection.receive()) is not None:
             heard.put_nowait(frame)
         heard.put_nowait(None)
@@ -283,7 +283,7 @@ def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connect
 
 
 @asynccontextmanager
-async def pair() -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
+async def pair() -> AsyncIterator[tuple[Connection]]:
     """Both ends of a connection, the dialler's first."""
     f = Fleet(Path())
     members = [f.credentials(Role.WORKER) for _ in range(2)]

@@ -16,7 +16,7 @@ from echo2.base.errors import Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import RunId
 from echo2.base.rng import derived_rng
-from echo2.broadcast.connection import CLOSE_S, Connection, StreamConnection
+from echo2.broadcast.connection import CLOSE_S, Connection
 from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.reachability import LinkKind
 from echo2.broadcast.transport import Transport
@@ -185,7 +185,7 @@ def test_a_close_that_is_given_up_ends_its_connection_at_once(play: Play) -> Non
 
     async def scene(w: World) -> None:
         ours, _, _, _ = await w.pair()
-        assert isinstance(ours, StreamConnection)
+        assert isinstance(ours, Connection)
 
         async def flood() -> None:  # nobody takes it, so the other side does not come to our farewell
             while True:

@@ -9,7 +9,9 @@ from typing import Any
 import grpc.aio
 
 from echo2.base.errors import Unreachable
+from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey
+from echo2.broadcast.events import Have, RelayAck
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.enrolment import fetch_certificate
@@ -20,6 +22,7 @@ from tests.redteam.grammar import Grammar
 from tests.redteam.scene import Scene, Target, attacker, closed
 
 STREAM_MESSAGES = 120
+PEER = PeerId("")  # whom a frame is for, only its connection says
 PATIENCE_S = 4.0
 HEAR_S = 0.3
 LATE_S = 20.0
@@ -189,12 +192,12 @@ def _peer_message(grammar: Any, number: int) -> bytes:
         getattr(message, message.WhichOneof("kind")).key = grammar.rng.choice(grammar.keys)
         data = message.SerializeToString()
     elif number < STREAM_MESSAGES - 1 and message.WhichOneof("kind") in ("hello", "chunk", "seal", "header"):
-        data = wire.relay_ack_to_bytes(ArtifactKey(grammar.keys[-1]), grammar.rng.randrange(CHUNKS_MAX), 3)
+        data = wire.control_frame(RelayAck(PEER, ArtifactKey(grammar.keys[-1]), grammar.rng.randrange(CHUNKS_MAX), 3))
     return data
 
 
 def _dear(key: bytes) -> bytes:
-    return wire.have_to_bytes(ArtifactKey(key), (1 << CHUNKS_MAX) - 1, False)
+    return wire.control_frame(Have(PEER, ArtifactKey(key), (1 << CHUNKS_MAX) - 1, False))
 
 
 @attacker("peer messages by grammar, to a worker")

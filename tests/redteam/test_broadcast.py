@@ -16,7 +16,7 @@ from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, digest_of
 from echo2.broadcast.connection import HEAD, Connection
-from echo2.broadcast.events import ChunkSeen, Have, HeaderSeen, PeerUp, Request, Woken
+from echo2.broadcast.events import Cancel, ChunkSeen, Have, HeaderSeen, PeerUp, RelayAck, Request, Woken
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.peer import MISSING_MAX
 from echo2.broadcast.session import BroadcastSession
@@ -28,6 +28,7 @@ from tests.patience import WAIT_S
 
 KEYFRAME = ArtifactId(Version(0))
 BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(4)]
+PEER = PeerId("")  # whom a frame is for, only its connection says
 EVERYTHING = (1 << CHUNKS_MAX) - 1
 CPU_S_MAX = 0.5
 """For a hundred of the worst messages, with TLS and gRPC at both ends of one process; one of them took 36 s."""
@@ -60,11 +61,13 @@ def received_bytes(victim: Member, peer: PeerId) -> int:
 
 
 FLOODS: dict[str, Callable[[ArtifactKey], bytes]] = {
-    "have-maps of everything": lambda key: wire.have_to_bytes(key, EVERYTHING, False),
-    "have-maps of the last": lambda key: wire.have_to_bytes(key, 1 << (CHUNKS_MAX - 1), False),
-    "requests of everything": lambda key: wire.request_to_bytes(key, range(4096)),
-    "cancels of the last": lambda key: wire.cancel_to_bytes(key, range(CHUNKS_MAX - 4096, CHUNKS_MAX)),
-    "acknowledgements": lambda key: wire.relay_ack_to_bytes(key, CHUNKS_MAX - 1, CHUNKS_MAX),
+    "have-maps of everything": lambda key: wire.control_frame(Have(PEER, key, EVERYTHING, False)),
+    "have-maps of the last": lambda key: wire.control_frame(Have(PEER, key, 1 << (CHUNKS_MAX - 1), False)),
+    "requests of everything": lambda key: wire.control_frame(Request(PEER, key, tuple(range(4096)))),
+    "cancels of the last": lambda key: wire.control_frame(
+        Cancel(PEER, key, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX)))
+    ),
+    "acknowledgements": lambda key: wire.control_frame(RelayAck(PEER, key, CHUNKS_MAX - 1, CHUNKS_MAX)),
 }
 
 
@@ -131,7 +134,7 @@ def test_a_banned_peer_is_served_no_more_and_let_in_again_when_the_ban_is_lifted
             victim.node.bans.name(bad, is_lifted=False)
             victim.node.drop_banned()
             with contextlib.suppress(Unreachable):
-                await connection.send(wire.request_to_bytes(key, range(8)))
+                await connection.send(wire.control_frame(Request(PEER, key, tuple(range(8)))))
             frames = [frame async for frame in said(connection)]
             assert not [frame for frame in frames if wire.parse(frame, "it").WhichOneof("kind") == "chunk"]
             assert bad not in victim.node.session.peers

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256, SHA384
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from echo2.base.errors import EchoError, MalformedMessage
-from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection, StreamConnection
+from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection
 from echo2.broadcast.exchange import Bans
 from echo2.broadcast.transport import Transport
 from echo2.outside.guard import FairShare
@@ -76,7 +76,7 @@ class ByHand(TlsByHand):
 class Received:
     """What a receiver had of one sender: its connection, once it was proven, and how it ended."""
 
-    connection: asyncio.Future[StreamConnection]
+    connection: asyncio.Future[Connection]
     end: asyncio.Future[EchoError | None]
     sender: ByHand
     records: Records
@@ -88,7 +88,7 @@ async def receiving(tmp_path: Path, *, reads: bool = True) -> AsyncIterator[Rece
     connection, end = loop.create_future(), loop.create_future()
 
     async def take(made: Connection) -> None:
-        assert isinstance(made, StreamConnection)
+        assert isinstance(made, Connection)
         connection.set_result(made)
         if not reads:
             await made.ended.wait()

@@ -15,7 +15,7 @@ import pytest
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast import connection
-from echo2.broadcast.connection import StreamConnection
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import pipes
 from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.transport import Transport
@@ -171,7 +171,7 @@ def test_a_members_second_place_ends_its_first_however_often() -> None:
     async def play() -> None:
         async with scene() as s:
             worker = Transport(s.credentials(Role.WORKER))
-            made: list[StreamConnection] = []
+            made: list[Connection] = []
             for count in range(12):
                 made.append(await worker.dial(joined(HOST, s.relay.port), s.relay_credentials.peer_id))
                 await until(lambda: len(s.relay._places) == 2, "it holds a place")

@@ -13,7 +13,6 @@ The library keeps a place and a task for every connection that it ever accepted,
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,61 +43,41 @@ Remote = tuple[str, int]
 
 @dataclass(slots=True)
 class Places:
-    """The rule alone, without IO. All tables are ordered oldest first."""
+    """The rule alone, without IO."""
 
     connections_max: int
-    _strangers: dict[str, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
-    _members: dict[str, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
-    _host_of: dict[int, str] = field(default_factory=dict)
+    _held: dict[int, tuple[str, bool]] = field(default_factory=dict)  # host, and whether it is a member's; oldest first
 
     def came(self, number: int, host: str) -> tuple[bool, int | None]:
         """A connection arrived. Returns whether it may stay, and which other connection to evict for it."""
-        strangers, gone = self._strangers[host], None
-        full = len(self._host_of) >= self.connections_max
-        if len(strangers) >= STRANGERS_PER_HOST:
-            gone = next(iter(strangers))
-        elif len(strangers) + len(self._members[host]) >= max(1, self.connections_max // 2):
+        strangers = [other for other, (_, is_member) in self._held.items() if not is_member]
+        of_host = [other for other in strangers if self._held[other][0] == host]
+        in_all = sum(at == host for at, _ in self._held.values())
+        gone = None
+        if len(of_host) >= STRANGERS_PER_HOST or in_all >= max(1, self.connections_max // 2):
+            gone = next(iter(of_host), None)
+        elif len(self._held) >= self.connections_max:
             gone = next(iter(strangers), None)
-        elif full:
-            gone = next(
-                (stranger for stranger in self._host_of if stranger in self._strangers[self._host_of[stranger]]), None
-            )
         else:
-            self._enter(number, host)
+            self._held[number] = host, False
             return True, None
         if gone is not None:
-            self.ended(gone)
-            self._enter(number, host)
-        self._tidy(host)
+            del self._held[gone]
+            self._held[number] = host, False
         return gone is not None, gone
 
-    def _enter(self, number: int, host: str) -> None:
-        self._strangers[host][number] = None
-        self._host_of[number] = host
-
     def proved(self, number: int) -> None:
-        host = self._host_of.get(number)
-        if host is not None and number in self._strangers[host]:
-            del self._strangers[host][number]
-            self._members[host][number] = None
+        if number in self._held:
+            self._held[number] = self._held[number][0], True
 
     def is_stranger(self, number: int) -> bool:
-        return number in self._strangers.get(self._host_of.get(number, ""), {})
+        return not self._held.get(number, ("", True))[1]
 
     def ended(self, number: int) -> None:
-        host = self._host_of.pop(number, None)
-        if host is not None:
-            self._strangers[host].pop(number, None)
-            self._members[host].pop(number, None)
-            self._tidy(host)
-
-    def _tidy(self, host: str) -> None:
-        for held in (self._strangers, self._members):
-            if not held.get(host, True):
-                del held[host]
+        self._held.pop(number, None)
 
     def __len__(self) -> int:
-        return len(self._host_of)
+        return len(self._held)
 
 
 class AcceptGate:
@@ -125,7 +104,6 @@ class AcceptGate:
         manager.add_listen_addr = gated
 
     def prove(self, stream: Any) -> None:
-        """The peer of this stream has shown a certificate of the run."""
         number = self._by_remote.get(stream.muxed_conn.get_remote_address())
         if number is not None:
             self.places.proved(number)
@@ -197,7 +175,6 @@ class DialGate:
         manager.transport_for_dialing = asked
 
     def know_relay(self, address: Multiaddr) -> None:
-        """Allows a relay that the coordinator named."""
         place = _host_and_port(address)
         if place is not None:
             self._relays.add(place)

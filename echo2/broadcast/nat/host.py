@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,12 +85,6 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
         finally:
             self._at_work.discard(peer)
 
-    async def _handle_dcutr_stream(self, stream: Any) -> None:
-        if not await self._members.wait_known(peer_of_stream(stream)):
-            await reset(stream)
-            return
-        await super()._handle_dcutr_stream(stream)
-
     async def _perform_hole_punch(self, peer_id: ID, addrs: list[Multiaddr], as_responder: bool = False) -> bool:
         """Dials at most ADDRESSES_MAX of the addresses that the peer named in this exchange, none named earlier."""
         self.host.get_peerstore().clear_addrs(peer_id)
@@ -157,23 +151,19 @@ class P2pHost:
         self._members = Members(credentials, options.is_barred)
         self._gate = DialGate(lambda: self.facts.public_host)
         self.accepted = AcceptGate()
-        self._relays: dict[PeerId, trio.CancelScope] = {}
+        self._relays: dict[tuple[PeerId, str], trio.CancelScope] = {}
         self._seen_at: dict[PeerId, float] = {}
         self._judged_at: dict[PeerId, float] = {}
-        self._told: dict[PeerId, str] = {}
         self._waiting: Counter[PeerId] = Counter()  # streams of peers that have not shown their certificate yet
 
     async def run(self, started: Callable[[], object]) -> None:
-        """Runs the host until cancelled."""
         secret = self.credentials.identity.private_bytes()
         # By default the library dials known peers until it has 50 connections, and prunes above 300.
         few = ConnectionConfig(min_connections=0, low_watermark=0, high_watermark=PEERS_MAX, max_connections=PEERS_MAX)
         host = new_host(key_pair=create_new_key_pair(secret), listen_addrs=[], connection_config=few)
         assert isinstance(host, BasicHost)
         self._host = host
-        listens = [
-            Multiaddr(f"/{_kind(own_host)}/{own_host}/tcp/{self.port}") for own_host in _hosts(self.options.listen_host)
-        ]
+        listens = [Multiaddr(f"/{_kind(own)}/{own}/tcp/{self.port}") for own in _hosts(self.options.listen_host)]
         self._autonat = ReachabilityService(
             host, self._members, is_serving=self.options.is_relay, proven=self.options.proven
         )
@@ -269,49 +259,37 @@ class P2pHost:
 
     # ---- relays
 
-    async def use_relay(self, peer: PeerId, address: str) -> None:
-        """Keeps a reservation at the relay at `address` (host:port) from now on, retrying after failures."""
-        if peer in self._relays or len(self._relays) >= RELAYS_MAX or peer == self.credentials.peer_id:
-            return
-        scope = self._relays[peer] = trio.CancelScope()
-        self._nursery.start_soon(self._keep_relay, peer, address, scope)
-
-    async def drop_relay(self, peer: PeerId) -> None:
-        scope = self._relays.pop(peer, None)
-        if scope is not None:
-            scope.cancel()
+    async def keep_relays(self, wanted: Mapping[PeerId, str]) -> None:
+        """Keeps a reservation at each of these relays, by its address (host:port), and at no other; retries after failures."""
+        for key in self._relays.keys() - wanted.items():
+            self._relays.pop(key).cancel()
+        for peer, address in wanted.items() - self._relays.keys():
+            if len(self._relays) < RELAYS_MAX and peer != self.credentials.peer_id:
+                scope = self._relays[peer, address] = trio.CancelScope()
+                self._nursery.start_soon(self._keep_relay, peer, address, scope)
 
     async def _keep_relay(self, peer: PeerId, address: str, scope: trio.CancelScope) -> None:
-        pause_s, turn = RETRY_S_MIN, 0
+        pause_s, turn, told = RETRY_S_MIN, 0, ""
         try:
             with scope:
                 while not scope.cancel_called:
-                    has_settled = await self._visit(peer, address, turn)
-                    turn += not has_settled
-                    pause_s = RETRY_S_MIN if has_settled else min(RETRY_S_MAX, pause_s * 2)
+                    pause_s, turn = min(RETRY_S_MAX, 2 * pause_s), turn + 1
+                    try:
+                        await self._settle_at(peer, address, turn - 1)
+                        pause_s, turn, told = RETRY_S_MIN, turn - 1, ""
+                        await self._stay_at(peer)
+                    except Exception as error:  # a relay may fail in any way; it is tried again
+                        text = f"relay {peer} at {address}: {error or type(error).__name__}"
+                        if text != told:  # retried forever, but each error is logged only once
+                            _log.info("%s", text)
+                        told = text
+                        self._without(peer, text)
                     await self._close(peer)
                     await trio.sleep(pause_s)
         finally:
             self._without(peer, "")
 
-    async def _visit(self, peer: PeerId, address: str, turn: int) -> bool:
-        """Connects to a relay and stays until the reservation is lost; returns whether it got one."""
-        has_settled = False
-        try:
-            await self._settle_at(peer, address, turn)
-            has_settled = True
-            self._told.pop(peer, None)
-            await self._stay_at(peer)
-        except Exception as error:  # a relay may fail in any way; it is tried again
-            text = f"relay {peer} at {address}: {error or type(error).__name__}"
-            if self._told.get(peer) != text:  # retried forever, but each error is logged only once
-                self._told[peer] = text
-                _log.info("%s", text)
-            self._without(peer, text)
-        return has_settled
-
     async def _settle_at(self, peer: PeerId, address: str, turn: int) -> None:
-        """Connects to the relay, exchanges certificates, takes a reservation and has our port checked."""
         with trio.fail_after(CONNECT_S):
             relay = await _multiaddr_of(address, self.options.listen_host, turn)
             info = PeerInfo(ID.from_base58(peer), [relay])
@@ -354,7 +332,6 @@ class P2pHost:
         self._change(replace(self.facts, public_host=host, is_reachable=verdict))
 
     def _is_judged_by(self, server: PeerId) -> bool:
-        """Whether it gave a verdict within JUDGE_S."""
         return trio.current_time() - self._judged_at.get(server, -JUDGE_S) < JUDGE_S
 
     async def _observed_host(self) -> str:
@@ -401,11 +378,9 @@ class P2pHost:
                     await trio.sleep(0.05)
             with trio.fail_after(CONNECT_S):
                 identity = await self._introduce(peer)
-                stream = await self._host.new_stream(ID.from_base58(peer), [EXCHANGE])
-                while _is_over_circuit(stream):
+                while _is_over_circuit(stream := await self._host.new_stream(ID.from_base58(peer), [EXCHANGE])):
                     await reset(stream)
                     await trio.sleep(0.5)
-                    stream = await self._host.new_stream(ID.from_base58(peer), [EXCHANGE])
                 await widen(stream)
         except BaseException:
             with trio.CancelScope(shield=True):
@@ -419,12 +394,10 @@ class P2pHost:
 
     async def _accept(self, stream: Any) -> None:
         peer = peer_of_stream(stream)
-        if (identity := self._members.identity_of(peer)) is None:
-            _log.info("libp2p: %s requests an exchange but has shown no certificate of this run", peer)
-            await reset(stream)
-            return
-        if _is_over_circuit(stream):
-            _log.info("libp2p: %s requests an exchange over a circuit; chunks go through byte pipes", peer)
+        identity = self._members.identity_of(peer)
+        if identity is None or _is_over_circuit(stream):
+            why = "but has shown no certificate of this run" if identity is None else "over a circuit, not a byte pipe"
+            _log.info("libp2p: %s requests an exchange %s", peer, why)
             await reset(stream)
             return
         await widen(stream)

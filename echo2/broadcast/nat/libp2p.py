@@ -12,7 +12,7 @@ import functools
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
@@ -20,14 +20,13 @@ import trio
 
 from echo2.base.errors import LimitExceeded, Unreachable
 from echo2.base.ids import PeerId
-from echo2.broadcast.connection import StreamConnection
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat.host import CLOSE_S, P2pHost
 from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.nat.relay import reset, write
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.transport import Accept
-from echo2.outside.guard import cancel_all
-from echo2.outside.streams import StreamReader
+from echo2.outside.guard import Tasks
 from echo2.trust.identity import PeerIdentity
 from echo2.trust.tls import Credentials
 
@@ -66,7 +65,6 @@ class TrioThread:
                 await self._ended.wait()
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs `work()` in trio; returns its result or raises its exception."""
         if self._calls >= CALLS_MAX:
             raise LimitExceeded(f"libp2p: expected at most {CALLS_MAX} calls under way, got one more")
         if self._nursery is None:
@@ -81,7 +79,6 @@ class TrioThread:
             self._in_trio(scope.cancel)
 
     def to_asyncio(self, callback: Callable[..., object], *args: object) -> None:
-        """Called in trio: schedules a callback on the asyncio loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
@@ -122,30 +119,15 @@ async def _perform(work: Callable[[], Awaitable[T]], scope: trio.CancelScope, re
                 result.set_exception(error)
 
 
-class HoleProtocol(asyncio.BufferedProtocol):
-    """Hands a `StreamReader` what comes through a hole. libp2p encrypts that, and its peer has proven who it is before."""
+class HoleConnection(Connection, asyncio.BufferedProtocol):
+    """Over a hole: libp2p encrypts what comes through it, and its peer has proven who it is before."""
 
-    def __init__(self, reader: StreamReader) -> None:
-        self._reader = reader
-
-    def connection_made(self, transport: Any) -> None:
-        self._reader.connection_made(transport, ("", 0), b"")
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.get_buffer(sizehint)
+    def connection_made(self, transport: Any) -> None:  # type: ignore[override]
+        super().connection_made(transport, ("", 0), b"")
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._reader.buffer_updated(nbytes)
-        self._reader.worked(0.0, 1, nbytes)
-
-    def pause_writing(self) -> None:
-        self._reader.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._reader.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._reader.connection_lost(exc)
+        super().buffer_updated(nbytes)
+        self.worked(0.0, 1, nbytes)
 
 
 class P2pSide:
@@ -163,7 +145,7 @@ class P2pSide:
         self._host = P2pHost(
             credentials, options, lambda facts: self._thread.to_asyncio(self._on_facts, facts), self._carry
         )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._failed)
         self._punching: set[PeerId] = set()
         self._is_open = False
         self.facts = HostFacts()
@@ -180,8 +162,7 @@ class P2pSide:
         run = functools.partial(self._host.run, lambda: self._thread.to_asyncio(listens.set))
         try:
             await self._thread.start()
-            running = self._spawn(self._thread.call(run))
-            running.add_done_callback(lambda _: listens.set())
+            running = self._tasks.start(self._thread.call(run), listens.set)
             async with asyncio.timeout(START_S):
                 await listens.wait()
             if running.done():
@@ -193,15 +174,8 @@ class P2pSide:
                 raise Unreachable(f"libp2p: expected it to listen within {START_S:.0f} s") from None
             raise
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._is_open:
+    def _failed(self, error: BaseException) -> None:
+        if self._is_open:
             _log.error("libp2p: %s: %s", type(error).__name__, error)
 
     async def close(self) -> None:
@@ -209,7 +183,7 @@ class P2pSide:
         with contextlib.suppress(Exception):  # it may be cut off before it finishes
             await asyncio.wait_for(self._thread.call(self._host.close), CLOSE_S + 1)
         await self._thread.stop()
-        await cancel_all(self._tasks)
+        await self._tasks.end()
 
     def _on_facts(self, facts: HostFacts) -> None:
         self.facts = facts
@@ -217,17 +191,13 @@ class P2pSide:
 
     # ---- relays and holes
 
-    def use_relay(self, peer: PeerId, address: str) -> None:
-        """Keeps a reservation at the relay at host:port."""
-        self._spawn(self._thread.call(functools.partial(self._host.use_relay, peer, address)))
-
-    def drop_relay(self, peer: PeerId) -> None:
-        self._spawn(self._thread.call(functools.partial(self._host.drop_relay, peer)))
+    def keep_relays(self, wanted: Mapping[PeerId, str]) -> None:
+        self._tasks.start(self._thread.call(functools.partial(self._host.keep_relays, dict(wanted))))
 
     def punch(self, peer: PeerId, relay: PeerId) -> None:
         if peer not in self._punching:
             self._punching.add(peer)
-            self._spawn(self._punch(peer, relay))
+            self._tasks.start(self._punch(peer, relay))
 
     async def _punch(self, peer: PeerId, relay: PeerId) -> None:
         try:
@@ -239,13 +209,13 @@ class P2pSide:
 
     def _begin(self, raw: socket.socket, peer: PeerIdentity, is_outgoing: bool) -> None:
         """A hole is there; `raw` leads through it. Closed even if the task is cancelled before it begins."""
-        self._spawn(self._serve(raw, peer, is_outgoing)).add_done_callback(lambda _: raw.close())
+        self._tasks.start(self._serve(raw, peer, is_outgoing), raw.close)
 
     async def _serve(self, raw: socket.socket, peer: PeerIdentity, is_outgoing: bool) -> None:
         if self._accept is None or not self._is_open:
             return
-        connection = StreamConnection(is_outgoing=is_outgoing, way=HOLE)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: HoleProtocol(connection), raw)
+        connection = HoleConnection(is_outgoing=is_outgoing, way=HOLE)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, raw)
         connection.is_known(peer)
         try:
             await self._accept(connection)

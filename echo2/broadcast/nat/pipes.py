@@ -23,13 +23,13 @@ from typing import TypeVar
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.broadcast.connection import StreamConnection
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import relay_book
 from echo2.broadcast.nat.relay_book import PIPES_OF_LEARNER, RelayBook
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.transport import Transport
 from echo2.outside import here, monotonic
-from echo2.outside.guard import Refusals, cancel_all
+from echo2.outside.guard import Refusals, Tasks, cancel_all
 from echo2.outside.net import accepted, readable, until_ready
 from echo2.outside.streams import Remote, StreamCaller
 from echo2.outside.tls_streams import SocketCaller, SocketListener, as_ipv4, keep_alive
@@ -148,7 +148,6 @@ class _Reader:
         return int.from_bytes(self.skip(size))
 
     def part(self, head: int) -> _Reader:
-        """What follows its own length."""
         return _Reader(self.skip(self.number(head)))
 
     def text(self) -> str:
@@ -245,7 +244,7 @@ Key = TypeVar("Key", str, tuple[PeerId, str])
 @dataclass(frozen=True, slots=True)
 class _Place:
     peer_id: PeerId
-    connection: StreamConnection
+    connection: Connection
     book: RelayBook
 
 
@@ -262,7 +261,7 @@ class PipeRelay:
         self._piped: Counter[tuple[PeerId, str]] = Counter()  # by member and the caller's address
         self._connected: Counter[str] = Counter()  # by address, callers and places
         self._openings: Counter[str] = Counter()  # of these, the ones that have no pipe and have not shown who they are
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._refusals = Refusals(_log)
         self._listener: SocketListener | None = None
         self.port = 0
@@ -272,7 +271,6 @@ class PipeRelay:
         return self._book.moved_bytes + sum(book.moved_bytes for book in self._books.values())
 
     def holds(self, peer_id: PeerId) -> bool:
-        """Whether that member can be called here."""
         return dns_name_of(peer_id) in self._places
 
     def listen(self, host: str, port: int) -> None:
@@ -280,18 +278,7 @@ class PipeRelay:
         self._listener = SocketListener(host, port)
         self.port = self._listener.port
         DOORS.watch(self.port, PIPES)
-        self._spawn(self._accept_all(self._listener.socket))
-
-    def _spawn(self, work: Coroutine[None, None, None], ended: Callable[[], None] = lambda: None) -> None:
-        """`ended` is called even if the work is cancelled before it begins."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-
-        def discard(_: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            ended()
-
-        task.add_done_callback(discard)
+        self._tasks.start(self._accept_all(self._listener.socket))
 
     async def _accept_all(self, listener: socket.socket) -> None:
         while True:
@@ -308,7 +295,7 @@ class PipeRelay:
                 continue
             self._openings[host] += 1
             self._connected[host] += 1
-            self._spawn(self._serve(raw, host), raw.close)
+            self._tasks.start(self._serve(raw, host), raw.close)
 
     def _has_room_for(self, host: str) -> bool:
         is_within_share = self._openings[host] < CALLERS_PER_HOST and self._connected[host] < PIPES.per_host
@@ -341,7 +328,7 @@ class PipeRelay:
 
     # ---- members
 
-    async def _hold_place(self, connection: StreamConnection) -> None:
+    async def _hold_place(self, connection: Connection) -> None:
         peer, name = connection.peer, ""
         try:
             if self._is_barred(peer.peer_id):
@@ -384,7 +371,6 @@ class PipeRelay:
             del self._waiting[ticket]
 
     def _answered(self, ticket: bytes, raw: socket.socket) -> None:
-        """Hands the connection to whoever waits for this ticket."""
         coming = self._waiting.get(ticket)
         if coming is None or coming.done():
             return
@@ -414,7 +400,7 @@ class PipeRelay:
                 raise place.book.too_old(circuit) from None
 
     async def close(self) -> None:
-        await cancel_all(self._tasks)
+        await self._tasks.end()
         if self._listener is not None:
             self._listener.close()
         DOORS.close(self.port)
@@ -447,7 +433,7 @@ async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0  # a relay restarts in seconds; a dead one costs a dial a minute
 CALLS_MAX = 256  # more than LINKS_MAX and their further connections
 _members_log = logging.getLogger("echo2.broadcast")
-Dial = Callable[[str, PeerId], Coroutine[None, None, StreamConnection]]
+Dial = Callable[[str, PeerId], Coroutine[None, None, Connection]]
 
 
 class PipeMember:
@@ -458,7 +444,7 @@ class PipeMember:
         self._dial, self._take = dial, take
         self.grpc_at: Remote | None = None
         self._places: dict[tuple[PeerId, str], asyncio.Task[None]] = {}
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = Tasks()
         self._told: dict[PeerId, str] = {}
         self.held: set[PeerId] = set()
 
@@ -486,7 +472,7 @@ class PipeMember:
             await asyncio.sleep(pause_s)
             pause_s = min(PAUSE_S_MAX, 2 * pause_s)
 
-    async def _stay(self, relay: PeerId, connection: StreamConnection) -> None:
+    async def _stay(self, relay: PeerId, connection: Connection) -> None:
         (remote,) = connection.remotes
         self.held.add(relay)
         try:
@@ -494,9 +480,7 @@ class PipeMember:
                 if len(ticket) != TICKET_BYTES:
                     raise Unreachable(f"relay {relay}: expected a ticket of {TICKET_BYTES} bytes, got {len(ticket)}")
                 if len(self._calls) < CALLS_MAX:
-                    call = asyncio.create_task(self._come(relay, remote, ticket))
-                    self._calls.add(call)
-                    call.add_done_callback(self._calls.discard)
+                    self._calls.start(self._come(relay, remote, ticket))
         finally:
             self.held.discard(relay)
             await connection.close()
@@ -533,7 +517,8 @@ class PipeMember:
             await carry(raw, port, lambda count: None)
 
     async def close(self) -> None:
-        await cancel_all((*self._places.values(), *self._calls))
+        await cancel_all(self._places.values())
+        await self._calls.end()
         self._places.clear()
 
 

@@ -15,25 +15,24 @@ import logging
 import os
 import secrets
 import socket
-import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from echo2.base.errors import PortBusy, TrustError
+from echo2.base.errors import PortBusy, TrustError, Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.pipes import PipeRelay, pipe_address
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Seen, Throughput
 from echo2.broadcast.transport import Accept
 from echo2.broadcast.uplink import local_end
-from echo2.outside import monotonic, unix_now
+from echo2.outside import here, monotonic, unix_now
 from echo2.outside.guard import cancel_all
 from echo2.outside.net import EVERY_ADDRESS, check_free
 from echo2.trust.enrolment import fetch_certificate
-from echo2.trust.identity import JoinLink, NodeCertificate
+from echo2.trust.identity import JoinLink, NodeCertificate, dns_name_of
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, error_of, open_enrolment_channel
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
@@ -104,7 +103,6 @@ class Nat:
 
     @property
     def pipes(self) -> Mapping[PeerId, str]:
-        """The address of the byte pipes of each relay that is known."""
         return {**{relay: pipe_address(address) for relay, address in self._relays.items()}, **self._pipe_places}
 
     @property
@@ -113,7 +111,6 @@ class Nat:
         return self.pipes if self.facts.is_reachable is False else self._pipe_places
 
     def is_piped(self, peer_id: PeerId) -> bool:
-        """Whether that peer holds a place for byte pipes at this relay."""
         return self._pipe_relay is not None and self._pipe_relay.holds(peer_id)
 
     def hold_pipe_place(self, relay: PeerId, relay_address: str) -> None:
@@ -124,16 +121,12 @@ class Nat:
 
     def use_relay(self, peer: PeerId, address: str) -> None:
         """Keeps a reservation at the relay at host:port; an empty address ends that."""
-        if self._relays.get(peer, "") == address:
-            return
-        if self._p2p is not None and peer in self._relays:
-            self._p2p.drop_relay(peer)
-        self._relays[peer] = address
-        if not address:
-            del self._relays[peer]
-        elif self._p2p is not None:
-            self._p2p.use_relay(peer, address)
-        elif self._starting is None:
+        self._relays.pop(peer, None)
+        if address:
+            self._relays[peer] = address
+        if self._p2p is not None:
+            self._p2p.keep_relays(self._relays)
+        elif address and self._starting is None:
             self._starting = asyncio.create_task(self._keep_starting())
 
     def punch(self, peer_id: PeerId, relay: PeerId) -> None:
@@ -177,8 +170,7 @@ class Nat:
         await p2p.start()
         self._p2p = p2p
         _log.info("libp2p listens on %s:%d", self._options.listen_host, p2p.port)
-        for peer, address in self._relays.items():
-            p2p.use_relay(peer, address)
+        p2p.keep_relays(self._relays)
 
     async def close(self) -> None:
         if self._starting is not None:
@@ -220,17 +212,12 @@ def _is_any(host: str) -> bool:
 
 def shows_certificate(host: str, port: int, peer_id: PeerId, authority_pem: bytes) -> bool:
     """Whether `peer_id` answers there with its certificate of the run. We present none: theirs is shown anyway."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((host, port), timeout=PROBE_S) as raw, context.wrap_socket(raw) as connection:
-            shown = connection.getpeercert(binary_form=True)
-        certificate = NodeCertificate.parse(shown or b"", f"{host}:{port}")
+        shown = here().net.certificate_at(host, port, dns_name_of(peer_id), PROBE_S)
+        certificate = NodeCertificate.parse(shown, f"{host}:{port}")
         certificate.check_peer(peer_id)
         certificate.check_issuer(authority_pem)
-    except (OSError, TrustError) as error:
+    except (Unreachable, TrustError) as error:
         _log.debug("%s:%d is not %s: %s", host, port, peer_id, error)
         return False
     return True
@@ -334,7 +321,6 @@ async def _download(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:
 
 
 async def _upload(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:
-    """Uploads until the coordinator has seen enough and ends the stream; returns the rate that it measured."""
     data = os.urandom(BLOCK_BYTES)
 
     async def blocks() -> AsyncIterator[pb.UploadBlock]:

@@ -268,7 +268,6 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
 
 
 async def reserve(host: IHost, relay: PeerId) -> None:
-    """Takes or renews a reservation at `relay`. Unreachable if the relay refuses."""
     with trio.fail_after(MESSAGE_S):
         stream = await host.new_stream(ID.from_base58(relay), [HOP_PROTOCOL])
         try:
@@ -317,7 +316,6 @@ def _stop_status(status: Status.ValueType) -> StopMessage:
 
 
 async def reset(stream: Any) -> None:
-    """Resets a stream in any state."""
     try:
         with trio.move_on_after(1.0):
             await stream.reset()

@@ -83,8 +83,8 @@ def test_libp2p_is_started_until_it_runs_and_a_node_that_closes_leaves_none_of_i
                 started()
             await trio.sleep_forever()
 
-        async def use_relay(self, peer: PeerId, address: str) -> None:
-            relays.append((peer, address))
+        async def keep_relays(self, wanted: dict[PeerId, str]) -> None:
+            relays.extend(wanted.items())
 
         async def close(self) -> None: ...
 

@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_with_its_folder_and_what_it_has_is_served(
 def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path) -> None:
     held, header = library(tmp_path, recent_bytes=1000), header_of(1)
     made = begun(held, bytes(range(250)) * 4, 100, header)
-    held.store.drop(header.key)
+    held.entries[header.key].records.clear()
     served = [index for index in range(len(made)) if held.frame(header.key, index) is not None]
     assert served == [5, 6, 7, 8, 9] and held.recent.held_bytes <= 1000, "a payload lies in its frame"
     assert held.chunk(header.key, 9) == made[9][0]
@@ -146,7 +146,7 @@ def test_a_store_without_a_size_of_its_own_follows_the_weights_also_after_a_rest
     assert held.store.bytes_max == STORE_BYTES_FLOOR
     held.add_header(header)
     assert held.store.bytes_max == store_bytes_for(8 << 30) >= 2 * store_bytes_min(8 << 30) > 16 << 30
-    held.store.close()
+    held.close()
     again = library(tmp_path, 0)
     events(again)
     assert header.key in again.entries and again.store.bytes_max == store_bytes_for(8 << 30)
@@ -200,7 +200,7 @@ def left(folder: Path, chunks: int, *, is_sealed: bool = True, run: RunId = RUN)
         added(made, header, chunks * CHUNK_BYTES, CHUNK_BYTES)
     else:
         begun(made, bytes(chunks * CHUNK_BYTES), CHUNK_BYTES, header)
-    made.store.close()
+    made.close()
     return header.key
 
 
@@ -270,10 +270,10 @@ def test_our_own_that_was_cut_off_is_dropped_and_another_publishers_goes_on(tmp_
     assert [type(event) for event in events(found)] == [HeaderSeen, ChunksKept]
     (made,) = signed_chunks(CHUNK_BYTES, LEARNER, key, 3, bytes(CHUNK_BYTES))
     found.add_chunk(*made)
-    found.store.close()
+    found.close()
     again = library(tmp_path)
     assert ChunksKept(key, all_of(4), dict.fromkeys(range(4), CHUNK_BYTES)) in events(again)
     assert again.unsound_files == 0
-    again.store.close()
+    again.close()
     ours = library(tmp_path)
     assert events(ours, LEARNER.peer_id) == [] and key not in ours.entries and not list(tmp_path.iterdir())

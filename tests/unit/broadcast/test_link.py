@@ -40,7 +40,7 @@ def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() 
         link = PeerLink(first, mock.Mock(spec=Exchange), FairShare())  # it has nothing to send
         carrying = [asyncio.create_task(link.carry(other)) for other in others]
         await asyncio.sleep(0)
-        assert link.connections == len(lines)
+        assert link.width == len(lines)
         begun = loop.time()
         await link.close()
         assert loop.time() - begun <= 1.5 * CLOSE_S and all(line.is_closed for line in lines)

@@ -6,8 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
-from echo2.base.ids import RunId, Version
+from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import ArtifactId, Header
+from echo2.broadcast.events import Have, Request
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.route import FORGOTTEN_S, STALL_S
@@ -20,6 +21,7 @@ from tests.certificates import issued
 
 RUN = RunId("a-run")
 SLACK_S = 2.0
+PEER = PeerId("")  # whom a frame is for, only its connection says
 
 
 class Promises:
@@ -52,7 +54,8 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     header = header.signed(learner.identity)
     promises = Promises(
         PeerIdentity(learner.peer_id, Role.LEARNER),
-        wire.hello(tls.PROTOCOL_VERSION, RUN), wire.header_to_bytes(header), wire.have_to_bytes(header.key, 0b11, False),
+        wire.hello(tls.PROTOCOL_VERSION, RUN), wire.header_to_bytes(header),
+        wire.control_frame(Have(PEER, header.key, 0b11, False)),
     )  # fmt: skip
 
     async def scene() -> None:
@@ -94,7 +97,7 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
         assert key is not None and lost == []
         asks = Promises(
             PeerIdentity(worker.peer_id, Role.WORKER),
-            wire.hello(tls.PROTOCOL_VERSION, RUN), wire.request_to_bytes(key, [0]),
+            wire.hello(tls.PROTOCOL_VERSION, RUN), wire.control_frame(Request(PEER, key, (0,))),
         )  # fmt: skip
         serving = asyncio.create_task(node.accept(asks))
         await asyncio.sleep(3.0)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import BadSignature, EchoError, MalformedMessage, NotAllowed
-from echo2.base.ids import GroupId, LeaseId, RunId, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
@@ -27,7 +27,7 @@ from echo2.base.rollout import (
     Work,
 )
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, Chunk, Seal
-from echo2.broadcast.events import Route
+from echo2.broadcast.events import Have, Request, Route, WidthWished
 from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.trust.identity import Identity
@@ -38,7 +38,7 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, 
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 from tests.contract.test_golden import filled
 
-W = "a peer"
+W, PEER = "a peer", PeerId("p")
 Convert = Callable[[Any], Any]
 FRAME = broadcast_pb2.PeerMessage
 
@@ -52,6 +52,10 @@ def through(there: Convert, back: Convert) -> Convert:
     return lambda message: back(there(message))
 
 
+def controlled(kind: str) -> Convert:
+    return lambda message: framed(kind)(bw.control_frame(bw.control_from(FRAME(**{kind: message}), PEER)))
+
+
 ROUND_TRIPS: dict[type[Message], Convert] = {
     rollout_pb2.GroupSpec: through(rw.group_from_message, rw.group_to_message),
     rollout_pb2.RolloutSegment: through(rw.segment_from_message, rw.segment_to_message),
@@ -60,15 +64,14 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
     broadcast_pb2.PeerAccess: through(bw.access_from_message, bw.access_to_message),
     broadcast_pb2.ArtifactHeader: through(bw.header_from, through(bw.header_to_bytes, framed("header"))),
     broadcast_pb2.ArtifactSeal: through(bw.seal_from, through(bw.seal_to_bytes, framed("seal"))),
-    broadcast_pb2.ChunkFrame: through(bw.chunk_from, through(bw.chunk_to_bytes, framed("chunk"))),
     broadcast_pb2.PeerHello: lambda m: framed("hello")(
         bw.hello(m.protocol_version, RunId(m.run_id), is_further=m.is_further)
     ),
-    broadcast_pb2.HaveMap: through(bw.have_from, lambda said: framed("have")(bw.have_to_bytes(*said))),
-    broadcast_pb2.ChunkRequest: through(bw.indices_from, lambda said: framed("request")(bw.request_to_bytes(*said))),
-    broadcast_pb2.ChunkCancel: through(bw.indices_from, lambda said: framed("cancel")(bw.cancel_to_bytes(*said))),
-    broadcast_pb2.RelayAck: through(bw.relay_ack_from, lambda said: framed("relay_ack")(bw.relay_ack_to_bytes(*said))),
-    broadcast_pb2.WidthWish: through(bw.width_wish_from, through(bw.width_wish_to_bytes, framed("width_wish"))),
+    broadcast_pb2.HaveMap: controlled("have"),
+    broadcast_pb2.ChunkRequest: controlled("request"),
+    broadcast_pb2.ChunkCancel: controlled("cancel"),
+    broadcast_pb2.RelayAck: controlled("relay_ack"),
+    broadcast_pb2.WidthWish: controlled("width_wish"),
 }
 READ: dict[type[Message], Convert] = {
     coordinator_pb2.OfferGroups: lambda m: cw.offer_from_message(m, W),
@@ -299,29 +302,31 @@ def test_a_chunk_written_and_read_by_hand_is_protobufs_wherever_its_route_stands
 ) -> None:
     chunk = Chunk.make(KEY, index, ends_block, payload, IDENTITY)
     record, beside = bw.chunk_to_bytes(chunk), bw.beside(route, is_answer)
-    frame = broadcast_pb2.ChunkFrame(
-        key=KEY, index=index, ends_block=ends_block, signature=chunk.signature, payload=payload
+    message = FRAME(
+        chunk=broadcast_pb2.ChunkFrame(
+            key=KEY, index=index, ends_block=ends_block, signature=chunk.signature, payload=payload
+        )
     )
-    assert record == broadcast_pb2.PeerMessage(chunk=frame).SerializeToString()
+    assert record == message.SerializeToString()
+    if is_answer:
+        message.is_answer, route = True, None
+    elif route is not None:
+        message.route.CopyFrom(broadcast_pb2.Route(epoch=route.epoch, tree=route.tree))
     for data in (record + beside, beside + record):
-        found, message = bw.chunk_in(data, "peer x"), bw.parse(data, "peer x")
-        assert found is not None
-        assert found.chunk == chunk == bw.chunk_from(message.chunk)
-        said = (None if is_answer else route, is_answer)
-        assert (found.route, found.is_answer) == (bw.route_of(message), message.is_answer) == said
-        assert found.record == record
+        found = bw.chunk_in(data, "peer x")
+        assert bw.parse(data, "peer x") == message
+        assert found == bw.ChunkIn(chunk, memoryview(record), route, is_answer)
 
 
-def test_what_is_no_plain_chunk_is_left_to_protobuf_and_one_beyond_its_bounds_refused_by_both() -> None:
-    have = bw.have_to_bytes(KEY, 1, False)
-    unsigned = broadcast_pb2.PeerMessage(
-        chunk=broadcast_pb2.ChunkFrame(key=KEY, payload=b"payload")
-    ).SerializeToString()
+def test_a_chunk_that_is_not_as_nodes_write_it_or_beyond_its_bounds_is_refused() -> None:
+    have = bw.control_frame(Have(PEER, KEY, 1, False))
+    unsigned = FRAME(chunk=broadcast_pb2.ChunkFrame(key=KEY, payload=b"payload")).SerializeToString()
     for frame in (b"", PLAIN[:-1], PLAIN + PLAIN, PLAIN + have, unsigned, have, PLAIN + bytes(40)):
         assert bw.chunk_in(frame, "peer x") is None
-    far = broadcast_pb2.PeerMessage(
-        chunk=broadcast_pb2.ChunkFrame(key=KEY, index=CHUNKS_MAX, signature=bytes(64), payload=b"x")
-    )
+    for message in (FRAME(hello=broadcast_pb2.PeerHello()), FRAME.FromString(unsigned)):
+        with pytest.raises(MalformedMessage, match="got another (hello|chunk)"):
+            bw.control_from(message, PEER)
+    far = FRAME(chunk=broadcast_pb2.ChunkFrame(key=KEY, index=CHUNKS_MAX, signature=bytes(64), payload=b"x"))
     for read in (bw.chunk_in, bw.parse):
         with pytest.raises(MalformedMessage):
             read(far.SerializeToString(), "peer x")
@@ -330,11 +335,14 @@ def test_what_is_no_plain_chunk_is_left_to_protobuf_and_one_beyond_its_bounds_re
 @pytest.mark.parametrize(
     ("frame", "expected"),
     [
-        (bw.have_to_bytes(ArtifactKey(b"short"), 1, False), "expected 16 bytes, got 5"),
-        (bw.request_to_bytes(KEY, (CHUNKS_MAX,)), f"indices of peer p: expected 0 to {CHUNKS_MAX - 1}, got"),
-        (bw.request_to_bytes(KEY, range(4096 + 1)), "number of indices of peer p: expected up to 4096"),
+        (bw.control_frame(Have(PEER, ArtifactKey(b"short"), 1, False)), "expected 16 bytes, got 5"),
+        (bw.control_frame(Request(PEER, KEY, (CHUNKS_MAX,))), f"of peer p: expected 0 to {CHUNKS_MAX - 1}, got"),
+        (
+            bw.control_frame(Request(PEER, KEY, tuple(range(4096 + 1)))),
+            "number of indices of peer p: expected up to 4096",
+        ),
         (bw.seal_to_bytes(Seal(KEY, 1, 1, b"short", "f", b"s")), "expected a root hash of 32 bytes, got 5"),
-        (bw.width_wish_to_bytes(LINK_CONNECTIONS + 1), "width: expected 1 to"),
+        (bw.control_frame(WidthWished(PEER, LINK_CONNECTIONS + 1)), "width of peer p: expected 1 to"),
         (b"", "expected a PeerMessage of a known kind"),
         (b"\xff\xff", "expected a PeerMessage, got 2 bytes that are not"),
     ],
@@ -343,9 +351,7 @@ def test_what_is_no_plain_chunk_is_left_to_protobuf_and_one_beyond_its_bounds_re
 def test_what_is_out_of_bounds_is_refused_in_words(frame: bytes, expected: str) -> None:
     with pytest.raises(MalformedMessage, match=expected):
         message = bw.parse(frame, "peer p")
-        bw.have_from(message.have) if message.HasField("have") else None
-        bw.seal_from(message.seal) if message.HasField("seal") else None
-        bw.width_wish_from(message.width_wish) if message.HasField("width_wish") else None
+        bw.seal_from(message.seal) if message.HasField("seal") else bw.control_from(message, PEER)
 
 
 @pytest.mark.parametrize("parents", [(0,), (0, 1, 2), (0, 3)])
