@@ -97,13 +97,14 @@ class RunSection(Section):
 
 
 OptimizerState = Literal["float32", "8bit", "host"]
+WeightsDtype = Literal["bfloat16", "float32", "nf4"]
+Correction = Literal["behaviour", "tis_token", "tis_sequence", "decoupled"]
+SwapModeName = Literal["keep_kv", "recompute_kv", "finish_first"]
 
 
 class ModelSection(Section):
     path: str = opt("", "Local folder in Hugging Face layout, or a hub id.")
-    weights_dtype: Literal["bfloat16", "float32", "nf4"] = opt(
-        "bfloat16", "Precision of the published policy; nf4: a LoRA base in 4 bits."
-    )
+    weights_dtype: WeightsDtype = opt("bfloat16", "Precision of the published policy; nf4: a LoRA base in 4 bits.")
     lora_rank: Whole = opt(
         0, "Trains only a LoRA adapter (alpha / rank = 2); 0: all weights.",
         le=4096, why="a rank above 4096 is no smaller than the weights",
@@ -237,9 +238,7 @@ class LearnerSection(Section):
     )
     updates_per_batch: Count = opt(1, "Optimiser updates per step, each on a share of its groups.")
     loss: str = opt("auto", "dapo, grpo, dr_grpo, gspo, luspo, cispo, m2po, module:function; auto: by the bound.")
-    correction: Literal["behaviour", "tis_token", "tis_sequence", "decoupled"] = opt(
-        "behaviour", "Correction for stale samples (docs/algorithms.md)."
-    )
+    correction: Correction = opt("behaviour", "Correction for stale samples (docs/algorithms.md).")
     clip: tuple[Positive, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
     kl_coefficient: float = opt(0.0, "Weight of the k3 KL penalty to the base model.", ge=0)
     teacher: str = opt(
@@ -363,9 +362,7 @@ class WorkerSection(Section):
     slots: Whole = opt(
         0, "Most concurrent sequences; 0: as many as fit.", le=4096, why="no engine decodes more sequences together"
     )
-    swap_mode: Literal["keep_kv", "recompute_kv", "finish_first"] = opt(
-        "recompute_kv", "What a new version does to sequences in flight (docs/worker.md)."
-    )
+    swap_mode: SwapModeName = opt("recompute_kv", "What a new version does to sequences in flight (docs/worker.md).")
     price_usd_per_hour: float = opt(
         0.0, "This machine's price.", ge=0, lt=1e6, why="no machine costs a million an hour"
     )

@@ -25,7 +25,7 @@ from echo2.coordinator.leases.waits import waits
 from echo2.coordinator.store import StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.rollouts.admission import OpenGroups
-from echo2.learner.rollouts.groups import Batch, evaluated_version
+from echo2.learner.rollouts.groups import evaluated_version
 from echo2.sim.process import Process
 from echo2.sim.wires import End
 from echo2.trust.identity import NodeCertificate
@@ -339,10 +339,6 @@ class Observer:
         """The coordinator's store has committed `changes`."""
         leases = (row for row in changes.rows.values() if isinstance(row, Lease))
         self.kept_leases.update((lease.lease_id, lease.attempt) for lease in leases)
-
-    def trained(self, process: Process, batch: Batch, fingerprint: int) -> None:
-        if not process.has_ended:
-            self._judge(lambda: self.truth.trained(batch, fingerprint))
 
     def learner_prepared(self, process: Process, groups: OpenGroups) -> None:
         """A learner has restored its state."""

@@ -252,7 +252,6 @@ class MemoryNet:
 
     def __init__(self, process: Process, wires: Wires, told: Callable[[str, BaseException], None]) -> None:
         self.process, self.wires, self._told = process, wires, told
-        self.dialled = 0
 
     def server(self, options: NetOptions) -> grpc.aio.Server:
         made = MemoryServer(self.process, self.wires, functools.partial(self._told, self.process.name))

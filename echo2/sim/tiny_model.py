@@ -203,12 +203,6 @@ def group_of(request: GenerateRequest) -> GroupId:
     return GroupId(request.prefix_key)
 
 
-# The trainer of the virtual world, behind the learner's trainer interface: real weights under the real codec, real
-# checkpoints, a made-up optimiser; and the prompts, tokenizer and task world that go with it.
-#
-# Guarantees: the weights after a step are a function of the weights before it and of the batch alone; a step takes `train_s`
-# of virtual time on the trainer's thread. Leaves to others: when to step (learner/loop).
-
 SNAPSHOT_BYTES = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())  # bf16
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY,
@@ -237,11 +231,14 @@ class TinyModel:
 
 
 class TinyTrainer:
-    """A `TrainingSide`. Calls `told` with each batch and the fingerprint of the resulting weights."""
+    """A `TrainingSide` with real checkpoints and a made-up optimiser, whose steps take `train_s` of virtual time. Calls `told` with
+    each batch and the resulting weights."""
 
     starts_from_base = True
 
-    def __init__(self, seed: int, train_s: Callable[[], float], told: Callable[[Batch, int], None]) -> None:
+    def __init__(
+        self, seed: int, train_s: Callable[[], float], told: Callable[[Batch, dict[str, Tensor]], None]
+    ) -> None:
         self.model, self.coder = TinyModel(), cast(VersionCoder, LocalCoder())
         self.step_count = 0
         self._weights = base_weights(seed)
@@ -258,8 +255,10 @@ class TinyTrainer:
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
         self._weights = trained(self._weights, batch)
         self.step_count += 1
-        self._told(batch, fingerprint_of(self._weights))
-        _spend(self._train_s())
+        self._told(batch, self._weights)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop), "the trainer's thread is the virtual loop's"
+        loop.spend(self._train_s())
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         return StepResult(self.step_count, {"train": self._train_s()}, None, 0.0, 0.0, False, sampled, sampled)
 
@@ -285,10 +284,8 @@ class TinyTrainer:
         return checkpoint
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
-        checkpoint = store.load_newest()
-        if checkpoint is None:
-            return None
-        self._weights, self.step_count = copied(checkpoint.masters), int(checkpoint.step)
+        if (checkpoint := store.load_newest()) is not None:
+            self._weights, self.step_count = copied(checkpoint.masters), int(checkpoint.step)
         return checkpoint
 
     def scorer(self, versions_max: int, newest: Version) -> Scorer:
@@ -296,12 +293,6 @@ class TinyTrainer:
 
     def stop(self) -> None:
         pass
-
-
-def _spend(seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualLoop), "the trainer's thread is the virtual loop's"
-    loop.spend(seconds)
 
 
 class TinyTokenizer:

@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from echo2.base.errors import DiskFull, EchoError
 from echo2.base.ids import RunId, Version
@@ -34,6 +35,7 @@ from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.publisher import SeedNode
+from echo2.learner.rollouts.groups import Batch
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
@@ -278,7 +280,7 @@ class World:
             scene, weights = self.scenario, base_weights(self.scenario.seed)
             self.truth.published(Version(0), fingerprint_of(weights))
             self.observer.run_fingerprints[Version(0)] = f"{fingerprint(weights, self._key):016x}"
-            trainer = _WatchedTrainer(self, process)
+            trainer = TinyTrainer(scene.seed, lambda: self.train_s, lambda *step: self._on_step(process, *step))
             prepared = prepare_with(trainer, options, folder, tiny_source(scene.seed, scene.turns, scene.reward_fails))
             append = prepared.journal.append
 
@@ -291,6 +293,13 @@ class World:
             return prepared
 
         return make
+
+    def _on_step(self, process: Process, batch: Batch, weights: dict[str, Tensor]) -> None:
+        if not process.has_ended:
+            version, found = Version(batch.step + 1), fingerprint_of(weights)
+            self.truth.fingerprints.setdefault(version, found)
+            self.observer.run_fingerprints[version] = f"{fingerprint(copied(weights), self._key):016x}"
+            self.judged(lambda: self.truth.trained(batch, found))
 
     def _ended(self, name: str, process: Process, done: asyncio.Task[None]) -> None:
         if process.has_ended:
@@ -496,21 +505,6 @@ async def all_ended(loop: VirtualLoop) -> None:
         _, pending = await asyncio.wait(rest, timeout=CLOSE_S)
         for task in pending:
             task.cancel()
-
-
-class _WatchedTrainer(TinyTrainer):
-    """Reports each trained batch to the observer, while its process lives."""
-
-    def __init__(self, world: World, process: Process) -> None:
-        super().__init__(world.scenario.seed, lambda: world.train_s, self._note)
-        self._world, self._process = world, process
-
-    def _note(self, batch: Any, found: int) -> None:
-        world, version = self._world, Version(batch.step + 1)
-        if not self._process.has_ended:
-            world.truth.fingerprints.setdefault(version, found)
-            world.observer.run_fingerprints[version] = f"{fingerprint(copied(self._weights), world._key):016x}"
-        world.observer.trained(self._process, batch, found)
 
 
 class _LogListener(logging.Handler):

@@ -62,34 +62,23 @@ def _commands(programs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def test_nothing_installs_echo2_by_its_name_from_an_index() -> None:
     """That name on the package index is not this project's: whoever takes it would own every user who follows such a text."""
-    for text in (
+    wrong = (
         "pip install 'echo2[worker]'",
         "python -m pip install -q echo2==1",
         "pipx install echo2",
         'f"pip install echo2"',
-    ):
-        assert FROM_INDEX.search(text), text
-    for text in (
+    )
+    right = (
         "pip install './echo2[worker]'",
         "pip install 'echo2[worker] @ git+https://a/b'",
         "pip install echo2-0.1.whl",
-    ):
-        assert not FROM_INDEX.search(text), text
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    )
+    assert all(map(FROM_INDEX.search, wrong)) and not any(map(FROM_INDEX.search, right))
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     suffixes = {".py", ".md", ".toml", ".yaml", ".yml", ".js", ".html", ".Containerfile", ".service"}
-    files = [
-        ROOT / name
-        for name in listed
-        if (Path(name).suffix in suffixes or name == "Makefile") and ROOT / name != Path(__file__).resolve()
-    ]
-    found = [
-        f"{path.relative_to(ROOT)}: {hit[0]}"
-        for path in files
-        if path.is_file()
-        for hit in FROM_INDEX.finditer(path.read_text())
-    ]
+    files = [ROOT / name for name in listed.splitlines() if Path(name).suffix in suffixes or name == "Makefile"]
+    files = [path for path in files if path.is_file() and path != Path(__file__).resolve()]
+    found = [f"{path.relative_to(ROOT)}: {hit[0]}" for path in files for hit in FROM_INDEX.finditer(path.read_text())]
     assert not found, found
 
 
@@ -163,18 +152,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-b",
-        "html",
-        "-W",
-        "--keep-going",
-        "-q",
-        str(ROOT / "docs"),
-        str(tmp_path),
-    ]
+    sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q"]
+    command = [*sphinx, str(ROOT / "docs"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "quickstart.html").exists()
@@ -190,13 +169,9 @@ def test_captions_hold_the_figures_of_the_recorded_run() -> None:
         assert record.CAPTION.findall(page.read_text()) == [caption], f"{page.name}: run `make recording`"
 
 
-OF_OTHERS = {
-    "TINKER_API_KEY",
-    "TINKER_BASE_URL",
-    "linear_cross_entropy",
-    "save_to_disk",
-    "tcp_allowed_congestion_control",
-}  # of other projects, of the kernel
+OF_OTHERS = {  # of other projects, of the kernel
+    "TINKER_API_KEY", "TINKER_BASE_URL", "linear_cross_entropy", "save_to_disk", "tcp_allowed_congestion_control",
+}  # fmt: skip
 NAME = re.compile(r"\b[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]{2,}\b")
 
 

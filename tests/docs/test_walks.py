@@ -22,10 +22,9 @@ def test_a_walk_names_functions_that_exist(what: str, count: int) -> None:
     assert f"{count} hops" in walk
     for _, file, owner, name in hops:
         tree = ast.parse((ROOT / "echo2" / file).read_text())
-        owners = (
+        scopes = (
             [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner] if owner else [tree]
         )
-        functions = {
-            f.name for scope in owners for f in scope.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
+        nodes = [node for scope in scopes for node in scope.body]
+        functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         assert name in functions, f"{file} has no {owner}.{name}"

@@ -66,10 +66,11 @@ def install(wheel: Path, folder: Path, extras: Iterable[str] = ()) -> Environmen
     """A new environment with the wheel, `extras` chosen, and the closure of what it then requires."""
     home = folder.with_name(folder.name + "-home")
     home.mkdir()
-    venv.EnvBuilder(with_pip=True).create(folder)
-    environment = Environment(folder, home)
-    done = environment.run("python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel))
+    venv.EnvBuilder().create(folder)  # a pip of its own takes seconds
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
+    done = subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    environment = Environment(folder, home)
     site = next((folder / "lib").glob("python3*/site-packages"))
     metadata = next(site.glob("echo2-*.dist-info"))
     wanted = Distribution.at(metadata).requires or []

@@ -106,51 +106,38 @@ def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 demo`; returns the exit code."""
     if own.model == "smollm2":
         model.require_package()
-    return asyncio.run(_run(demo_run(own, parse_overrides(rest)), own, Console()))
-
-
-async def _run(run: LocalRun, own: argparse.Namespace, console: Console) -> int:
+    run, console = demo_run(own, parse_overrides(rest)), Console()
     lock = RunLock(run.folder)
     if (run.folder / "run.toml").exists():
         raise StateError(
             f"run folder {run.folder}: expected an empty folder for a new demo, found a run; choose --name"
         )
-    await _make_base_model(run.config, own.model == "smollm2", console)
-    await _compile_codec(console)
+    _make_base_model(run.config, own.model == "smollm2", console)
+    if not model.codec_stamp().exists():
+        console.print("compiling the delta codec (once, then cached) …")
+        try:
+            model.warm_once()
+        except subprocess.SubprocessError as error:
+            raise ChildFailed(f"the delta codec could not be compiled: {error}") from None
     console.print(f"run folder {run.folder}; the same run by hand, in five terminals:\n", highlight=False)
     for command in run.commands().values():
         console.print(f"  {shlex.join(command)}", highlight=False, soft_wrap=True)
     console.print("")
-    if problems := (await run.run(console, own.plain, lock)).problems:
+    if problems := asyncio.run(run.run(console, own.plain, lock)).problems:
         raise IntegrityError("; ".join(problems))
     return 0
 
 
-async def _make_base_model(config: RunConfig, is_llm: bool, console: Console) -> None:
+def _make_base_model(config: RunConfig, is_llm: bool, console: Console) -> None:
     folder = Path(config.model.path)
     if (folder / "config.json").exists():
         return
     what = "SmolLM2-135M-Instruct in bf16 from its package" if is_llm else "a small Qwen3 taught the answer format only"
     console.print(f"making the base model: {what} (once, then cached) …")
     how = ["--smollm2"] if is_llm else ["--recipe", json.dumps(asdict(model.ModelRecipe()))]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "echo2.cli.demo.model", str(folder), *how,
-        start_new_session=True, env={**os.environ, PARENT: str(os.getpid())},
+    done = subprocess.run(
+        [sys.executable, "-m", "echo2.cli.demo.model", str(folder), *how], check=False,
+        start_new_session=True, env={**os.environ, PARENT: str(os.getpid())},  # Ctrl-C reaches us, who kill it
     )  # fmt: skip
-    try:
-        code = await process.wait()
-    finally:  # the child has its own session, so Ctrl-C reaches only us
-        if process.returncode is None:
-            process.kill()
-    if code != 0:
+    if done.returncode != 0:
         raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
-
-
-async def _compile_codec(console: Console) -> None:
-    if model.codec_stamp().exists():
-        return
-    console.print("compiling the delta codec (once, then cached) …")
-    try:
-        await asyncio.to_thread(model.warm_once)
-    except subprocess.SubprocessError as error:
-        raise ChildFailed(f"the delta codec could not be compiled: {error}") from None

@@ -130,12 +130,7 @@ def test_only_rank_0_needs_the_file_with_the_link(
     model = make_tiny_model(tmp_path / "model")
     arguments = ["join", f"@{tmp_path / 'nowhere.link'}", "--folder", str(tmp_path / "run"), "--model.path", str(model)]
     followed: list[LearnerOptions] = []
-
-    def follow(options: LearnerOptions) -> int:
-        followed.append(options)
-        return 0
-
-    monkeypatch.setattr(learner, "follow_rank_0", follow)
+    monkeypatch.setattr(learner, "follow_rank_0", lambda options: followed.append(options) or 0)
     monkeypatch.setenv("RANK", "1")
     assert learner.main(arguments) == 0 and followed[0].join_link == "" and followed[0].link_file is None
     monkeypatch.setenv("RANK", "0")
@@ -196,16 +191,16 @@ def test_an_error_is_one_line_and_its_exit_code(
     assert len(lines) == 1 and lines[0].startswith(f"error: {name}: ")
 
 
-@pytest.mark.parametrize(
-    ("daemon", "arguments"), [("learner", ["join", "x"]), ("worker", ["join", "x"]), ("coordinator", [])]
-)
-def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word(daemon: str, arguments: list[str]) -> None:
+def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word() -> None:
     script = (
-        f"import os, signal; from echo2.cli import {daemon} as own\n"
-        f"own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main({arguments})"
+        "import os, signal; from echo2.cli import coordinator, learner, worker\n"
+        "for own, words in ((learner, ['join', 'x']), (worker, ['join', 'x']), (coordinator, [])):\n"
+        "    if not (child := os.fork()):\n"
+        "        own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main(words)\n"
+        "    print(os.waitpid(child, 0)[1])"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.stdout, done.stderr) == (f"{int(signal.SIGINT)}\n" * 3, "")
 
 
 @pytest.mark.parametrize("program", ["echo2", "echo-learner", "echo-worker", "echo-coordinator"])
@@ -224,12 +219,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(program: str)
 
 def test_the_first_signal_asks_for_a_clean_stop() -> None:
     made: list[Waiting] = []
-
-    def make() -> Waiting:
-        made.append(Waiting())
-        return made[0]
-
-    assert run_daemon(make) == 0
+    assert run_daemon(lambda: made.append(Waiting()) or made[0]) == 0  # type: ignore[func-returns-value]
     assert made[0].was_asked
 
 

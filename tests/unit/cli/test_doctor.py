@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from echo2.cli import doctor
 from echo2.cli.main import main
+from echo2.config.load import option_names
 from echo2.contain import box
 from echo2.trust.identity import Identity
 from tests.unit.learner.tiny import make_tiny_model
@@ -30,26 +32,14 @@ def link_to(port: int) -> str:
 
 def on_ports(enrol_port: int = 0) -> list[str]:
     """Other ports than the default ones, on which something may run here."""
-    return [f"--coordinator.{name}=0" for name in ("port", "dashboard_port")] + [
-        f"--coordinator.enrol_port={enrol_port}"
-    ]
+    return ["--coordinator.port=0", "--coordinator.dashboard_port=0", f"--coordinator.enrol_port={enrol_port}"]
 
 
 def test_every_finding_of_a_fit_machine_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--folder", str(tmp_path / "not" / "made" / "yet"), "--json", *on_ports()]) == 0
     found = rows(capsys)
-    assert {
-        "Python",
-        "packages",
-        "GPU",
-        "torch",
-        "memory",
-        "disk",
-        "disk speed",
-        "clock",
-        "ports",
-        "containment",
-    } <= found.keys()
+    asked = {"Python", "packages", "GPU", "torch", "memory", "disk", "disk speed", "clock", "ports", "containment"}
+    assert asked <= found.keys()
     assert all(row["is_good"] is not False for row in found.values())
     assert found["reach and rates"]["is_good"] is None, "what is not known is not ok"
     assert [what for what, row in found.items() if row["advice"]] == ["reach and rates"], "what to do to have them"
@@ -63,6 +53,8 @@ def test_each_problem_is_bad_and_says_what_to_do(
         assert main(["doctor", *on_ports(busy.getsockname()[1])]) == 6
     out = capsys.readouterr()
     assert "BAD   ports:" in out.out and "stop what listens there" in out.out
+    named = re.findall(r"coordinator\.\w+", out.out)
+    assert len(named) == 3 and set(named) <= set(option_names()), "what it names can be set"
     assert "BAD   disk:" in out.out and doctor.ADVICE["disk"] in out.out
     assert "doctor: 2 problems: disk, ports" in out.err
 

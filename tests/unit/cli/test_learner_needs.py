@@ -106,7 +106,7 @@ def test_ranks_of_several_machines_count_together(monkeypatch: pytest.MonkeyPatc
 def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The header's torchrun starts as many ranks as `echo2 plan` names GPUs; these are enough for the doctor, and half are not."""
+    """The header's torchrun starts as many ranks as echo2 plan names GPUs; these are enough for the doctor, and half are not."""
     monkeypatch.syspath_prepend(str(path.parent))
     text = path.read_text()
     nodes, ranks = (re.search(rf"--{name} (\d+)", text) for name in ("nnodes", "nproc-per-node"))
@@ -114,9 +114,7 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     config = load_config([path], None, {})
     size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
     assert learner_gpus(config, {}, size, load_catalogue(None))[1] == asked
-    if path.stem.startswith(
-        "math"
-    ):  # the small ones' pools are looked for longest, and their learner takes one GPU anyway
+    if path.stem.startswith("math"):  # the pools of others are looked for longest; their learner takes one GPU anyway
         assert main(["plan", str(path)]) == 0
         told = capsys.readouterr().out
         assert f"on {gpus_text(asked)} (" in told and "SHORT" not in told
@@ -129,12 +127,12 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
 
 def test_what_the_learner_needs_names_its_copies_and_those_that_do_not_fit_the_gpus() -> None:
     size = built_in_models()["qwen3-8b"]
-    lines = {
-        replicas: learner_line(
-            load_config([], None, {"learner.replicas": str(replicas)}), size, LearnerMachine(8, 80 << 30)
-        )
-        for replicas in (1, 2, 3)
-    }
-    assert "on each of 8 GPUs (" in lines[1]
-    assert "on each of 8 GPUs, 2 copies of 4 each (" in lines[2]
-    assert "learner.replicas = 3 does not divide 8 ranks: such a learner does not start" in lines[3]
+    for replicas, text in (
+        ("1", "on each of 8 GPUs ("), ("2", "on each of 8 GPUs, 2 copies of 4 each ("),
+        ("3", "learner.replicas = 3 does not divide 8 ranks: such a learner does not start"),
+    ):  # fmt: skip
+        config = load_config([], None, {"learner.replicas": replicas})
+        assert text in learner_line(config, size, LearnerMachine(8, 80 << 30))
+        here = learner_finding(machine(8), config, size)
+        assert here.is_good is not False or replicas == "3", here.text
+    assert here.is_good is False, "such a learner does not start"

@@ -35,11 +35,9 @@ def test_gradient_checkpointing_follows_the_model_and_the_budget_as_plan_and_doc
     found = resolved(config)["learner.gradient_checkpointing"]
     assert found.value is does and "of activations for" in found.why
     assert learner_options(config, "", tmp_path).trainer.gradient_checkpointing is does
-    size, here = (
-        built_in_models()[config.model.path.rpartition("/")[2].lower()],
-        LearnerMachine(0, memory_bytes=1 << 40),
-    )
-    assert learner_needs(config, size, here).checkpointing is (Checkpointing.FULL if does else Checkpointing.OFF)
+    size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
+    needs = learner_needs(config, size, LearnerMachine(0, memory_bytes=1 << 40))
+    assert needs.checkpointing is (Checkpointing.FULL if does else Checkpointing.OFF)
     told = load_config([EXAMPLES / f"{example}.toml"], None, {"learner.gradient_checkpointing": str(not does).lower()})
     assert learner_options(told, "", tmp_path).trainer.gradient_checkpointing is not does
 

@@ -34,7 +34,7 @@ def test_resolved_config_reads_back_equal(preset: str | None) -> None:
 def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('preset = "wan"\n[coordinator]\nport = 7\n[learner]\nlr = 3e-4\n')
-    config = load_config([file], None, {"coordinator.port": "9", "run.name": "trial"})
+    config = load_config([file], None, {"coordinator.port": "9", "run.name": "trial", "staleness.kappa": "4"})
     assert config.coordinator.host == "::"  # preset
     assert config.coordinator.port == 9  # override
     assert config.run.name == "trial"
@@ -50,11 +50,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("learner.colour", "1", r"learner\.colour: no such option \(`echo2 config show` lists them\)"),
         ("worker.uplink_limit", "300", r"worker\.uplink_limit: rate: expected a number with a unit, .*, got 300"),
         ("staleness.kappa", "9", "at most the staleness bound 4 .*got 9"),
-        (
-            "staleness.bound",
-            "65",
-            r"staleness\.bound: expected a whole number from 0 to 64, got 65 \(0 is synchronous; beyond 64",
-        ),
+        ("staleness.bound", "65", r"bound: expected a whole number from 0 to 64, got 65 \(0 is synchronous; beyond 64"),
         ("worker.emulated_link", "3 parsecs", r"worker\.emulated_link: expected uplink, downlink and round trip"),
         ("worker.emulated_link", "3 4parsecs 5s", r"worker\.emulated_link: rate: expected"),
         ("agent.episode_timeout", "true", r"agent\.episode_timeout: expected a number"),
@@ -123,10 +119,12 @@ def test_overrides_are_parsed_in_both_forms() -> None:
         parse_overrides(["lr", "1"])
 
 
-@given(st.text(max_size=20))
-def test_any_override_text_gives_a_config_or_a_config_error(text: str) -> None:
-    for name in ("learner.lr", "worker.emulated_link", "run.name", "agent.episode_timeout", "task.args"):
-        try:
-            load_config((), None, {name: text})
-        except ConfigError as error:
-            assert name.split(".")[0] in str(error) or "config" in str(error)
+TEXTS = st.sampled_from(["learner.lr", "worker.emulated_link", "run.name", "agent.episode_timeout", "task.args"])
+
+
+@given(TEXTS, st.text(max_size=20))
+def test_any_override_text_gives_a_config_or_a_config_error(name: str, text: str) -> None:
+    try:
+        load_config((), None, {name: text})
+    except ConfigError as error:
+        assert name.split(".", maxsplit=1)[0] in str(error)

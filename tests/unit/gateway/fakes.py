@@ -74,14 +74,9 @@ class RecordingFleet:
         self._chains = 0
 
     def lease(
-        self,
-        root: str,
-        chain: int | None,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        stops: tuple[str, ...],
+        self, root: str, chain: int | None, prompt: tuple[int, ...], max_tokens: int, stops: tuple[str, ...],
         temperature: float | None,
-    ) -> tuple[str, int] | None:
+    ) -> tuple[str, int] | None:  # fmt: skip
         if self.broken is not None:
             raise self.broken
         number = self._chains if chain is None else chain
@@ -102,12 +97,8 @@ class RecordingFleet:
 
 @contextlib.asynccontextmanager
 async def on_port(
-    fleet: RecordingFleet,
-    codec: ChatCodec | None = None,
-    harness: str = "",
-    port_limits: HttpLimits = GATEWAY,
-    **limits: Any,
-) -> AsyncIterator[tuple[Episodes, GatewayPort]]:
+    fleet: RecordingFleet, codec: ChatCodec | None = None, harness: str = "", port_limits: HttpLimits = GATEWAY, **limits: Any
+) -> AsyncIterator[tuple[Episodes, GatewayPort]]:  # fmt: skip
     """A gateway on a real port of loopback. `harness`: plays its episodes; else outside ones do, with the key `master`."""
     given = {
         "context_tokens": 100_000,

@@ -98,9 +98,8 @@ async def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_o
             answer.grew.set()
             await asyncio.sleep(0.01)
 
-    events = [
-        line[6:] for line in (await generate({"stream": True}, grows)).text.splitlines() if line.startswith("data: ")
-    ]
+    lines = (await generate({"stream": True}, grows)).text.splitlines()
+    events = [line[6:] for line in lines if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
     assert [token for choice in choices for token in choice["token_ids"]] == [7, 8, 9]
@@ -164,14 +163,9 @@ def test_what_would_change_the_tokens_and_is_not_obeyed_is_refused(body: dict[st
 
 def test_values_that_change_nothing_are_taken() -> None:
     params = {
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "skip_special_tokens": False,
-        "top_k": -1,
-        "seed": None,
-        "logprobs": 1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False, "top_k": -1, "seed": None, "logprobs": 1,
         "return_token_ids": True,
-    }
+    }  # fmt: skip
     parsed = parsed_request({"token_ids": [1], "sampling_params": params, "cache_salt": "x", "priority": -3})
     assert (parsed.top_k, parsed.seed, parsed.priority, parsed.wants_logprobs) == (0, None, -3, True)
 

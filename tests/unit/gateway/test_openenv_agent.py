@@ -1,9 +1,8 @@
-"""Environments of an OpenEnv server, in a process of its own, play through the gateway; by the library where it is installed."""
+"""Environments of an OpenEnv server, in a process of its own, play through the gateway."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -26,12 +25,6 @@ from tests.unit.gateway.fakes import End, RecordingFleet, completion, on_port
 pytest.importorskip("websockets")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 told: list[str] = []
-KINDS = ["own", *(["library"] if importlib.util.find_spec("openenv") else [])]
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @contextmanager
@@ -45,12 +38,6 @@ def serving(*words: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
             yield port, process
         finally:
             process.kill()
-
-
-@pytest.fixture
-def text_port(kind: str) -> Iterator[int]:
-    with serving(kind) as (port, _):
-        yield port
 
 
 def played(port: int, seed: int, said: list[str], turns: int = 8, at_call: Callable[[], object] = int) -> End:
@@ -91,23 +78,24 @@ def read(fleet: RecordingFleet) -> str:
     return "".join(map(chr, list(fleet.leases.values())[-1].prompt_token_ids))
 
 
-def test_an_environment_of_texts_is_played_to_its_end_and_its_rewards_add_up(text_port: int) -> None:
-    assert played(text_port, 17, ["3", "x", "9", "7"]).reward == pytest.approx(0.8), "two wrong guesses, and one right"
-    history = told.pop()
+def test_an_environment_of_texts_is_played_to_its_end_and_its_rewards_add_up() -> None:
+    with serving() as (port, _):
+        assert played(port, 17, ["3", "x", "9", "7"]).reward == pytest.approx(0.8), "two wrong guesses, and one right"
+        history = told.pop()
+        assert played(port, 17, ["3", "9"], turns=2).reward == pytest.approx(-0.2), "turns end with what there is"
     assert "Guess a digit." in history and "more" in history and "less" in history
     assert "error: EXECUTION_ERROR" in history and "not a digit" in history, "what it refused is told, and it goes on"
-    assert played(text_port, 17, ["3", "9"], turns=2).reward == pytest.approx(-0.2), "turns end with what there is"
 
 
-def test_actions_of_several_fields_are_json_and_the_schema_is_told(kind: str) -> None:
-    with serving(kind, "json") as (port, _):
+def test_actions_of_several_fields_are_json_and_the_schema_is_told() -> None:
+    with serving("json") as (port, _):
         assert played(port, 5, ["five?", 'I say {"guess": 5, "sure": true}.']).reward == 1.0
     history = told.pop()
     assert '"sure"' in history and "expected one action as a JSON object" in history
 
 
 def test_an_episode_whose_server_is_gone_is_lost_and_says_which() -> None:
-    with serving("own") as (port, process):
+    with serving() as (port, process):
         end = played(port, 5, ["4", "3", "5"], at_call=process.kill)
     assert end.reward is None and f"openenv ws://127.0.0.1:{port}: expected an answer to step" in end.failure, end
     with pytest.raises(TaskError, match="expected an OpenEnv server"):

@@ -39,34 +39,33 @@ async def test_operations_run_in_the_order_of_their_numbers_one_at_a_time_and_a_
 async def test_a_result_is_waited_for_kept_for_a_second_poll_and_forgotten_when_newer_ones_need_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operations, "RESULTS_MAX", 2)
+    monkeypatch.setattr(operations, "RESULTS_MAX", 4)
     monkeypatch.setattr(operations, "READ_MAX", 2)
-    asked, going_on = Operations(), asyncio.Event()
+    asked, going_on = Operations[str](), asyncio.Event()
 
     async def waits() -> str:
         await going_on.wait()
         return "done"
 
-    async def at_once() -> str:
-        return "at once"
+    async def gone(name: str) -> None:
+        with pytest.raises(CallRefused, match=f"got '{name}'"):
+            await asked.result(name, 10.0)
 
     asked.begin("slow", waits)
     assert await asked.result("slow", 0.0) is None
-    asked.begin("first", at_once)
-    assert [await asked.result("first", 10.0) for _ in range(2)] == ["at once"] * 2
-    asked.begin("second", at_once)
-    assert await asked.result("second", 10.0) == "at once"
-    with pytest.raises(CallRefused, match="got 'first'"):
-        await asked.result("first", 0.0)
-    asked.begin("third", waits)
-    with pytest.raises(CallRefused, match="at most 2 operations under way"):
-        asked.begin("fourth", waits)
-    asked.cancel("third")
-    with pytest.raises(CallRefused, match="got 'third'"):
-        await asked.result("third", 10.0)
+    for name in "abc":
+        asked.begin(name, lambda name=name: asyncio.sleep(0, name))  # type: ignore[misc]
+    assert [await asked.result(name, 10.0) for name in "aaba"] == list("aaba"), "two that were read are kept"
+    assert await asked.result("c", 10.0) == "c"
+    await gone("a")
+    asked.begin("d", waits)
+    asked.begin("e", waits)
+    await gone("b")  # the oldest that has ended made room
+    asked.begin("f", waits)
+    with pytest.raises(CallRefused, match="at most 4 operations under way"):
+        asked.begin("g", waits)
+    asked.cancel("d")
+    await gone("d")
     going_on.set()
     assert await asked.result("slow", 10.0) == "done"
-    asked.begin("fourth", at_once)
-    assert await asked.result("fourth", 10.0) == "at once"
-    assert "second" not in asked, "two newer ones were read"
     await asked.close()

@@ -62,15 +62,9 @@ async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_seve
     text = "a\U0001f600b"
     pieces = (b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b", b"")  # the last one is an end token
     sampled = Completion(tuple(range(6)), (-0.5,) * 6, (0,) * 6, is_cut=False)
-    body = (
-        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
-        if is_chat
-        else {"prompt": "hi", "logprobs": 0}
-    )
-    place = TreePlace(Wording(), None, b"")
-
-    request = chat_call(body) if is_chat else text_call(body)
-    call = Call(1, "a1", request, place, asyncio.get_running_loop().create_future())
+    hi = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    request = chat_call(hi) if is_chat else text_call({"prompt": "hi", "logprobs": 0})
+    call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future())
     reply: Any = reply_of(call, [Choice(text, (), sampled, "stop")], "policy", 0, lambda token: pieces[token])
     logprobs = reply["choices"][0]["logprobs"]
     if is_chat:

@@ -86,12 +86,8 @@ async def played() -> AsyncIterator[tuple[Post, Recorder]]:
 
 async def model_of(post: Post, rank: int = 4) -> str:
     session = (await post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})).json()
-    asked = {
-        "session_id": session["session_id"],
-        "model_seq_id": 0,
-        "base_model": "tiny",
-        "lora_config": {"rank": rank},
-    }
+    named = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "tiny"}
+    asked = {**named, "lora_config": {"rank": rank}}
     future = (await post("create_model", asked)).json()
     return str((await post("retrieve_future", {"request_id": future["request_id"]})).json()["model_id"])
 
@@ -130,11 +126,8 @@ async def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with
         assert (one[0].targets_NK == wide.numpy()).all() and (one[0].columns["weights"] == (wide > 0).numpy()).all()
         assert step == AdamStep(0.1, 0.9, 0.95, 1e-12) and answers[2].json() == {"metrics": {"update_made": 1.0}}
         first, second = (deserialize_proto_response(a.content, types.ForwardBackwardOutput) for a in answers[:2])
-        assert first.metrics == {"loss:sum": 2.5} and first.loss_fn_outputs[1]["logprobs"].to_numpy().tolist() == [
-            -6,
-            -7,
-            -8,
-        ]
+        assert first.metrics == {"loss:sum": 2.5}
+        assert first.loss_fn_outputs[1]["logprobs"].to_numpy().tolist() == [-6, -7, -8]
         assert (second.loss_fn_outputs[0]["logprobs"].to_numpy() == -wide.numpy()).all()
 
 
@@ -151,13 +144,8 @@ async def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with
     ],
 )
 async def test_a_sampling_that_cannot_be_is_refused_before_anything_is_made(changed: dict[str, Any], told: str) -> None:
-    asked = {
-        "num_samples": 1,
-        "prompt": tokens([5]),
-        "sampling_params": {"max_tokens": 4},
-        "sampling_session_id": "a@7",
-    }
-
+    params = {"sampling_params": {"max_tokens": 4}, "sampling_session_id": "a@7"}
+    asked = {"num_samples": 1, "prompt": tokens([5]), **params}
     async with played() as (post, driven):
         answer = await post("asample", {**asked, **changed})
         assert answer.status_code in (400, 429) and told in answer.json()["error"]["message"]
