@@ -42,7 +42,6 @@ class View:
 
 
 def box_command(bwrap: str, view: View, scratch_bytes: int, command: Sequence[str]) -> list[str]:
-    """The bubblewrap command line that runs `command` in the view."""
     for path in (*view.readable, *view.hidden, view.folder):
         if not Path(path).is_absolute() or ".." in Path(path).parts:
             raise ConfigError(f"containment: expected absolute paths, got {path!r}")
@@ -159,7 +158,6 @@ def _candidates() -> Iterator[str]:
 
 
 def _tested(program: str) -> Bubblewrap | str:
-    """The program, or why it does not work."""
     command = box_command(program, view_here(), 1 << 20, [sys.executable, "-S", "-P", "-c", _TRIAL])
     try:
         done = subprocess.run(command, capture_output=True, timeout=TRIAL_S, env={}, check=False)

@@ -211,7 +211,6 @@ def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
 
 
 def _read(pipe: int) -> dict[str, object] | None:
-    """The next message of the process outside; None at end of file."""
     if (head := _exactly(pipe, LENGTH.size)) is None or (payload := _exactly(pipe, LENGTH.unpack(head)[0])) is None:
         return None
     message = json.loads(payload)

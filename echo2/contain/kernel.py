@@ -1,15 +1,12 @@
 """What the kernel keeps foreign code from: the seccomp filter of its system calls, and namespaces of each run's own.
 
 Guarantees of the filter: a run under it cannot start processes, threads or programs, signal or trace others, have the kernel send
-signals, open sockets (except socket pairs within itself), or use memory that its limits do not count (shared and anonymous files).
-Of calls that do many things, only listed ones are allowed. Calls newer than the list get ENOSYS, so that a newer kernel opens no
-loophole; calls of another architecture kill.
-Of the namespaces: a run has no number for any other process, so no call of any kind can name one; its temporary folder is a file
-system of bounded size and number of files, which the kernel drops whole after the run. Where the machine refuses the calls (an
-AppArmor profile that takes the rights from what bubblewrap starts, a filter without setns, Linux before 5.8), runs share this
-process's namespaces: it is the first process in them, to which the kernel delivers no signal from within that it does not
-handle; and the container is thrown away whole after a run that left more than a few plain files.
-Leaves to others: installing them (inside), files and network (box).
+signals, open sockets (except socket pairs within itself), or use memory that its limits do not count. Calls newer than the list
+get ENOSYS, so that a newer kernel opens no loophole; calls of another architecture kill. Of the namespaces: a run has no number
+for any other process; its temporary folder is a file system of bounded size, which the kernel drops whole after the run. Where
+the machine refuses the calls (an AppArmor profile, a filter without setns, Linux before 5.8), runs share this process's
+namespaces: it is the first process in them, to which the kernel delivers no signal from within that it does not handle; and the
+container is thrown away whole after a run that left more than a few plain files.
 """
 
 from __future__ import annotations
@@ -180,7 +177,6 @@ class Namespaces:
 
     @property
     def are_own(self) -> bool:
-        """Whether each run has its own."""
         return self._self >= 0
 
     def fork(self) -> int:

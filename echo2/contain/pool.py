@@ -58,7 +58,6 @@ class FairQueue(Generic[Item]):
         self._waiting += 1
 
     def pop(self) -> tuple[str, Item] | None:
-        """The next sender and request; None if nothing may run now."""
         ready = [
             (account.used_s, name)
             for name, account in self._senders.items()
@@ -83,7 +82,6 @@ class FairQueue(Generic[Item]):
         account.is_in_debt = is_held
 
     def drain(self) -> list[Item]:
-        """Removes and returns all queued requests."""
         items = [item for account in self._senders.values() for item in account.waiting]
         self._senders.clear()
         self._waiting = 0

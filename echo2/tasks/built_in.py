@@ -166,7 +166,6 @@ def text_executing_scorer(task_name: str, args: Mapping[str, object]) -> str:
 
 
 def trusted_text(task_name: str, args: Mapping[str, object]) -> str:
-    """Returns the warning about trusting this task's rewards."""
     executing = text_executing_scorer(task_name, args)
     return (
         "task.trusted_rewards is on: rewards are not contained, and what a completion makes them do is done with the "

@@ -2,11 +2,7 @@
 
 Guarantees: sampled tokens are never re-encoded: the next prompt is the previous prompt, the sampled ids, and the template's text
 after them (`between`); a message that the template drops or refuses is rendered in a role that it supports, or ConfigError is
-raised, as for tools that it does not tell the model of; what a message or tool spells is never a control token. Leaves to others:
-limits on templates (rendering), the messages (world, gateway), where completions stop (token_text).
-
-Templates support different roles. If a template refuses a system message, its text is put before the first user message; a tool's
-message becomes a user message; adjacent messages of one role are joined if roles must alternate.
+raised, as for tools that it does not tell the model of; what a message or tool spells is never a control token.
 """
 
 from __future__ import annotations
@@ -54,7 +50,6 @@ class ChatFormat:
         return self._decoded([token for token in token_ids if int(token) not in self._left_out])
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """Encodes a task's prompt."""
         if isinstance(prompt, str):
             if not self.is_chat:
                 system = self.options.system_prompt
@@ -221,7 +216,6 @@ def _contents(chat: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _folded(chat: _Chat) -> _Chat:
-    """Moves the system messages' text to the start of the first user message."""
     system = "\n\n".join(_content(message) for message in chat if message["role"] == "system")
     rest = [dict(message) for message in chat if message["role"] != "system"]
     first = next((message for message in rest if message["role"] == "user"), None)
@@ -233,7 +227,6 @@ def _folded(chat: _Chat) -> _Chat:
 
 
 def _joined(chat: _Chat) -> _Chat:
-    """Joins adjacent messages of one role."""
     found: _Chat = []
     for message in chat:
         if found and found[-1]["role"] == message["role"]:

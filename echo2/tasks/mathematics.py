@@ -93,17 +93,9 @@ _FRACTIONS = {  # Unicode's own
 }  # fmt: skip
 # What models write instead of TeX.
 _SIGNS = {
-    "−": "-",
-    "∞": r"\infty ",
-    "≤": r"\leq ",
-    "≥": r"\geq ",
-    "≠": r"\neq ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∅": r"\emptyset ",
-    "·": r"\cdot ",
-    "°": r"^\circ ",
-}
+    "−": "-", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ",
+    "·": r"\cdot ", "°": r"^\circ ",
+}  # fmt: skip
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")  # superscripts
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"</?answer>"), " "),

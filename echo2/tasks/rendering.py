@@ -33,8 +33,6 @@ _LIMITS = (
 
 
 class _Renderer:
-    """The process; renders one chat at a time."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -124,7 +122,6 @@ def _answer(request: bytes) -> bytes:
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:
-    """Writes a line: JSON holds no line end."""
     pipe.write(content + b"\n")
     pipe.flush()
 

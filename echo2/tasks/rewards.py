@@ -1,14 +1,10 @@
 """Computes rewards: in this process for echo2's own plain comparisons, else in contained processes with limits on time,
 memory and output. The same pool steps multi-turn environments.
 
-Guarantees: if a scorer executes a completion's text, it does so in a process of its own, without network, files or keys; a reward
-is a finite number within bounds. A scorer that raises, hangs, exhausts memory or kills its process costs only that rollout; the
-failure is reported in `Scored.failure`, and nothing here raises because of it. Leaves to others: what becomes of a rollout without
-a reward (it is dropped), which sender failures are counted against.
-
-A completion that made its scorer exhaust a limit (CPU time, memory, output) gets reward 0, unless a harmless text on the same
-instance does so too: then the instance is at fault, and its completions get no reward; any other failure gives no reward
-(None), since it may be the machine's or the scorer's fault. docs/tasks.md argues for this rule.
+Guarantees: a reward is a finite number within bounds; a scorer that raises, hangs, exhausts memory or kills its process costs
+only that rollout; the failure is reported in `Scored.failure`, and nothing here raises because of it. A completion that made its
+scorer exhaust a limit (CPU time, memory, output) gets reward 0, unless a harmless text on the same instance does so too: then the
+instance is at fault, and its completions get no reward. docs/tasks.md argues for this rule.
 """
 
 from __future__ import annotations
@@ -86,7 +82,6 @@ QUEUE_MAX = 1 << 16  # requests that wait: some minutes of a fleet
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -231,8 +226,6 @@ def unjudgeable_references(spec: TaskSpec, containment: Containment | None = Non
 
 
 class InProcessScorer:
-    """Scores in this process, for trusted scores that take microseconds: no queue, and each future is done at once."""
-
     process_count = 0
 
     def __init__(self, task: Task):
@@ -359,14 +352,10 @@ def launch_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Launc
 
 # How the container's endings are told.
 _FAILURES = {
-    Ending.CPU_USED_UP: RewardFailure.EXHAUSTED,
-    Ending.OUTPUT_USED_UP: RewardFailure.EXHAUSTED,
-    Ending.TIMED_OUT: RewardFailure.TIMED_OUT,
-    Ending.DIED: RewardFailure.DIED,
-    Ending.REQUEST_TOO_LARGE: RewardFailure.TOO_LARGE,
-    Ending.FAULT: RewardFailure.FAULT,
-    Ending.CONTAINMENT_ENDED: RewardFailure.DIED,
-}
+    Ending.CPU_USED_UP: RewardFailure.EXHAUSTED, Ending.OUTPUT_USED_UP: RewardFailure.EXHAUSTED,
+    Ending.TIMED_OUT: RewardFailure.TIMED_OUT, Ending.DIED: RewardFailure.DIED, Ending.FAULT: RewardFailure.FAULT,
+    Ending.REQUEST_TOO_LARGE: RewardFailure.TOO_LARGE, Ending.CONTAINMENT_ENDED: RewardFailure.DIED,
+}  # fmt: skip
 
 
 def _scored(answer: Answer, *, is_trusted: bool, bound: float, is_step: bool = False) -> Scored:
@@ -476,8 +465,6 @@ def processes_of_cluster(address: str) -> int:
 
 
 class RayScorer:
-    """The actor, on the machine that Ray selected."""
-
     def __init__(self, spec: TaskSpec, limits: Limits, containment: Containment) -> None:
         self._sandbox = Sandbox(launch_of(spec, limits, containment))
 

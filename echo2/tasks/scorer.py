@@ -30,7 +30,6 @@ Answer = dict[str, object]
 
 
 def scored(task: Task, instance: TaskInstance, text: str) -> Answer:
-    """Scores one completion. Whatever the task raises becomes the answer."""
     return _caught(lambda: _reward(task.score(instance, text)))
 
 

@@ -41,7 +41,6 @@ class TaskSplit:
         return None if self.size is None else self.size - self.held_out_count
 
     def has(self, position: int) -> bool:
-        """Whether there is a training instance at `position`."""
         return self.epochs_max is None or self.train_count is None or position < self.epochs_max * self.train_count
 
     def held_out_index(self, position: int) -> int:

@@ -102,7 +102,6 @@ def spec_from_json(text: str) -> TaskSpec:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """All texts of a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -143,11 +142,7 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One episode."""
-
-    def reset(self) -> Prompt:
-        """Restarts the episode and returns the opening prompt."""
-        ...
+    def reset(self) -> Prompt: ...
 
     def step(self, completion_text: str) -> Observation:
         """Returns the world's answer to a completion. Callers must stop once an observation is done."""
@@ -155,8 +150,6 @@ class Environment(Protocol):
 
 
 class EnvironmentSource(Protocol):
-    """Makes episodes by their index."""
-
     @property
     def name(self) -> str: ...
 

@@ -59,8 +59,6 @@ def token_texts(tokenizer: Any) -> list[bytes]:
 
 
 class _PrefixIndex:
-    """Sorted texts, for lookup by prefix."""
-
     def __init__(self, texts: Sequence[bytes], numbers: Sequence[int]) -> None:
         order = sorted(range(len(texts)), key=texts.__getitem__)
         self._texts = [texts[place] for place in order]
@@ -133,7 +131,6 @@ class StopStrings:
 
     @property
     def longest_bytes(self) -> int:
-        """Length of the longest token in bytes."""
         return max(map(len, self.index.texts), default=1)
 
     def bytes_of(self, token_id: int) -> bytes:

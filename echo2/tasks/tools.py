@@ -44,8 +44,6 @@ class Tool(Protocol):
 
 
 class ToolEnvironment:
-    """One episode: a problem, tool calls with their results, and the answer."""
-
     def __init__(self, task: Task, instance: TaskInstance, tools: Sequence[Tool], turns_max: int):
         self._task = task
         self._instance = instance
@@ -69,7 +67,8 @@ class ToolEnvironment:
         return Observation(tuple(ChatMessage("tool", self._answered(call)) for call in calls))
 
     def _answered(self, text: str) -> str:
-        call = _call(_json(text), 0, len(text))
+        told = _json(text)
+        call = None if isinstance(told, list) else next(_calls(told, 0, len(text)), None)
         if call is None:
             return 'error: expected {"name": ..., "arguments": {...}} as JSON in <tool_call>, ' + f"got {text[:80]!r}"
         if call.name not in self._tools:
@@ -107,13 +106,9 @@ class Calculator:
 
 # On floats, so that a power takes eight bytes.
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Mod: operator.mod,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
     ast.Pow: math.pow,
-}
+}  # fmt: skip
 
 
 def _evaluated(node: ast.expr) -> float:
@@ -193,7 +188,6 @@ class ToolFormat:
     found: Callable[[str], Iterator[WrittenCall]]
 
     def split(self, text: str) -> tuple[str, tuple[WrittenCall, ...]]:
-        """Returns the text without its calls, and the first CALLS_MAX calls in order."""
         calls = list(itertools.islice(self.found(text), CALLS_MAX))
         rest, at = [], 0
         for call in calls:
@@ -202,14 +196,14 @@ class ToolFormat:
         return ("".join([*rest, text[at:]]).strip() if calls else text), tuple(calls)
 
 
-def _call(told: object, begin: int, end: int) -> WrittenCall | None:
-    """Reads `{"name": ..., "arguments" or "parameters": {...}}`; None if it has another shape."""
-    if not isinstance(told, dict) or not isinstance(told.get("name"), str) or not told["name"]:
-        return None
-    arguments = told.get("arguments", told.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _json(arguments)
-    return WrittenCall(told["name"], arguments, begin, end) if isinstance(arguments, dict) else None
+def _calls(told: object, begin: int, end: int) -> Iterator[WrittenCall]:
+    """Reads `{"name": ..., "arguments" or "parameters": {...}}`, or those of a list that have this shape."""
+    for one in told if isinstance(told, list) else [told]:
+        if isinstance(one, dict) and isinstance(one.get("name"), str) and one["name"]:
+            arguments = one.get("arguments", one.get("parameters", {}))
+            arguments = _json(arguments) if isinstance(arguments, str) else arguments
+            if isinstance(arguments, dict):
+                yield WrittenCall(one["name"], arguments, begin, end)
 
 
 def _json(text: str) -> object:
@@ -232,8 +226,8 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int, 
 
 def _hermes(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
-        if (call := _call(_json(inside.strip()), begin, end)) is not None:
-            yield call
+        if not isinstance(told := _json(inside.strip()), list):
+            yield from _calls(told, begin, end)
 
 
 # A parameter's name has up to 200 characters: without a bound the search in a malformed call takes quadratic time.
@@ -283,9 +277,7 @@ def _mistral(text: str) -> Iterator[WrittenCall]:
         body = text[at + len(mark) : end].strip()
         name, is_named, arguments = body.partition("[ARGS]")
         told = [{"name": name.strip(), "arguments": _json(arguments)}] if is_named else _json(body)
-        for one in told if isinstance(told, list) else []:
-            if (call := _call(one, at, end)) is not None:
-                yield call
+        yield from _calls(told, at, end) if isinstance(told, list) else ()
         at = following
 
 
@@ -310,18 +302,13 @@ def _listed(text: str) -> Iterator[WrittenCall]:
     body, is_closed, _ = text[begin + len(mark) :].partition("<|/tool_call|>")
     end = begin + len(mark) + len(body) + (len("<|/tool_call|>") if is_closed else 0)
     told = _json(body.strip())
-    for one in told if isinstance(told, list) else []:
-        if (call := _call(one, begin, end)) is not None:
-            yield call
+    yield from _calls(told, begin, end) if isinstance(told, list) else ()
 
 
 def _llama(text: str) -> Iterator[WrittenCall]:
     """Parses an answer that consists of nothing but a call, or a list of calls."""
     body = text.removeprefix("<|python_tag|>").strip()
-    told = _json(body) if body.startswith(("{", "[")) else None
-    for one in told if isinstance(told, list) else [told]:
-        if (call := _call(one, 0, len(text))) is not None:
-            yield call
+    yield from _calls(_json(body) if body.startswith(("{", "[")) else None, 0, len(text))
 
 
 # In order of their signs: the first whose sign is in the template is used.

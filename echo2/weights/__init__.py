@@ -1,21 +1,17 @@
 """Weight deltas: lossless, near the entropy bound, at memory speed.
 
-A version travels as a container: a header frame, independent block frames and an end frame, all bytes. The broadcast
-may pack frames into chunks in any way; `FrameReader` reassembles them. Typical use:
+A version travels as a container: a header frame, independent block frames and an end frame, which the broadcast may pack into
+chunks in any way; `FrameReader` reassembles them. Typical use:
 
     learner   header = DeltaHeader(target_version=.., parent_version=Version(0),
                                    parent_fingerprint=fingerprint(weights, key), fingerprint_key=key)
               frames = encode_delta(weights, snapshot, header, CodecSetting.DENSE)# frames.fingerprint after the last
     worker    decoder = ContainerDecoder(host)
               decoder.feed(frame)                                             # in any order, as they come
-              staged = decoder.finish()                                       # verified; a `StagedVersion`
-              host.commit(staged)                                             # wholly or not at all
+              host.commit(decoder.finish())                                   # verified; wholly or not at all
 
-A sharded learner encodes on the ranks that hold the weights: `section_blocks` on each rank, merged by
-learner/training/shards.py. `compose` merges deltas without weights; learner/publishing/schedule.py decides which deltas to
-publish and in which setting, broadcast/route.py which of them a worker fetches. `warm_up` compiles the kernels ahead, once per
-machine. Names are the Hugging Face ones; of tied tensors one name is kept (`untied`). Every call that takes weights
-reads their raw bits and never converts them. `fingerprint(weights, key)` tells whether two nodes hold the same weights.
+`compose` merges deltas without weights; `warm_up` compiles the kernels ahead, once per machine. Names are the Hugging Face ones;
+of tied tensors one name is kept. Every call that takes weights reads their raw bits and never converts them.
 """
 
 from echo2.weights.compose import compose

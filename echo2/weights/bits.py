@@ -1,15 +1,12 @@
 """Runs of bits in words, and their entropy coding: as gaps if marks are rare, otherwise as bytes of the marks themselves.
 
-A mark is a one bit of a run; its place is its index. The gap before a marked place is the number of unmarked places
-since the previous mark. A gap is coded as a byte, gap >> k, and k plain bits; a byte of 255 means that the gap is stored
-in the list of long gaps instead. Gaps of a rare event are geometrically distributed: their bytes get zstd's Huffman code,
-their low bits are practically random and stay as they are. If more than one in six is marked, eight bits together are one
-symbol. Both are within two per cent of the entropy of independent marks, at about a nanosecond per symbol.
-
-Guarantees: no kernel reads or writes out of bounds for places below the given size; reading returns what was written, or raises
-`DeltaFormatError`; allocations are bounded by the claimed size, which the caller knows to be right.
-
-Legend: a run of n bits is stored in n // 64 + 2 words, so that 64 bits can be loaded from any place in the run.
+A mark is a one bit of a run; its place is its index. A gap, the number of unmarked places since the previous mark, is coded as a
+byte, gap >> k, and k plain bits; a byte of 255 means that the gap is in the list of long gaps. Gaps of a rare event are
+geometrically distributed: their bytes get zstd's Huffman code, their low bits are practically random. Both forms are within two
+per cent of the entropy of independent marks, at about a nanosecond per symbol. Guarantees: no kernel reads or writes out of
+bounds for places below the given size; reading returns what was written, or raises `DeltaFormatError`; allocations are bounded by
+the claimed size, which the caller knows to be right. A run of n bits is stored in n // 64 + 2 words, so that 64 can be loaded
+from any place.
 """
 
 from __future__ import annotations
@@ -64,7 +61,6 @@ def put(words: U64, at: Int, value: np.uint64, count: Int) -> Int:
 
 @inlined
 def bits_at(words: U64, at: Int) -> np.uint64:
-    """The 64 bits from bit `at` on."""
     word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
     # Two shifts for the same reason as in `put`; the second load is why a run has a spare word.
     found: np.uint64 = (words[word] >> shift) | ((words[word + _1] << _1) << (_63 - shift))
@@ -73,7 +69,6 @@ def bits_at(words: U64, at: Int) -> np.uint64:
 
 @inlined
 def bit_at(words: U64, at: np.uint64) -> np.uint64:
-    """Bit `at`."""
     bit: np.uint64 = (words[at >> _6] >> (at & _63)) & _1
     return bit
 
@@ -220,13 +215,11 @@ _PLAIN = np.uint64(16)  # magnitudes below it are symbols of their own (docs/del
 
 @inlined
 def _leading(value: np.uint64) -> Int:
-    """The index of the highest one bit of a word that is not 0."""
     return np.int64(63) - np.int64(leading_zeros(value))
 
 
 @compiled
 def count_plain_bits(excess: Bits) -> Int:
-    """The number of plain bits that these magnitudes take."""
     bits = np.int64(0)
     for i in range(excess.size):
         value = np.uint64(excess[i]) - _1
@@ -358,7 +351,6 @@ class Reader:
         self._plain = plain
 
     def take(self, size: int, what: str) -> memoryview:
-        """The next `size` bytes."""
         part = self._next(size, what)
         if self._plain is not None:
             self._plain.append(part)
@@ -371,11 +363,9 @@ class Reader:
         return self._payload[self._at - size : self._at]
 
     def fields(self, layout: struct.Struct, what: str) -> tuple[int, ...]:
-        """The next numbers, as `layout` packs them."""
         return layout.unpack(self.take(layout.size, what))
 
     def words(self, size: int, what: str) -> U64:
-        """The next `size` bytes as a run of bits."""
         return as_words(np.frombuffer(self.take(size, what), np.uint8))
 
     def plane(self, size: int, what: str, *, may_be_pairs: bool = True) -> U8:
@@ -397,7 +387,6 @@ class Reader:
         return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
-        """DeltaFormatError if bytes are left."""
         if self._at != len(self._payload):
             raise DeltaFormatError(f"expected {self._at} bytes, got {len(self._payload)}")
 
@@ -412,14 +401,12 @@ def plane_parts(plane: U8, coder: Coder | None) -> list[bytes]:
 
 
 def as_words(data: U8) -> U64:
-    """Bytes as a run of bits."""
     out = np.zeros(-(-data.size // 8) + 2, np.uint64)
     out.view(np.uint8)[: data.size] = data
     return out
 
 
 def is_even(marked: int, size: int) -> bool:
-    """Whether entropy coding gains nothing for `marked` ones among `size` bits."""
     return _NOISE[0] < marked / size < _NOISE[1]
 
 
@@ -449,7 +436,6 @@ class BitSet:
         return cls(size, places.size, words=cls(size, places.size, places).marks())
 
     def marks(self) -> U64:
-        """The marks as a run of bits."""
         if self.words is not None:
             return self.words
         out = np.zeros(word_count(self.size), np.uint64)
@@ -464,7 +450,6 @@ class BitSet:
             marks_of_places(self.places, words)
 
     def listed(self) -> U32:
-        """The marked positions."""
         if self.words is not None:
             return listed(self.words, self.size, self.marked)
         return np.empty(0, np.uint32) if self.places is None else self.places
@@ -490,14 +475,12 @@ class BitSet:
 
 
 def listed(words: U64, size: int, marked: int) -> U32:
-    """The places of the `marked` marks among the first `size` bits."""
     out = np.empty(marked + LISTED, np.uint32)
     places_of_marks(words, size, out)
     return out[:marked]
 
 
 def _room(size: int, marked: int) -> tuple[int, tuple[U8, U64, U32]]:
-    """The shift k for `marked` marks, and room for their gaps."""
     shift = min(_SHIFT_MAX, max(0, int(np.log2(max(1.0, (size / marked - 1) / _GAP_MEAN)))))
     long_max = min(marked, size // (LONG << shift) + 1)
     low = np.zeros(word_count(marked * shift), np.uint64)

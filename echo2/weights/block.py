@@ -34,7 +34,7 @@ from echo2.weights.bits import (
     read_values,
     value_parts,
     word_count,
-)
+)  # fmt: skip
 from echo2.weights.classes import CLASS_COUNT
 from echo2.weights.container import CodecSetting, Method
 from echo2.weights.elements import Bits, Block, ElementType
@@ -53,7 +53,7 @@ from echo2.weights.marks import (
     settle_marks,
     settle_places,
     survey,
-)
+)  # fmt: skip
 
 PLAIN_CLASS_COUNT = 1  # `fast`: positions do not depend on the weights
 HEAD = struct.Struct("<BBI")  # class count, class base, number of changes
@@ -148,17 +148,14 @@ class Changes:
         return room[: ranks.size], ranks, self.excess, self.signs
 
     def positions(self) -> U32:
-        """The positions of the changes, strictly ascending."""
         return self.changed.listed()
 
     def steps(self) -> I64:
-        """New minus old bits, in 64-bit arithmetic."""
         out = np.empty(self.count, np.int64)
         list_steps((self.signs, self.larger.listed(), self.excess), out)
         return out
 
     def head(self, class_count: int, class_base: int, coder: Coder | None) -> list[bytes]:
-        """What a payload begins with: its head, and the signs, one bit per change."""
         signs = self.signs.view(np.uint8)[: -(-self.count // 8)]
         is_noise = is_even(int(count_marks(self.signs, self.count)), self.count)
         return [HEAD.pack(class_count, class_base, self.count), *plane_parts(signs, None if is_noise else coder)]
@@ -282,7 +279,6 @@ def whole_step(block: Block, new: list[Bits], old: list[Bits], key: int) -> int:
 
 
 def _sample_bits(samples: Sequence[Bits], is_rotated: bool) -> float:
-    """How many bits these take."""
     bits = 0.0
     for sample in samples:
         planes = np.empty((sample.itemsize, sample.size), np.uint8)
@@ -303,7 +299,6 @@ def _steps_between(
 
 
 def _steps_by_class(element: ElementType, old: list[Bits], new: list[Bits], base: int) -> list[Bits]:
-    """All steps of each class."""
     octave = octave_of(element, base)
     ends = _class_sizes(old, octave).cumsum()
     return np.split(_steps_between(old, new, octave, np.concatenate([[0], ends[:-1]])), ends[:-1])
@@ -363,7 +358,6 @@ def _read_steps(reader: Reader, element: ElementType, steps: Bits) -> None:
 
 
 def octave_of(element: ElementType, class_base: int) -> classes.Octave:
-    """The parameters by which kernels compute classes."""
     mask = (1 << element.exponent_bits) - 1
     work = np.zeros(CLASS_COUNT, np.uint64)
     return np.uint64(element.exponent_shift), np.uint64(mask), np.uint64(class_base), work
@@ -403,7 +397,6 @@ def _class_base(old: list[Bits], element: ElementType) -> int:
 
 
 def _class_sizes(old: list[Bits], octave: classes.Octave) -> I64:
-    """The number of elements in each class."""
     sizes = np.zeros(CLASS_COUNT, np.int64)
     for part in old:
         classes.count_classes(part, octave, sizes)
@@ -432,7 +425,6 @@ def encode_whole(new: list[Bits], element: ElementType) -> tuple[Method, bytes]:
 
 
 def decode_whole(method: Method, payload: memoryview, element: ElementType, out: Bits) -> None:
-    """Fills `out` from a payload of method RAW or PLANES."""
     if method is Method.PLANES:
         reader = Reader(payload)
         _read_planes(reader, element, _is_rotated(element), out)
@@ -522,7 +514,6 @@ def _split(bits: Bits, rotate: bool, planes: U8) -> None:
 
 @compiled
 def _join(planes: U8, rotate: bool, bits: Bits) -> None:
-    """The inverse of `_split`."""
     top = np.uint64(8 * bits.itemsize - 1)
     for i in range(bits.size):
         bits[i] = planes[0, i]
@@ -546,7 +537,6 @@ def _entropy_bits(sample: U8) -> float:
 
 
 def _value_planes(bits: Bits, is_rotated: bool, coder: Coder) -> list[bytes]:
-    """Encodes numbers."""
     out: list[bytes] = []
     for start in range(0, bits.size, PART_ELEMENTS):
         part = bits[start : start + PART_ELEMENTS]
@@ -562,7 +552,6 @@ def _value_planes(bits: Bits, is_rotated: bool, coder: Coder) -> list[bytes]:
 
 
 def _read_planes(reader: Reader, element: ElementType, is_rotated: bool, bits: Bits) -> None:
-    """Fills `bits` with numbers that `_value_planes` encoded."""
     for start in range(0, bits.size, PART_ELEMENTS):
         part = bits[start : start + PART_ELEMENTS]
         planes = np.stack([reader.plane(part.size, "a plane") for _ in range(element.bytes)])

@@ -1,15 +1,12 @@
 """Changes by exponent class: sorts a block's marks into eight runs, and merges them again; compiled.
 
-The probability that a weight changes doubles with every octave that the weight is smaller, and both sides know the old weights.
-An element's class is its old exponent, clipped to eight consecutive octaves. Each class's elements form their own run of marks,
-in which changes are nearly independent draws; likewise, each class's changes form a run that marks larger magnitudes.
-64 elements are sorted at a time by moving bits within words, so the time does not depend on how many changed.
+An element's class is its OLD exponent, which both sides know, clipped to eight consecutive octaves. Each class's elements form
+their own run of marks; likewise, each class's changes form a run that marks larger magnitudes. 64 elements are sorted at a time
+by moving bits within words. Guarantees: a run has exactly as many marks as its class has elements (`count_classes`), so no
+sender's claim can lead to an out-of-bounds access.
 
-Guarantees: a run has exactly as many marks as its class has elements (`count_classes`), so no sender's claim can
-lead to an out-of-bounds access. Leaves to others: coding the runs (bits.py), what the marks mean (marks.py).
-
-Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = number of changes,
-and of larger ones, before the segment. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
+Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = number of changes, and of
+larger ones, before the segment. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
 """
 
 from __future__ import annotations
@@ -53,7 +50,6 @@ def choose_class_base(sample: Bits, exponent_shift: int, exponent_bits: int) -> 
 
 @inlined
 def class_of(exponent: np.uint64, base: np.uint64) -> np.uint64:
-    """The class of an exponent."""
     return min(max(exponent, base) - base, _7)
 
 
@@ -72,7 +68,6 @@ def _masks_at(bits: Bits, start: Int, octave: Octave) -> None:
 
 @compiled
 def count_classes(old: Bits, octave: Octave, counts: I64) -> None:
-    """Adds a segment's number of elements per class to `counts`."""
     masks = octave[3]
     c0, c1, c2, c3, c4, c5, c6, c7 = _0, _0, _0, _0, _0, _0, _0, _0  # in registers
     for start in range(0, old.size, LANES):

@@ -23,7 +23,7 @@ from echo2.weights.block import (
     encode_whole,
     read_plain,
     steps_payload,
-)
+)  # fmt: skip
 from echo2.weights.container import (
     BlockFrame,
     CodecSetting,
@@ -119,7 +119,6 @@ def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
 
 
 def _summed(changes: Listed, count: int, element: ElementType) -> Bits:
-    """The steps of all elements of a block."""
     steps = np.zeros(count, element.bits_dtype)
     _add(changes, steps)
     return steps

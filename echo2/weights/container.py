@@ -48,8 +48,6 @@ class CodecSetting(enum.Enum):
 
 
 class Method(enum.Enum):
-    """How a block's payload is coded."""
-
     UNCHANGED = 0
     RAW = 1
     PLANES = 2
@@ -74,7 +72,6 @@ class DeltaHeader:
     shard_count: int = 1
 
     def describe(self) -> str:
-        """Names the container for error messages."""
         kind = "keyframe" if self.parent_version is None else f"delta from version {self.parent_version}"
         return f"{kind} to version {self.target_version}"
 
@@ -220,7 +217,6 @@ def encode_header_of(header: DeltaHeader, table_digest: int, body: bytes = b"") 
 def encode_block_frame(
     container_id: int, index: int, element_count: int, element_code: int, method: Method, payload: bytes
 ) -> bytes:
-    """Wraps an encoded payload in a block frame."""
     fields = _BLOCK.pack(
         BLOCK_MAGIC, FORMAT_VERSION, method.value, element_code, 0, container_id, index, element_count, len(payload), 0
     )[: -_DIGEST.size]
@@ -230,7 +226,6 @@ def encode_block_frame(
 
 
 def encode_end(container_id: int, block_count: int, target_fingerprint: int) -> bytes:
-    """Encodes the end frame."""
     fields = _END.pack(END_MAGIC, FORMAT_VERSION, 0, 0, container_id, block_count, target_fingerprint, 0)[:-8]
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -348,5 +343,4 @@ class FrameReader:
 
 
 def join_frames(frames: Iterable[bytes]) -> bytes:
-    """A complete container as bytes."""
     return b"".join(frames)

@@ -31,15 +31,9 @@ from echo2.weights.host import HostWeights
 
 
 class Spill(Protocol):
-    """Storage outside of memory."""
+    def put(self, data: bytes) -> int: ...
 
-    def put(self, data: bytes) -> int:
-        """Stores bytes; returns their place."""
-        ...
-
-    def get(self, place: int, size: int) -> bytes:
-        """Returns the bytes stored at a place."""
-        ...
+    def get(self, place: int, size: int) -> bytes: ...
 
 
 Kept = Callable[[], bytes]
@@ -53,11 +47,9 @@ class Staging:
         self._left, self.spill = memory_bytes, spill
 
     def has_room(self, size: int) -> bool:
-        """Whether this many bytes fit into the memory budget."""
         return size <= self._left
 
     def keep(self, data: bytes) -> Kept:
-        """Stores bytes in memory or in the spill."""
         size, spill = len(data), self.spill
         if spill is None or self.has_room(size):
             self._left -= size
@@ -96,12 +88,10 @@ class _StagedBlock:
         return read_plain(memoryview(self.payload()), self.block.element, self.block.element_count)
 
     def steps(self) -> list[Bits]:
-        """All steps, of each segment."""
         return _cut(np.frombuffer(self.payload(), self.block.element.bits_dtype), self.block)
 
 
 def _cut(bits: Bits, block: Block) -> list[Bits]:
-    """A block's bits by segment."""
     return [bits[segment.base : segment.base + segment.count] for segment in block.segments]
 
 

@@ -104,14 +104,11 @@ def flat_tensor(bits: Bits) -> torch.Tensor:
 
 
 def tensor_of(bits: Bits, element: ElementType, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with these raw bits; shares their memory."""
     return flat_tensor(bits).view(element.torch_dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, element type and shape of one tensor."""
-
     name: str
     element: ElementType
     shape: tuple[int, ...]
@@ -172,7 +169,6 @@ class Block:
         return last.base + last.count
 
     def describe(self) -> str:
-        """Names the block and its tensors for error messages."""
         first, last = self.segments[0], self.segments[-1]
         text = f"block {self.index} (tensor {first.spec.name} from element {first.start}"
         return text + (f" to tensor {last.spec.name})" if last is not first else ")")

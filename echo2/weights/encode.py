@@ -28,7 +28,7 @@ from echo2.weights.container import (
     encode_block_frame,
     encode_end,
     encode_header,
-)
+)  # fmt: skip
 from echo2.weights.elements import (
     Bits,
     Block,
@@ -38,7 +38,7 @@ from echo2.weights.elements import (
     blocks_of,
     flat_bits,
     shard_range,
-)
+)  # fmt: skip
 from echo2.weights.fingerprint import MODULUS, fingerprint_part, sum_bits, whole_fingerprint
 from echo2.weights.host import encode_block_on_device, local_of, table_of
 from echo2.weights.marks import Finds
@@ -107,7 +107,6 @@ class WeightSource:
         self._rows = {spec.name: rows_of(spec, weights, shard, shard_count) for spec in table.specs}
 
     def is_on_device(self, block: Block) -> bool:
-        """Whether all of a block is on a device."""
         return all(self._rows[s.spec.name][0].device.type != "cpu" for s in block.segments)
 
     def device_segments(self, block: Block) -> list[torch.Tensor]:
@@ -140,7 +139,6 @@ def delta_coder(old: WeightSource, new: WeightSource, header: DeltaHeader) -> Ca
 
 
 def keyframe_coder(source: WeightSource, key: int) -> Callable[[Block], EncodedBlock]:
-    """Returns a function that codes a block as whole elements."""
 
     def code(block: Block) -> EncodedBlock:
         segments = source.segments(block)

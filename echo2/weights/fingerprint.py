@@ -51,7 +51,6 @@ _0 = np.uint64(0)
 
 @lru_cache(maxsize=8)
 def key_of_run(run_id: str) -> int:
-    """The key for all of a run's fingerprints."""
     return derived_seed(0, "fingerprint", run_id)
 
 
@@ -65,13 +64,11 @@ def column_coefficients(key: int) -> U64:
 
 @lru_cache(maxsize=1 << 14)
 def row_seed(key: int, name: str) -> int:
-    """Seed of M for one tensor."""
     digest = hashlib.sha256(b"echo2 fingerprint rows" + struct.pack("<Q", key % MODULUS) + name.encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def header_term(key: int, spec: TensorSpec) -> int:
-    """The term for a tensor's name, type and shape."""
     text = f"{spec.name}\0{spec.element.name}\0{','.join(map(str, spec.shape))}"
     digest = hashlib.sha256(b"echo2 fingerprint header" + struct.pack("<Q", key % MODULUS) + text.encode()).digest()
     return int.from_bytes(digest[:8], "little")
@@ -115,7 +112,6 @@ def coefficients(name: str, key: int) -> tuple[np.uint64, U64]:
 
 
 def row_coefficients(key: int, name: str, rows: U64) -> U64:
-    """M for the given rows."""
     with np.errstate(over="ignore"):
         coefficients_of_rows: U64 = _mixed(np.uint64(row_seed(key, name)), rows)
     return coefficients_of_rows

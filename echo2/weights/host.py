@@ -36,7 +36,7 @@ from echo2.weights.elements import (
     sorted_specs,
     tensor_of,
     untied,
-)
+)  # fmt: skip
 from echo2.weights.fingerprint import MODULUS, sum_bits, sum_steps, whole_fingerprint
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ class HostWeights:
         return self._bits[name]
 
     def segments(self, block: Block) -> list[Bits]:
-        """The live bits of a block's segments, without copying."""
         return [self._bits[s.spec.name][s.start : s.start + s.count] for s in block.segments]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -204,7 +203,6 @@ def _find(segment: Segment, old: torch.Tensor, new: torch.Tensor, class_base: in
 
 
 def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run]:
-    """Yields every class's run over a block's segments."""
     sizes = np.stack([part.sizes for part in found])
     before = np.cumsum(sizes, axis=0) - sizes
     mine = np.concatenate([part.classes for part in found])

@@ -77,7 +77,6 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def count_ones(typing_context, word):  # type: ignore[no-untyped-def]
-    """The number of one bits of a word (popcount)."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.ctpop(arguments[0])

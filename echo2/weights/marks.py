@@ -1,11 +1,9 @@
 """The changes of one block as marks: finding them, summing their fingerprint, applying them; compiled.
 
-A change is a sign and a magnitude, |new - old| of the raw bits as numbers, so that no change wraps around (for 64-bit elements,
-sums wrap modulo 2^64 as the fingerprint does, and the difference is read as signed). Most magnitudes are one:
-64 such elements are compared, summed or moved at once. The excess over one of the others is kept in a separate list.
-
-Guarantees: nothing is written outside a segment; a change that would leave its element's range is reported, and taking
-changes back restores every bit, even then. Leaves to others: coding (block.py).
+A change is a sign and a magnitude, |new - old| of the raw bits as numbers (for 64-bit elements the difference is read as signed).
+Most magnitudes are one: 64 such elements are compared, summed or moved at once. The excess over one of the others is listed
+apart. Guarantees: nothing is written outside a segment; a change that would leave its element's range is reported, and taking
+changes back restores every bit, even then.
 
 Legend: `cursor` = number of changes, and of larger ones, before the segment; both are advanced. `larger` = which of the changes
 have a magnitude above one (their ranks, ascending), `excess` = these magnitudes minus one.
@@ -30,7 +28,7 @@ from echo2.weights.jit import (
     move_marked,
     prefetch,
     sum_marked,
-)
+)  # fmt: skip
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
@@ -182,7 +180,6 @@ def settle_marks(
 
 @inlined
 def move(live: Bits, i: Int, by: np.uint64, down: np.uint64) -> np.uint64:
-    """Moves one element; 1 if it wrapped around."""
     before = np.uint64(live[i])
     most = ~_0 >> np.uint64(64 - 8 * live.itemsize)
     live[i] = before - by if down else before + by

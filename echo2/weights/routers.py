@@ -70,8 +70,6 @@ class Routers:
 
 
 class _Chosen:
-    """Replaces a router's forward."""
-
     def __init__(self, routers: Routers, number: int, forward: Callable[..., Any]) -> None:
         self._routers, self._number, self._forward = routers, number, forward
 

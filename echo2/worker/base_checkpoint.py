@@ -1,13 +1,10 @@
 """Finds the base checkpoint on this machine or at a model hub, so that the first weights need not come from peers: as version 0, or
 with one merged delta on top as any later version.
 
-Looks in this order: a local folder in Hugging Face layout, the hub's cache on this machine, the hub itself (unless `HF_HUB_OFFLINE`
-is set). Guarantees: a checkpoint found is only a candidate; its bits become a version if they have the fingerprint that the learner
-signed for it (`BaseCheckpointLoader.proven`) or for the parent of a delta; any failure here is logged and the weights come from
-peers as usual; the weights stay in memory only until they are handed over or another way to a version is taken. A download, by
-Hugging Face's own client in a thread, is given up only if no byte arrived for `STALLED_S`, or if the rest of it, at the rate of the
-last `WINDOW_S`, would take more than `KEYFRAME_TIMES` times as long as a keyframe from peers; each file then ends with the piece
-that it is receiving, and what has arrived stays in the hub's cache, where the next attempt finds it.
+Looks at a local folder in Hugging Face layout, the hub's cache on this machine, then the hub (unless `HF_HUB_OFFLINE` is set).
+Guarantees: a checkpoint is only a candidate; its bits become a version if they have the fingerprint that the learner signed for it
+or for the parent of a delta; any failure here is logged and the weights come from peers; a download is given up only if no byte
+arrived for `STALLED_S`, or if the rest of it would take more than `KEYFRAME_TIMES` times as long as a keyframe from peers.
 """
 
 from __future__ import annotations
@@ -74,7 +71,6 @@ class HubDownload:
 
 
 def _fetch(attempt: HubDownload) -> Path:
-    """The thread's work; raises whatever the client raises."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -107,16 +103,12 @@ async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | Non
     attempt = HubDownload(model_id, began)
     running = asyncio.get_running_loop().run_in_executor(None, _fetch, attempt)
 
-    async def followed() -> Path | None:
-        while True:
+    async def followed() -> Path:
+        while not running.done():
             await asyncio.wait([running], timeout=LOOK_S)
-            if running.done():
-                return running.result()
-            if why := attempt.why_given_up(keyframe_s(), monotonic()):
-                _log.info(
-                    "base checkpoint: the download of %s from the hub is given up: %s; peers have it", model_id, why
-                )
-                return None
+            if not running.done() and (why := attempt.why_given_up(keyframe_s(), monotonic())):
+                raise EchoError(f"the download is given up: {why}")
+        return running.result()
 
     def far() -> str:
         return far_text(attempt.arrived_bytes, attempt.whole_bytes, monotonic() - began)
@@ -198,20 +190,19 @@ class BaseCheckpointLoader:
 
     async def candidate(self) -> HostWeights | None:
         """The weights, labelled version 0, for a delta whose parent's fingerprint will check them; handed over once."""
-        if self._weights is None:
-            await self._load()
-        return self._given()
+        if self._weights is None and self._folder is not None:
+            await self._load(self._folder)
+        weights, self._weights = self._weights, None  # the receiver will change them
+        return weights
 
     def proven(self, version: Version, fingerprint: str) -> HostWeights | None:
         """The weights as `version`, if they are loaded and have its signed fingerprint (hex). Otherwise drops them and returns
         None: the version then comes from peers."""
-        if self._weights is None:
+        weights, self._weights = self._weights, None
+        if weights is None or self._fingerprint != fingerprint:
             return None
-        if self._fingerprint != fingerprint:
-            self._weights = None
-            return None
-        self._weights.version = version
-        return self._given()
+        weights.version = version
+        return weights
 
     def end(self) -> None:
         """Drops what was loaded and stops looking: the weights are no longer needed."""
@@ -219,45 +210,35 @@ class BaseCheckpointLoader:
         self._weights = self._folder = None
         self._looking.cancel()
 
-    def _given(self) -> HostWeights | None:
-        """Hands the weights over, once: the receiver will change them."""
-        weights, self._weights = self._weights, None
-        return weights
-
     async def _look(self) -> bool:
-        """Looks for a checkpoint, and loads it if so configured; returns whether there is one."""
+        """Whether there is a checkpoint; it is loaded, too, if so configured."""
         try:
-            self._folder = await asyncio.to_thread(find_base, *self._names)
+            folder = await asyncio.to_thread(find_base, *self._names)
         except OSError as error:  # such as a folder that may not be read
+            folder = None
             _log.warning("base checkpoint: this machine cannot be searched for it (%s); peers have it", error)
-        if self._folder is None and self._keyframe_s is not None and is_at_hub(self._names[0]):
-            self._folder = await download(self._names[0], self._keyframe_s)
-        if self._folder is not None and self._loads_ahead:
-            try:
-                size = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
-                await asyncio.wait_for(self._load(), LOAD_S + size / LOAD_BYTES_PER_S_MIN)
-            except TimeoutError:
-                _log.warning("base checkpoint in %s is given up: the disk is too slow; peers have it", self._folder)
-                return False
-            except OSError as error:  # such as a link of the hub's cache to a file that is gone
-                _log.warning("base checkpoint in %s cannot be used (%s); peers have it", self._folder, error)
-                return False
+        if folder is None and self._keyframe_s is not None and is_at_hub(self._names[0]):
+            folder = await download(self._names[0], self._keyframe_s)
+        self._folder = folder
+        if folder is not None and self._loads_ahead:
+            await self._load(folder)
         return self._folder is not None
 
-    async def _load(self) -> None:
-        folder = self._folder
-        if folder is None:
-            return
+    async def _load(self, folder: Path) -> None:
         try:
-            weights, self._fingerprint = await asyncio.to_thread(self._read, folder)
-        except Exception as error:  # noqa: BLE001  an unreadable checkpoint counts as absent
-            _log.warning("base checkpoint in %s cannot be used (%s); peers have it", folder, error)
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            reading = asyncio.to_thread(self._read, folder)
+            weights, fingerprint = await asyncio.wait_for(reading, LOAD_S + size / LOAD_BYTES_PER_S_MIN)
+        except Exception as error:  # noqa: BLE001  an unreadable checkpoint counts as absent, as does one on too slow a disk
+            _log.warning(
+                "base checkpoint in %s cannot be used (%s); peers have it", folder, str(error) or "the disk is too slow"
+            )
             self._folder = None
             return
         if weights is not None and self._is_wanted:
-            self._weights = weights
+            self._weights, self._fingerprint = weights, fingerprint
             _log.info(
-                "base checkpoint in %s: %d tensors, fingerprint %s", folder, len(weights.table.specs), self._fingerprint
+                "base checkpoint in %s: %d tensors, fingerprint %s", folder, len(weights.table.specs), fingerprint
             )
 
     def _read(self, folder: Path) -> tuple[HostWeights | None, str]:

@@ -44,10 +44,7 @@ class ControlServer:
     """Listens between `start` and `stop`; answers `who` itself and passes the name of any other command to `answer`."""
 
     def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[CommandAnswer]]) -> None:
-        self._folder = folder
-        self._name = name
-        self._path = socket_path(folder)
-        self._answer = answer
+        self._folder, self._name, self._answer, self._path = folder, name, answer, socket_path(folder)
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -105,7 +102,6 @@ async def _is_answered(path: Path) -> bool:
 
 
 async def ask(folder: Path, command: str) -> CommandAnswer:
-    """Sends one command to the worker of `folder` and returns its answer."""
     return await ask_at(socket_path(folder), command, f"worker of {folder}")
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EngineError, LimitExceeded
-from echo2.base.ids import LeaseId
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.outside import monotonic
 from echo2.worker.engines.engine import Engine, GenerateRequest, TokenChunk
@@ -35,7 +34,8 @@ class Generation:
 
     def __init__(self, limits: WorkerLimits, clock: Clock, learner: LearnerPort, coordinator: CoordinatorPort) -> None:
         self.leases = Leases(limits, clock, learner, coordinator, self)
-        self.gate = TokenGate(self.leases.on_tokens, self._revoke)
+        why = "its tokens were sampled by weights of no version"
+        self.gate = TokenGate(self.leases.on_tokens, lambda lease_id: self.leases.revoke(lease_id, why))
         self.engine: Engine | None = None
         self.drained = asyncio.Event()
         self.unheld_tokens = 0
@@ -46,7 +46,6 @@ class Generation:
         self._probes: set[str] = set()  # requests of the measurement whose last chunk has not come
 
     async def run(self, engine: Engine) -> None:
-        """Passes the engine's tokens to the leases until it stops."""
         self.engine = engine
         while chunks := await engine.next_chunks():
             self.gate.take(self._without_probes(chunks))
@@ -63,9 +62,6 @@ class Generation:
             self._timer.cancel()
         for task in self._aborts:
             task.cancel()
-
-    def _revoke(self, lease_id: LeaseId) -> None:
-        self.leases.revoke(lease_id, "its tokens were sampled by weights of no version")
 
     # -- called by the leases
 
@@ -127,7 +123,6 @@ class Generation:
         return (tokens - before) / max(now - began, 1e-9)  # all came at once
 
     def _without_probes(self, chunks: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
-        """The chunks without the measurement's."""
         if not self._probes:
             return chunks
         others = [chunk for chunk in chunks if chunk.request_id not in self._probes]

@@ -117,7 +117,6 @@ class WorkerStatus:
         self._idle_since: float | None = None
 
     def add_finding(self, finding: Finding) -> None:
-        """Logs a finding about the machine and keeps it for the status."""
         if self.findings.get(finding.what) != finding:
             self.findings[finding.what] = finding
             _log.log(logging.INFO if finding.is_good else logging.WARNING, "%s", finding.line())
@@ -144,8 +143,8 @@ class WorkerStatus:
             link=self._link(),
             held_tickets=[ticket for ticket in tickets if ticket is not None],
             quantisation="" if worker.quantisation == "none" else worker.quantisation,
-            provider=self._hardware.place.provider,
-            region=self._hardware.place.region,
+            provider=self._hardware.provider,
+            region=self._hardware.region,
         )
 
     def heartbeat(self) -> coordinator_pb2.Heartbeat:
@@ -154,7 +153,8 @@ class WorkerStatus:
         live = weights.live if weights else None
         stats = self._generation.engine.stats() if self._generation.engine else None
         waits_for, waits_since_s = self._wait(live, node)
-        used_bytes, total_bytes = self._memory(now)
+        if now >= self._memory_due:
+            self._memory_due, self._memory_bytes = now + MEMORY_INTERVAL_S, self._hardware.read_memory()
         return coordinator_pb2.Heartbeat(
             version=live or 0,
             has_version=live is not None,
@@ -177,15 +177,14 @@ class WorkerStatus:
             waits_for=waits_for,
             waits_since_s=waits_since_s,
             fingerprint=weights.fingerprint if weights else "",
-            memory_used_bytes=used_bytes,
-            memory_total_bytes=total_bytes,
+            memory_used_bytes=self._memory_bytes[0],
+            memory_total_bytes=self._memory_bytes[1],
             reach=reach_of(self._node.nat.facts, self.own_addresses, self._port, self._coordinator),
             links=self._links_if_changed(node),
             log=self._log_if_changed(),
         )
 
     def answer(self) -> CommandAnswer:
-        """For `echo-worker status`."""
         sent = self._sent_links, self._beats, self._sent_lines
         beat, node = self.heartbeat(), self._node.stats()
         self._sent_links, self._beats, self._sent_lines = sent  # the coordinator has not received this heartbeat
@@ -225,11 +224,10 @@ class WorkerStatus:
 
     def _link(self) -> coordinator_pb2.Link:
         """The link: as declared by the emulation or the uplink limit, else as measured; 0: not known."""
-        link, measured = self._options.config.worker.emulated_link, self._node.stats()
+        worker, measured = self._options.config.worker, self._node.stats()
+        link = worker.emulated_link
         return coordinator_pb2.Link(
-            uplink_bytes_per_s=link.uplink_bytes_per_s
-            or self._options.config.worker.uplink_limit
-            or measured.uplink_bytes_per_s,
+            uplink_bytes_per_s=link.uplink_bytes_per_s or worker.uplink_limit or measured.uplink_bytes_per_s,
             downlink_bytes_per_s=link.downlink_bytes_per_s,
             rtt_s=link.rtt_s or measured.rtt_s,
         )
@@ -245,12 +243,6 @@ class WorkerStatus:
         if self._idle_since is None:
             return node.waits_for, 0.0
         return "a lease", now - self._idle_since
-
-    def _memory(self, now: float) -> tuple[int, int]:
-        if now >= self._memory_due:
-            self._memory_due = now + MEMORY_INTERVAL_S
-            self._memory_bytes = self._hardware.read_memory()
-        return self._memory_bytes
 
     def _log_if_changed(self) -> coordinator_pb2.LogTail | None:
         """The log tail if it has new lines. None before the first: the coordinator then keeps the previous process's last lines."""

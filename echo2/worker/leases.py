@@ -1,11 +1,10 @@
-"""The state machine of a worker's leases: which to request, what to generate, report and hand back.
+"""The state machine of a worker's leases: which to request, what to generate, report and hand back; and how fast it generates.
 
-Its methods are named after what happens; each ends with what follows from it, through three ports. Guarantees: a lease has at most
-one report in flight, so each verdict belongs to a known report; new tokens are reported every report interval, a finished rollout
-after `finished_delay_s`, so that siblings travel together; the worker holds no more rollouts than keep its slots full while a new
-lease travels; a revoke or a drain hands back every token or, past its time limit, only the lease; a group bound to one version
-(`exact_version`) has no token of another, and a new version waits for such groups, at most `HOLD_S_MAX`. While the learner is away,
-generation continues and finished rollouts wait; while the coordinator is away, only new leases are missing.
+Its methods are named after what happens; each ends with what follows from it, through three ports. Guarantees: a lease has at
+most one report in flight; new tokens are reported every report interval, a finished rollout after `finished_delay_s`; the worker
+holds no more rollouts than keep its slots full while a new lease travels; a revoke or a drain hands back every token or, past its
+time limit, only the lease; a group bound to one version has no token of another, and a new version waits for such groups, at most
+`HOLD_S_MAX`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from echo2.base.rollout import (
     RolloutSegment,
     SegmentVerdict,
     Verdict,
-)
+)  # fmt: skip
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expected_remaining
@@ -44,7 +43,7 @@ from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expecte
 # had something to decode, so a worker without leases does not look slow; the window and the sample of durations are bounded.
 
 WINDOW_S = 20.0  # evens out single steps; a change of load is seen whole after as long
-BUCKET_S = 0.5  # 40 buckets a window
+BUCKET_S = 0.5  # 40 marks a window
 DURATIONS_MAX = 256  # 12 of them lie above the 95th percentile
 BUSY_S_MIN = 0.05  # one or two steps of a large model; a rate over less is noise
 REPEAT_S = 5.0  # so long at most a lost request leaves slots idle
@@ -72,7 +71,6 @@ class Demand:
         self.slot_count = slot_count
 
     def finished(self, now: float) -> None:
-        """Records that a rollout ended and its slot is free."""
         self._finishes.append(now)
 
     def granted(self, rollout_count: int, now: float) -> None:
@@ -125,14 +123,6 @@ class Demand:
         return math.inf if self._believed <= 0 or self._asked_at is None else self._asked_at + REPEAT_S
 
 
-@dataclass(slots=True)
-class _Bucket:
-    begin: float
-    tokens: int = 0
-    rollouts: int = 0
-    busy_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates per busy second of the window. `rollout_s_*`: seconds from a rollout's start on this worker to its last token, over
@@ -151,18 +141,20 @@ class RateWindow:
     window_s: float = WINDOW_S
     sampled_tokens: int = 0
     finished_rollouts: int = 0
-    _buckets: deque[_Bucket] = field(default_factory=deque)
-    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=DURATIONS_MAX))
+    _busy_s: float = 0.0
     _busy_since: float | None = None
+    # Times, with the tokens, rollouts and busy seconds until then; the window begins with the first.
+    _marks: deque[tuple[float, int, int, float]] = field(default_factory=deque)
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=DURATIONS_MAX))
     _last: Rates = Rates(0.0, 0.0, 0.0, 0.0)
 
     def sampled(self, tokens: int, now: float) -> None:
+        self._mark(now)
         self.sampled_tokens += tokens
-        self._bucket(now).tokens += tokens
 
     def finished(self, duration_s: float, now: float) -> None:
+        self._mark(now)
         self.finished_rollouts += 1
-        self._bucket(now).rollouts += 1
         self._durations.append(duration_s)
 
     def declare(self, tokens_per_s: float) -> None:
@@ -170,40 +162,32 @@ class RateWindow:
         self._last = Rates(tokens_per_s, 0.0, 0.0, 0.0)
 
     def busy(self, is_busy: bool, now: float) -> None:
-        """Records whether the engine has sequences from `now` on."""
-        self._account(now)
+        self._mark(now, is_busy != (self._busy_since is not None))
         self._busy_since = now if is_busy else None
 
     def rates(self, now: float) -> Rates:
         """Rates over the window; the last known ones while the window holds less than `BUSY_S_MIN` of busy time."""
-        self._account(now)
-        self._forget(now)
-        busy_s = sum(bucket.busy_s for bucket in self._buckets)
+        self._mark(now)
+        _, tokens, rollouts, before_s = self._marks[0]
+        busy_s, durations = self._busy_s - before_s, sorted(self._durations)
         if busy_s >= BUSY_S_MIN:
-            durations = sorted(self._durations)
             self._last = Rates(
-                tokens_per_s=sum(bucket.tokens for bucket in self._buckets) / busy_s,
-                rollouts_per_s=sum(bucket.rollouts for bucket in self._buckets) / busy_s,
+                tokens_per_s=(self.sampled_tokens - tokens) / busy_s,
+                rollouts_per_s=(self.finished_rollouts - rollouts) / busy_s,
                 rollout_s_mean=sum(durations) / len(durations) if durations else 0.0,
                 rollout_s_p95=durations[min(len(durations) - 1, int(0.95 * len(durations)))] if durations else 0.0,
             )
         return self._last
 
-    def _account(self, now: float) -> None:
-        # All time since the last call goes to the current bucket. Coarse, but calls come at least every heartbeat.
+    def _mark(self, now: float, is_change: bool = False) -> None:
+        """Adds up the busy time until now, and moves the window's beginning."""
         if self._busy_since is not None:
-            self._bucket(now).busy_s += max(0.0, now - self._busy_since)
+            self._busy_s += max(0.0, now - self._busy_since)
             self._busy_since = now
-
-    def _bucket(self, now: float) -> _Bucket:
-        if not self._buckets or now >= self._buckets[-1].begin + BUCKET_S:
-            self._forget(now)
-            self._buckets.append(_Bucket(now))
-        return self._buckets[-1]
-
-    def _forget(self, now: float) -> None:
-        while self._buckets and self._buckets[0].begin < now - self.window_s:
-            self._buckets.popleft()
+        if is_change or not self._marks or now >= self._marks[-1][0] + BUCKET_S:
+            self._marks.append((now, self.sampled_tokens, self.finished_rollouts, self._busy_s))
+        while len(self._marks) > 1 and self._marks[1][0] <= now - self.window_s:
+            self._marks.popleft()
 
 
 REPORT_TOKENS_MAX = 1 << 16  # most tokens in one report, as the wire allows
@@ -220,17 +204,13 @@ _log = logging.getLogger("echo2.worker")
 
 
 class LearnerPort(Protocol):
-    """The connection to the learner."""
-
     def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None: ...
 
     def fetch_partials(self, lease_id: LeaseId) -> None:
         """Asks the learner until it answers (`on_partials` or `refuse`); drops the answer once the lease has ended."""
         ...
 
-    def forget(self, lease_id: LeaseId) -> None:
-        """Drops what is kept for a lease that has ended."""
-        ...
+    def forget(self, lease_id: LeaseId) -> None: ...
 
 
 class CoordinatorPort(Protocol):
@@ -319,7 +299,6 @@ class Leases:
     # -- the coordinator
 
     def on_coordinator(self, report_interval_s: float) -> None:
-        """The session with the coordinator is open."""
         self._is_coordinator_up, self.report_interval_s = True, report_interval_s
         self._demand.forget_request()
         self._follow_up()
@@ -483,7 +462,6 @@ class Leases:
     # -- the engine
 
     def on_tokens(self, chunks: Sequence[TokenChunk]) -> None:
-        """The engine sampled tokens, or ended sequences."""
         now = self._clock.now()
         self.rates.sampled(sum(len(chunk.token_ids) for chunk in chunks), now)
         has_news = [self._take(chunk) for chunk in chunks]
@@ -545,7 +523,6 @@ class Leases:
         self._follow_up()
 
     def wake(self) -> None:
-        """The time requested by `wake_at` has come."""
         self._follow_up()
 
     def _hand_back(self, lease: LeaseWork, reason: str) -> None:

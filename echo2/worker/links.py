@@ -70,8 +70,6 @@ async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> 
 
 
 class CoordinatorLink:
-    """What the worker sends to the coordinator; `run` keeps the session."""
-
     def __init__(self, control: ControlSession[coordinator_pb2.WorkerMessage]) -> None:
         self.credentials, self._control = control.credentials, control
 
@@ -109,8 +107,9 @@ class CoordinatorLink:
 
     async def leave(self, reason: str, within_s: float) -> None:
         """Says good-bye, so that the coordinator reassigns the worker's leases at once."""
-        leaving = coordinator_pb2.WorkerLeaving(reason=reason)
-        await self._control.leave(coordinator_pb2.WorkerMessage(leaving=leaving), within_s)
+        await self._control.leave(
+            coordinator_pb2.WorkerMessage(leaving=coordinator_pb2.WorkerLeaving(reason=reason)), within_s
+        )
 
 
 class CoordinatorCommands:

@@ -52,17 +52,17 @@ def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> F
     host, _, port = advertised.rpartition(":")
     dialled = joined(seen_host, int(port))
     if is_reachable and dialled == advertised:
-        return Finding("advertised address", f"{advertised} answers as this worker")
-    if is_reachable:
-        text = f"this worker answers at {dialled}; {advertised} was named, but its connections come from {seen_host}"
-        return Finding("advertised address", f"{text}: peers are told {dialled}")
-    came = "" if dialled == advertised else f" (connections of this machine come from {seen_host}, not from {host})"
-    return Finding(
-        "advertised address",
-        f"{advertised}: expected this worker to answer, nothing with its certificate answered at {dialled}{came}; it works "
-        f"as a hidden worker. Map that port to worker.port, open it in the firewall, or leave --advertise out",
-        is_good=False,
-    )
+        text = f"{advertised} answers as this worker"
+    elif is_reachable:
+        text = f"this worker answers at {dialled}; {advertised} was named, but its connections come from {seen_host}: peers are "
+        text += f"told {dialled}"
+    else:
+        came = "" if dialled == advertised else f" (connections of this machine come from {seen_host}, not from {host})"
+        text = (
+            f"{advertised}: expected this worker to answer, nothing with its certificate answered at {dialled}{came}; it works "
+            f"as a hidden worker. Map that port to worker.port, open it in the firewall, or leave --advertise out"
+        )
+    return Finding("advertised address", text, is_good=is_reachable)
 
 
 def gpu_finding(names: str, memory_bytes: int, driver: str) -> Finding:
@@ -129,15 +129,7 @@ def price_of(flag_usd_per_hour: float, environment: Mapping[str, str]) -> float:
 CHARS_MAX = 64  # as the wire's NAME; a column of the page
 
 
-@dataclass(frozen=True, slots=True)
-class MachinePlace:
-    """The machine's provider and region, for the operator's totals; empty: not known."""
-
-    provider: str = ""
-    region: str = ""
-
-
-def place_of(declared: str, environment: Mapping[str, str]) -> MachinePlace:
+def place_of(declared: str, environment: Mapping[str, str]) -> tuple[str, str]:
     """The declared PROVIDER/REGION; if none is declared, what the variables of RunPod, Vast.ai or SkyPilot say.
 
     Each is printable and at most `CHARS_MAX` characters; empty: not known.
@@ -145,7 +137,8 @@ def place_of(declared: str, environment: Mapping[str, str]) -> MachinePlace:
     provider, _, region = declared.partition("/")
     if not provider:
         provider, region = _detected_place(environment)
-    return MachinePlace(*("".join(c for c in text[:CHARS_MAX] if c.isprintable()) for text in (provider, region)))
+    provider, region = ("".join(c for c in text[:CHARS_MAX] if c.isprintable()) for text in (provider, region))
+    return provider, region
 
 
 def _detected_place(environment: Mapping[str, str]) -> tuple[str, str]:
@@ -207,7 +200,6 @@ def source_of(text: str) -> NoticeSource:
 
 
 async def watch(source: NoticeSource, noticed: Callable[[str], None], poll_s: float = POLL_S) -> None:
-    """Polls until there is a notice, calls `noticed` once, and then waits to be cancelled."""
     while not await asyncio.to_thread(_is_noticed, source):
         await asyncio.sleep(poll_s)
     _log.warning("this machine will be taken away, says %s", source.url)
@@ -281,7 +273,8 @@ class Hardware:
     machine: WorkerMachine
     engine: str
     price_usd_per_hour: float
-    place: MachinePlace
+    provider: str
+    region: str
     read_memory: Callable[[], tuple[int, int]]
 
 
@@ -355,7 +348,6 @@ def memory_free_bytes() -> int:
 
 
 def findings(machine: WorkerMachine, folder: Path) -> list[Finding]:
-    """The findings that need no connection to others."""
     driver = machine.gpus[0].driver if machine.gpus else ""
     memory = sum(gpu.memory_bytes for gpu in machine.gpus)
     return [

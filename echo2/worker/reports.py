@@ -30,13 +30,10 @@ from echo2.worker.leases import Leases
 
 VERDICT_S = 30.0  # several syncs of a slow disk at the learner
 PARTIALS_S = 20.0  # a group of 16 x 8,192 tokens is 1.5 MB, 12 s at 1 Mbit/s
+_CODE = grpc.StatusCode
 REFUSED_CODES = (
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
-)
+    _CODE.PERMISSION_DENIED, _CODE.UNAUTHENTICATED, _CODE.NOT_FOUND, _CODE.FAILED_PRECONDITION, _CODE.INVALID_ARGUMENT,
+)  # fmt: skip
 _log = logging.getLogger("echo2.worker")
 
 
@@ -129,7 +126,6 @@ class Reports:
                 fetch.cancel()
 
     async def _session(self, target: tuple[PeerId, str]) -> None:
-        """One connection, from dialling to its end."""
         peer_id, address = target
         whose = f"the learner at {address}"
         self._waits.begin("learner", f"a connection to {whose}")

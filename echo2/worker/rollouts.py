@@ -30,7 +30,7 @@ from echo2.base.rollout import (
     SegmentVerdict,
     Verdict,
     spans_of,
-)
+)  # fmt: skip
 from echo2.worker.engines.engine import TokenChunk
 
 SIBLING_WEIGHT = 4.0  # lengths of one prompt are like each other
@@ -84,7 +84,6 @@ class PartialRollout:
 
     @property
     def is_ended(self) -> bool:
-        """Whether its last token has been sampled."""
         return self.finish_reason in _ENDED
 
     @property
@@ -109,19 +108,14 @@ class PartialRollout:
         if partial.is_finished:
             self.finish_reason = partial.finish_reason
             self.is_settled = self.is_stopped = True
-        elif self._is_at_stop(sampling):
-            self.finish_reason = FinishReason.STOP
-            self.is_stopped = True
-        elif len(self.token_ids) >= sampling.max_new_tokens:
-            self.finish_reason = FinishReason.LENGTH
-            self.is_stopped = True
-
-    def _is_at_stop(self, sampling: SamplingParams) -> bool:
-        """Whether its last token is a stop token or completes a stop string."""
-        if not self.token_ids:
-            return False
+            return
         last = len(self.token_ids) - 1
-        return self.token_ids[-1] in sampling.stop_token_ids or sampling.string_stop(self.token_ids, last) == last
+        if self.token_ids and (
+            self.token_ids[-1] in sampling.stop_token_ids or sampling.string_stop(self.token_ids, last) == last
+        ):
+            self.finish_reason, self.is_stopped = FinishReason.STOP, True
+        elif len(self.token_ids) >= sampling.max_new_tokens:
+            self.finish_reason, self.is_stopped = FinishReason.LENGTH, True
 
     def up_to_stop(self, chunk: TokenChunk, sampling: SamplingParams) -> TokenChunk:
         """The chunk cut after the token that completes a stop string, with finish reason STOP; unchanged if none does."""
@@ -265,17 +259,18 @@ class TokenGate:
         self._unproven = version
 
     def release(self) -> None:
+        if held := self._no_longer_held():
+            self.passed(tuple(held))
+
+    def _no_longer_held(self) -> list[TokenChunk]:
         held, self._held = self._held, []
         self._held_requests.clear()
         self._unproven = None
-        if held:
-            self.passed(tuple(held))
+        return held
 
     def discard(self) -> None:
         """Discards the held tokens, which were sampled by weights of no version, and reports their leases as spoiled."""
-        held, self._held = self._held, []
-        self._held_requests.clear()
-        self._unproven = None
+        held = self._no_longer_held()
         self._spoiled_requests |= {chunk.request_id for chunk in held}
         ends = self._without_spoiled(held)
         for lease_id in sorted({chunk.request_id.rpartition("/")[0] for chunk in held}):

@@ -29,7 +29,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
-)
+)  # fmt: skip
 
 from echo2.base.errors import EchoError, EngineError, FingerprintMismatch, IntegrityError, VersionMismatch
 from echo2.base.ids import Version
@@ -310,12 +310,8 @@ class Weights:
         self.fingerprint, self.apply_s = f"{self.host.fingerprint():016x}", monotonic() - began
         self.state = "waits for a version"
         self._gate.release()
-        _log.info(
-            "version %d is live: paused for %.0f ms, %.0f ms after arrival",
-            version,
-            1e3 * self.pause_s,
-            1e3 * self.apply_s,
-        )
+        text = "version %d is live: paused for %.0f ms, %.0f ms after arrival"
+        _log.info(text, version, 1e3 * self.pause_s, 1e3 * self.apply_s)
         self._went_live.set()
 
     async def _is_proven(self, version: Version) -> bool:
@@ -413,7 +409,12 @@ class WeightReceiver:
                 case ArtifactSealed(artifact, _, total_bytes):
                     _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
                     self._end_show(artifact)
-                    await self._wait_for_leases(artifact.version)
+                    exact = len(self._generation.leases.exact_leases)
+                    if exact:  # only the live version may sample those, which bound the wait
+                        text = f"{exact} evaluation leases to end before version {artifact.version} goes live"
+                        self._waits.begin("version", text)
+                    await self._generation.version_may_go_live()
+                    self._waits.end("version")
                     if not await weights.finish(self._more_is_here(artifact.version)):
                         self._refetch(artifact)
                     if weights.version is not None:
@@ -424,14 +425,6 @@ class WeightReceiver:
                     _log.info("%s is not needed: %s", artifact, reason)
                     self._end_show(artifact)
                     weights.drop()
-
-    async def _wait_for_leases(self, version: Version) -> None:
-        """Waits for leases that only the live version may sample; the leases bound the wait."""
-        exact = len(self._generation.leases.exact_leases)
-        if exact:
-            self._waits.begin("version", f"{exact} evaluation leases to end before version {version} goes live")
-        await self._generation.version_may_go_live()
-        self._waits.end("version")
 
     async def _stand_on_base(self, artifact: ArtifactId) -> None:
         """If the first artifact is a delta, takes the base checkpoint as its parent. Decoding fails if the parent's fingerprint,

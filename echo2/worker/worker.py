@@ -49,7 +49,7 @@ from echo2.worker.machine import (
     rate_finding,
     source_of,
     watch,
-)
+)  # fmt: skip
 from echo2.worker.options import WorkerOptions
 from echo2.worker.reports import Reports
 from echo2.worker.weights import ProgressLines, ShowsProgress, WeightReceiver, Weights, shown
@@ -100,16 +100,8 @@ class WorkerDaemon:
             joining = asyncio.create_task(join(self._link, self.folder, self.waits, backoff))
             credentials = await unless(self._stopped, joining)
             if credentials is not None:
-                self.worker = Worker(
-                    self.options,
-                    self._link,
-                    credentials,
-                    hardware,
-                    self._engines,
-                    self.waits,
-                    self._progress,
-                    self._log,
-                )
+                told = (self.waits, self._progress, self._log)
+                self.worker = Worker(self.options, self._link, credentials, hardware, self._engines, *told)
                 await self.worker.run(warm_up)
         finally:
             await control.stop()
@@ -126,8 +118,7 @@ class WorkerDaemon:
         section = self.options.config.worker
         engine, price = chosen_engine(section.engine, machine), price_of(section.price_usd_per_hour, os.environ)
         _log.info("this machine: %s; engine: %s", machine.describe(), engine)
-        place = place_of(section.place, os.environ)
-        return Hardware(machine, engine, price, place, self._engines.memory_bytes)
+        return Hardware(machine, engine, price, *place_of(section.place, os.environ), self._engines.memory_bytes)
 
     async def _answer(self, command: str) -> CommandAnswer:
         """The owner's commands."""
@@ -251,13 +242,11 @@ class Worker:
     async def _talk(self) -> None:
         """Keeps the session with the coordinator until that refuses this worker. A dismissal ends the worker without an error."""
         try:
-            await self.coordinator.run(self.status, self._commands, self._find)
+            find = partial(find_coordinator, self._link, self._options.link_file, self._credentials, self._save)
+            await self.coordinator.run(self.status, self._commands, find)
         except Dismissed as end:
             self._is_dismissed = True
             self.stop(str(end))
-
-    async def _find(self) -> None:
-        await find_coordinator(self._link, self._options.link_file, self._credentials, self._save)
 
     def _save(self, credentials: Credentials) -> None:
         save_credentials(self._options.folder, credentials)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -95,15 +95,16 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
 
 
-def keyframe_of(model: torch.nn.Module, version: int) -> Staged:
-    return Staged(
-        Version(version),
-        None,
-        [
-            TensorUpdate(name, "bfloat16", tuple(tensor.shape), None, bits_of(tensor))
-            for name, tensor in model.named_parameters()
-        ],
-    )
+Weights = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+def _named(weights: Weights) -> dict[str, torch.Tensor]:
+    return dict(weights.named_parameters() if isinstance(weights, torch.nn.Module) else weights)
+
+
+def keyframe_of(weights: Weights, version: int) -> Staged:
+    updates = [TensorUpdate(n, "bfloat16", tuple(t.shape), None, bits_of(t)) for n, t in _named(weights).items()]
+    return Staged(Version(version), None, updates)
 
 
 def fp8_rows(master_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,10 +123,9 @@ def rounded_to_fp8(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def delta_of(old: torch.nn.Module, new: torch.nn.Module, parent: int, version: int) -> Staged:
-    updates = []
-    before = dict(old.named_parameters())
-    for name, tensor in new.named_parameters():
+def delta_of(old: Weights, new: Weights, parent: int, version: int) -> Staged:
+    updates, before = [], _named(old)
+    for name, tensor in _named(new).items():
         old_bits, new_bits = bits_of(before[name]), bits_of(tensor)
         places = np.flatnonzero(old_bits != new_bits).astype(np.int64)
         updates.append(TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, new_bits[places]))
@@ -151,11 +151,11 @@ class Rig:
         kind: str,
         config: dict[str, object],
         make: Callable[[dict[str, object]], Engine],
+        as_served: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
     ) -> None:
-        self.kind = kind
-        self.config = config
-        self.models = make_versions(config)
-        self._judges = [copy.deepcopy(model).double() for model in self.models]
+        """`as_served`: what the engine makes of a version, such as rounded weights."""
+        self.kind, self.config, self.models = kind, config, make_versions(config)
+        self._judges = [as_served(copy.deepcopy(model).double()) for model in self.models]
         for judge in self._judges:
             judge.set_experts_implementation("eager")  # the faster ways know no float64
         self._runner = asyncio.Runner()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -31,10 +32,15 @@ MEAN_NATS, WORST_NATS = 0.01, 0.1
 """Off the float64 pass: a product's result is rounded to 8 bits, a relative error of 0.2 % at logits of up to 5."""
 
 
-def make_rig() -> Rig:
-    return Rig(
-        "embedded-bf16", CONFIG, lambda config: EmbeddedEngine(config, slot_count=8, quantisation=Quantisation.BF16)
-    )
+@pytest.fixture(scope="module")
+def rigs() -> Iterator[list[Rig]]:
+    def make(config: dict[str, object]) -> EmbeddedEngine:
+        return EmbeddedEngine(config, slot_count=8, quantisation=Quantisation.BF16)
+
+    made = [Rig("embedded-bf16", CONFIG, make) for _ in range(2)]
+    yield made
+    for rig in made:
+        rig.close()
 
 
 def errors(rig: Rig, prompt: tuple[int, ...], sequence: Collected, version: int) -> list[float]:
@@ -43,8 +49,8 @@ def errors(rig: Rig, prompt: tuple[int, ...], sequence: Collected, version: int)
     return [abs(float(judged[at, token]) - said) for at, (token, said) in enumerate(pairs)]
 
 
-def test_log_probabilities_are_as_near_as_bf16_rounds_and_a_swap_makes_the_new_weights_live() -> None:
-    rig, fresh = make_rig(), make_rig()
+def test_log_probabilities_are_as_near_as_bf16_rounds_and_a_swap_makes_the_new_weights_live(rigs: list[Rig]) -> None:
+    rig, fresh = rigs
     long = tuple(np.random.default_rng(1).integers(0, 96, 700).tolist())  # longer than our own kernel's attention takes
     asked = [*prompts(6, seed=2), (1, 2, 3, 4), (1, 2, 3, 4), long, long]
 
@@ -65,19 +71,17 @@ def test_log_probabilities_are_as_near_as_bf16_rounds_and_a_swap_makes_the_new_w
         await fresh.engine.swap(fresh.keyframe(1), SwapMode.RECOMPUTE_KV)
         return await fresh.generate(*(fresh.request(p, LONG, prefix=f"new {p}") for p in asked))
 
-    try:
-        later, expected = rig.run(body), fresh.run(at_once)
-        for prompt, sequence, same in zip(asked, later, expected, strict=True):
-            assert set(sequence.versions) == {1}
-            assert statistics.fmean(errors(rig, prompt, sequence, 1)) < MEAN_NATS
-            assert sequence.token_ids[:8] == same.token_ids[:8], "as an engine that never had another version"
-    finally:
-        rig.close()
-        fresh.close()
+    later, expected = rig.run(body), fresh.run(at_once)
+    for prompt, sequence, same in zip(asked, later, expected, strict=True):
+        assert set(sequence.versions) == {1}
+        assert statistics.fmean(errors(rig, prompt, sequence, 1)) < MEAN_NATS
+        assert sequence.token_ids[:8] == same.token_ids[:8], "as an engine that never had another version"
 
 
-def test_a_version_in_float32_is_refused_by_name() -> None:
-    rig = make_rig()
+def test_a_version_in_float32_is_refused_by_name_and_weights_take_half_the_memory(rigs: list[Rig]) -> None:
+    rig, shape = rigs[0], read_shape(CONFIG)
+    half, whole = (LiveWeights(shape, None, dtype).tensors.values() for dtype in (torch.bfloat16, torch.float32))
+    assert 2 * sum(tensor.nbytes for tensor in half) == sum(tensor.nbytes for tensor in whole)
 
     async def body() -> None:
         before = await rig.engine.fingerprint(3)
@@ -91,15 +95,4 @@ def test_a_version_in_float32_is_refused_by_name() -> None:
         assert name in said and "bfloat16 (model.weights_dtype)" in said and "worker.quantisation none" in said
         assert rig.engine.version == 0 and await rig.engine.fingerprint(3) == before
 
-    try:
-        rig.run(body)
-    finally:
-        rig.close()
-
-
-def test_its_weights_take_half_the_memory() -> None:
-    def size(weights: LiveWeights) -> int:
-        return sum(tensor.nbytes for tensor in weights.tensors.values())
-
-    shape = read_shape(CONFIG)
-    assert 2 * size(LiveWeights(shape, None, torch.bfloat16)) == size(LiveWeights(shape))
+    rig.run(body)

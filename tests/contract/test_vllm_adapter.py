@@ -8,18 +8,15 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from echo2.base.errors import EngineError, VersionMismatch
-from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
-from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.adapter import AdapterSpec
 from echo2.worker.engines.engine import Engine, SwapMode
-from tests.contract.engine_rig import Rig, Staged, bits_of, make_versions, refused, tiny_config
+from tests.contract.engine_rig import Rig, Staged, delta_of, keyframe_of, make_versions, refused, tiny_config
 
 pytestmark = pytest.mark.vllm
 RANK = 6  # vLLM makes room for 8
@@ -78,19 +75,10 @@ class AdapterRig(Rig):
         self._judges = [merged(base, adapter) for adapter in self.adapters]
 
     def keyframe(self, version: int) -> Staged:
-        updates = [
-            TensorUpdate(name, "bfloat16", tuple(tensor.shape), None, bits_of(tensor))
-            for name, tensor in self.adapters[version].items()
-        ]
-        return Staged(Version(version), None, updates)
+        return keyframe_of(self.adapters[version], version)
 
     def delta(self, version: int) -> Staged:
-        updates = []
-        for name, tensor in self.adapters[version].items():
-            old, new = bits_of(self.adapters[version - 1][name]), bits_of(tensor)
-            places = np.flatnonzero(old != new).astype(np.int64)
-            updates.append(TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, new[places]))
-        return Staged(Version(version), Version(version - 1), updates)
+        return delta_of(self.adapters[version - 1], self.adapters[version], version - 1, version)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -120,19 +108,6 @@ def _grew(sequences: list, before: list[int]) -> bool:  # type: ignore[type-arg]
     return all(len(sequence.token_ids) > count for sequence, count in zip(sequences, before, strict=True))
 
 
-def test_a_kept_cache_serves_its_own_sequences_only(rig: AdapterRig) -> None:
-    async def body() -> None:
-        running = rig.submit(rig.request((3, 1, 4, 1, 5), LONG, prefix="kept"))
-        await rig.wait(lambda: len(running.token_ids) > 5)
-        await rig.engine.swap(rig.delta(1), SwapMode.KEEP_KV)
-        fresh = rig.submit(rig.request((3, 1, 4, 1, 5), LONG, prefix="kept"))
-        await rig.finish(running, fresh)
-        assert (set(running.versions), set(fresh.versions)) == ({0, 1}, {1})
-        assert rig.worst((3, 1, 4, 1, 5), fresh) < 1e-5
-
-    rig.run(body)
-
-
 def test_the_fingerprint_is_that_of_the_published_adapter(rig: AdapterRig) -> None:
     async def body() -> None:
         assert await rig.engine.fingerprint(99) == fingerprint(rig.adapters[0], 99)
@@ -144,21 +119,15 @@ def test_the_fingerprint_is_that_of_the_published_adapter(rig: AdapterRig) -> No
     rig.run(body)
 
 
-@pytest.mark.parametrize("how", ["unknown name", "shape", "past the end", "other base", "missing tensor"])
-def test_a_failed_swap_leaves_the_old_adapter_live(rig: AdapterRig, how: str) -> None:
+def test_a_failed_swap_leaves_the_old_adapter_live(rig: AdapterRig) -> None:
+    """What is checked before a weight is touched is checked alike without an adapter (test_engine)."""
+
     async def body() -> None:
         good, running = rig.delta(1), rig.submit(rig.request((8, 9), LONG))
-        last = good.tensors[-1]
-        broken = {
-            "unknown name": dataclasses.replace(last, name="base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"),
-            "shape": dataclasses.replace(last, shape=(*last.shape, 1)),
-            "past the end": dataclasses.replace(last, indices=last.indices + (1 << 40)),
-        }
-        staged = dataclasses.replace(good, parent=Version(5))
-        if how == "missing tensor":
-            staged = dataclasses.replace(rig.keyframe(1), tensors=rig.keyframe(1).tensors[:-1])
-        elif how in broken:
-            staged = dataclasses.replace(good, tensors=[*good.tensors[:-1], broken[how]])
+        stranger = dataclasses.replace(
+            good.tensors[-1], name="base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"
+        )
+        staged = dataclasses.replace(good, tensors=[*good.tensors[:-1], stranger])
         await refused(rig.engine.swap(staged, SwapMode.RECOMPUTE_KV), EngineError)
         assert rig.engine.version == 0
         assert await rig.engine.fingerprint(5) == fingerprint(rig.adapters[0], 5)

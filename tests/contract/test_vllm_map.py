@@ -6,17 +6,14 @@ import asyncio
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from echo2.base.errors import EngineError
-from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
-from tests.contract.engine_rig import Staged, bits_of, refused, tiny_config
+from tests.contract.engine_rig import delta_of, keyframe_of, refused, tiny_config
 from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -46,14 +43,8 @@ def checkpoint() -> dict[str, torch.Tensor]:
         at = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             sizes[f"{at}{name}.weight"] = (64,)
-        for name, size in {
-            "q_proj": (128, 64),
-            "k_proj": (64, 64),
-            "v_proj": (64, 64),
-            "o_proj": (64, 128),
-            "q_norm": (32,),
-            "k_norm": (32,),
-        }.items():
+        attention = {"q_proj": (128, 64), "k_proj": (64, 64), "v_proj": (64, 64), "o_proj": (64, 128)}
+        for name, size in (attention | {"q_norm": (32,), "k_norm": (32,)}).items():
             sizes[f"{at}self_attn.{name}.weight"] = size
         sizes[f"{at}mlp.gate.weight"] = (EXPERTS, 64)
         for expert in range(EXPERTS):
@@ -64,11 +55,6 @@ def checkpoint() -> dict[str, torch.Tensor]:
         name: (torch.randn(size, generator=generator) * 0.1 + ("norm" in name)).bfloat16()
         for name, size in sizes.items()
     }
-
-
-def keyframe(tensors: dict[str, torch.Tensor], version: int) -> Staged:
-    updates = [TensorUpdate(n, "bfloat16", tuple(t.shape), None, bits_of(t)) for n, t in tensors.items()]
-    return Staged(Version(version), None, updates)
 
 
 def judge(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -86,32 +72,27 @@ def test_a_mixture_of_experts_is_mapped_changed_and_refused_by_name(tmp_path: Pa
 
     tensors = checkpoint()
     changed = {n: (t + 0.05 * (torch.rand_like(t.float()) < 0.1)).bfloat16() for n, t in tensors.items()}
-    deltas = []
-    for name, tensor in changed.items():
-        old, new = bits_of(tensors[name]), bits_of(tensor)
-        places = np.flatnonzero(old != new).astype(np.int64)
-        deltas.append(TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, new[places]))
 
     async def body() -> tuple[list[int], list[float]]:
         engine = VllmEngine(CONFIG, slot_count=2)
         await engine.start()
         if not torch.cuda.is_available():
-            message = await refused(engine.swap(keyframe(tensors, 0), SwapMode.RECOMPUTE_KV), EngineError)
+            message = await refused(engine.swap(keyframe_of(tensors, 0), SwapMode.RECOMPUTE_KV), EngineError)
             await engine.stop()
             assert "experts" in message and "CPU, which changes weights after loading" in message
             return [], []
         expert = "model.layers.1.mlp.experts.2.up_proj.weight"
         without = {name: tensor for name, tensor in tensors.items() if name != expert}
-        message = await refused(engine.swap(keyframe(without, 0), SwapMode.RECOMPUTE_KV), EngineError)
+        message = await refused(engine.swap(keyframe_of(without, 0), SwapMode.RECOMPUTE_KV), EngineError)
         assert "experts" in message and "model.layers.1" in message
         unknown = tensors | {"model.layers.0.mlp.shared_expert.weight": torch.zeros(4, 4)}
-        message = await refused(engine.swap(keyframe(unknown, 0), SwapMode.RECOMPUTE_KV), EngineError)
+        message = await refused(engine.swap(keyframe_of(unknown, 0), SwapMode.RECOMPUTE_KV), EngineError)
         assert "model.layers.0.mlp.shared_expert.weight" in message
         assert engine.version is None
 
-        await engine.swap(keyframe(tensors, 0), SwapMode.RECOMPUTE_KV)
+        await engine.swap(keyframe_of(tensors, 0), SwapMode.RECOMPUTE_KV)
         assert await engine.fingerprint(5) == fingerprint(tensors, 5)
-        await engine.swap(Staged(Version(1), Version(0), deltas), SwapMode.RECOMPUTE_KV)
+        await engine.swap(delta_of(tensors, changed, 0, 1), SwapMode.RECOMPUTE_KV)
         assert await engine.fingerprint(5) == fingerprint(changed, 5)
 
         engine.submit(GenerateRequest("r", (1, 2, 3), (), SamplingParams(max_new_tokens=16), "r"))

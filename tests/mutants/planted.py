@@ -275,7 +275,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # dropped fields
     Mutant("a heartbeat without links forgets those of the last", _MEMBERS, '        if not heartbeat.HasField("links"):\n', '        if not heartbeat.HasField("log"):\n', (_UNIT + "coordinator/test_members.py",)),
     Mutant("a heartbeat does not say how much memory is used", "worker/heartbeat.py",
-           "            memory_used_bytes=used_bytes,\n", "", _WF),
+           "            memory_used_bytes=self._memory_bytes[0],\n", "", _WF),
     Mutant("a heartbeat does not say its version's fingerprint", "worker/heartbeat.py",
            '            fingerprint=weights.fingerprint if weights else "",\n', ""),
     Mutant("a hello does not say which leases are held", "worker/heartbeat.py",

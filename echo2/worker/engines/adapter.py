@@ -79,8 +79,6 @@ def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
 
 
 class Adapter:
-    """The adapter's live tensors, in float32, and its base."""
-
     def __init__(self, base: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
         self._base = base
         self._scale = spec.scale
@@ -94,7 +92,6 @@ class Adapter:
             self.tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.zeros(rows, spec.rank)
 
     def lay_base(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Writes the whole base into the live weights."""
         for name, tensor in live.items():
             if name not in self._base or self._base[name].shape != tensor.shape:
                 raise ConfigError(f"base model: expected {name} of shape {tuple(tensor.shape)}, found none")

@@ -101,14 +101,10 @@ class Engine(Protocol):
     """An inference engine on an asyncio loop. Every call may raise `EngineError`, which names the request or tensor."""
 
     @property
-    def version(self) -> Version | None:
-        """The version of the live weights; None before the first swap."""
-        ...
+    def version(self) -> Version | None: ...
 
     @property
-    def slot_count(self) -> int:
-        """Number of sequences that can decode at the same time."""
-        ...
+    def slot_count(self) -> int: ...
 
     @property
     def draws_by_seed(self) -> bool:
@@ -178,7 +174,6 @@ class UpdateCheck:
             )
 
     def applied(self, updates: Iterable[TensorUpdate]) -> None:
-        """Records the dtypes of updates that are live now."""
         self.dtypes.update((update.name, update.dtype) for update in updates)
 
     def _check(self, update: TensorUpdate, staged: StagedVersion) -> None:

@@ -195,9 +195,7 @@ class Engines(Protocol):
 
     def look(self, folder: Path) -> WorkerMachine: ...
 
-    def memory_bytes(self) -> tuple[int, int]:
-        """Host memory used by this worker, and the total."""
-        ...
+    def memory_bytes(self) -> tuple[int, int]: ...
 
     def warm_up(self, choice: str) -> None: ...
 
@@ -217,8 +215,6 @@ class Engines(Protocol):
 
 
 class MachineEngines:
-    """The machine itself and its real engines."""
-
     look = staticmethod(look)
     warm_up = staticmethod(warm_up)
     fit = staticmethod(fit_engine)

@@ -100,7 +100,6 @@ class Outbox:
         return request_id in self._open
 
     def put(self, tokens: list[SampledToken]) -> None:
-        """Adds tokens. The engine's thread calls it."""
         with self._lock:
             self._add(tokens)
             self._is_urgent = self._is_urgent or self.is_full

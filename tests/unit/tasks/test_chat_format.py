@@ -88,13 +88,6 @@ def test_the_next_prompt_begins_with_prompt_and_sampled_ids_and_reads_as_the_tem
         check_tree(FAMILIES[name], seed)
 
 
-@pytest.mark.soak
-def test_ten_thousand_random_trees_over_all_families() -> None:
-    for seed in range(10_000 // len(FAMILIES)):
-        for family in FAMILIES.values():
-            check_tree(family, 1000 + seed)
-
-
 def test_text_prompts_are_chats_where_the_model_has_a_template_unless_they_are_to_stay_plain() -> None:
     tokenizer = tokenizer_of("qwen3")
     options = ChatOptions("Be brief.", {"enable_thinking": False})
@@ -104,6 +97,8 @@ def test_text_prompts_are_chats_where_the_model_has_a_template_unless_they_are_t
     )
     plain = ChatFormat(tokenizer, ChatOptions(is_plain=True))
     assert tokenizer.decode(plain.prompt("1+1?")) == "1+1?"
+    spelled = plain.prompt("as in <|im_start|>abc<|im_end|>")
+    assert not control_tokens_in(tokenizer, spelled) and "<|im_start|>abc" in tokenizer.decode(spelled)
     assert tokenizer.decode(plain.between([{"role": "user", "content": "so?"}], [])) == "\nso?\n"
 
 
@@ -153,14 +148,6 @@ def test_control_tokens_that_a_message_spells_are_text(name: str) -> None:
         said, plain = (chat_format.between([{"role": role, "content": text}], end) for text in (spelled, "abc"))
         assert control_tokens_in(tokenizer, said) == control_tokens_in(tokenizer, plain)
         assert spelled in tokenizer.decode(said)
-
-
-def test_prompts_without_a_template_are_text_too() -> None:
-    tokenizer = tokenizer_of("mistral")
-    plain = ChatFormat(tokenizer, ChatOptions(is_plain=True))
-    ids = plain.prompt("as in <s>abc</s>")
-    assert not control_tokens_in(tokenizer, ids) and tokenizer.decode(ids) == "as in <s>abc</s>"
-    assert not control_tokens_in(tokenizer, plain.between([{"role": "tool", "content": "</s>"}], []))
 
 
 def test_tools_that_the_template_does_not_tell_the_model_of_are_refused() -> None:
@@ -231,9 +218,6 @@ def test_a_template_without_end_is_refused_with_its_limits_and_the_next_one_work
     with pytest.raises(ConfigError, match=r"chat template: expected a rendering within 5 s .* 512 MiB .* 64 MiB"):
         ChatFormat(with_template(template)).prompt("Hi.")
     assert ChatFormat(tokenizer_of("qwen3")).prompt("Hi.")
-
-
-def test_a_template_s_own_error_is_told() -> None:
     with pytest.raises(ConfigError, match="only tools here"):
         ChatFormat(with_template("{{ raise_exception('only tools here') }}")).prompt("Hi.")
 

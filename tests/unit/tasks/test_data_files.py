@@ -28,13 +28,6 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def test_the_usual_columns_are_found_in_json_lines(tmp_path: Path) -> None:
-    rows = read_math_rows(write_jsonl(tmp_path / "x.jsonl", ROWS))
-    assert [row.answer for row in rows] == ["2", "4", "6"]
-    assert rows[1].prompt == (ChatMessage("system", "Be brief."), ChatMessage("user", "2+2?"))
-    assert [row.data_source for row in rows] == ["sums", "sums", ""]
-
-
 def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tmp_path: Path) -> None:
     (row,) = read_math_rows(
         write_jsonl(tmp_path / "shared.jsonl", [{"prompt": [{"from": "human", "value": "2+2?"}], "answer": 4}])
@@ -60,14 +53,28 @@ def test_text_is_read_however_it_was_written(tmp_path: Path, content: bytes, end
     file.parent.mkdir(exist_ok=True)
     packed: Callable[[bytes], bytes] = gzip.compress if ending.endswith("gz") else bytes
     file.write_bytes(packed(mark + content))
-    path = file if file.parent == tmp_path else file.parent
-    assert [row.answer for row in read_math_rows(path)] == ["2", "4", "6"]
+    rows = read_math_rows(file if file.parent == tmp_path else file.parent)
+    assert [row.answer for row in rows] == ["2", "4", "6"]
+    assert rows[1].prompt == (ChatMessage("system", "Be brief."), ChatMessage("user", "2+2?"))
+    assert [row.data_source for row in rows] == ["sums", "sums", ""]
 
 
-def test_half_of_a_compressed_file_is_told(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
-    with pytest.raises(TaskError, match=r"x\.jsonl\.gz: expected it whole"):
-        read_math_rows(tmp_path / "x.jsonl.gz")
+def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
+    (tmp_path / "x.csv").write_text("a,b\n")
+    write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    lone = write_jsonl(
+        tmp_path / "lone" / "problems.jsonl", [{"prompt": "no", "q": "yes", "answer": " ", "a": "2"}]
+    ).parent
+    for path, said, split in (
+        ("half.jsonl.gz", r"half\.jsonl\.gz: expected it whole", "train"), ("x.csv", "got .csv", "train"),
+        ("set", r"files of split 'test', found train.jsonl", "test"), ("nowhere", "found nothing there", "train"),
+        ("lone", "the argument answer_column names another", "train"),
+    ):  # fmt: skip
+        with pytest.raises(TaskError, match=said):
+            read_math_rows(tmp_path / path, split)
+    (row,) = read_math_rows(lone, columns=ColumnChoice("q", "a"))
+    assert (row.prompt, row.answer) == ("yes", "2")
 
 
 def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_trained_on(
@@ -78,9 +85,11 @@ def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_tr
     names: list[dict[str, object]] = [
         {"question": f"{name} / x?", "answer": answer} for name, answer in ("x1", "X2", "X2")
     ]
+    names += [{"question": name, "answer": "7"} for name in ("Name?", "NAME?")]
     read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 19 + spaced + names))
-    assert [row.prompt for row in read] == [row["question"] for row in rows + names[:2]], "X is another than x"
-    assert "229 of 243 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
+    expected = [row["question"] for row in (*rows, *names[:2], names[3])]
+    assert [row.prompt for row in read] == expected, "X with another answer is another than x; with the same, it is not"
+    assert "230 of 245 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
 
 
 def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(tmp_path: Path) -> None:
@@ -130,12 +139,6 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
         local_data_set("org/other")
     with pytest.raises(TaskError, match="found nothing there"):
         read_math_rows(local_data_set("./org/puzzles"))
-
-
-def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "no", "q": "yes", "answer": "1", "a": "2"}])
-    row = read_math_rows(path, columns=ColumnChoice("q", "a"))[0]
-    assert (row.prompt, row.answer) == ("yes", "2")
 
 
 @pytest.mark.parametrize(
@@ -191,38 +194,3 @@ def test_a_damaged_file_of_columns_is_named(tmp_path: Path, suffix: str, content
     path.write_bytes(content)
     with pytest.raises(TaskError, match=rf"x{suffix}: expected whole {suffix[1:]}, got something else"):
         read_math_rows(path)
-
-
-def test_missing_paths_splits_and_kinds_are_said(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
-    with pytest.raises(TaskError, match=r"files of split 'test', found train.jsonl"):
-        read_math_rows(tmp_path / "set", "test")
-    with pytest.raises(TaskError, match="found nothing there"):
-        read_math_rows(tmp_path / "nowhere")
-    (tmp_path / "x.csv").write_text("a,b\n")
-    with pytest.raises(TaskError, match="got .csv"):
-        read_math_rows(tmp_path / "x.csv")
-
-
-def test_an_array_and_a_lone_file_are_read_and_other_columns_named(tmp_path: Path) -> None:
-    misnamed = tmp_path / "array.jsonl"
-    misnamed.write_text(json.dumps(ROWS, indent=1))
-    assert len(read_math_rows(misnamed)) == 3
-    array = tmp_path / "x.json"
-    array.write_text(json.dumps([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]))
-    assert [row.answer for row in read_math_rows(array)] == ["1", "2"]
-    array.write_text('{"prompt": "a", "answer": "3"}\n')
-    assert [row.answer for row in read_math_rows(array)] == ["3"], "lines under the other name"
-    array.write_text("[1]")
-    with pytest.raises(TaskError, match="x.json row 1: expected a JSON object, got int"):
-        read_math_rows(array)
-    array.write_text("1")
-    with pytest.raises(TaskError, match="x.json line 1: expected a JSON object, got int"):
-        read_math_rows(array)
-    lone = tmp_path / "set"
-    lone.mkdir()
-    write_jsonl(lone / "problems.jsonl", [{"instruction": "a", "output": "1"}])
-    with pytest.raises(TaskError, match="the argument prompt_column names another"):
-        read_math_rows(lone)
-    (row,) = read_math_rows(lone, columns=ColumnChoice("instruction", "output"))
-    assert (row.prompt, row.answer) == ("a", "1")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import TaskError
-from echo2.tasks.split import CYCLE_MAX, MixedSplit, TaskSplit, permuted, places
+from echo2.tasks.split import CYCLE_MAX, MixedSplit, TaskSplit, places
 
 shares_of_tasks = st.lists(st.floats(0.01, 100, allow_nan=False), min_size=1, max_size=6)
 
@@ -74,6 +74,9 @@ def test_a_task_that_was_drawn_as_often_as_it_may_be_is_passed_over_until_none_i
 
 
 def test_an_endless_task_in_it_makes_the_mixture_endless() -> None:
+    split = TaskSplit(None, 5, seed=0)
+    assert [split.held_out_index(p) for p in range(5)] == [0, 1, 2, 3, 4]
+    assert [split.train_index(p) for p in (0, 1, 10**9)] == [5, 6, 10**9 + 5] and split.train_count is None
     mixed = MixedSplit((TaskSplit(6, 1, 0, 1), TaskSplit(None, 2, 0, 1)), (1.0, 1.0))
     assert mixed.train_count is None
     assert mixed.has(mixed.upcoming(10**6))
@@ -82,12 +85,6 @@ def test_an_endless_task_in_it_makes_the_mixture_endless() -> None:
 
 
 # ---- one task
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 700), st.integers(0, 1 << 60))
-def test_permuted_is_a_permutation_of_its_range(size: int, seed: int) -> None:
-    assert sorted(permuted(index, size, seed) for index in range(size)) == list(range(size))
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,13 +100,6 @@ def test_each_epoch_visits_every_training_instance_once_and_no_held_out_one(size
         assert len(set(epoch)) == length
         assert set(epoch) | held_out == set(range(size))
         assert not set(epoch) & held_out
-
-
-def test_an_endless_task_trains_after_its_held_out_indices_and_never_repeats() -> None:
-    split = TaskSplit(None, 5, seed=0)
-    assert [split.held_out_index(p) for p in range(5)] == [0, 1, 2, 3, 4]
-    assert [split.train_index(p) for p in (0, 1, 10**9)] == [5, 6, 10**9 + 5]
-    assert split.train_count is None
 
 
 def test_an_exhausted_data_set_says_so_and_a_split_without_training_prompts_is_refused() -> None:

@@ -22,7 +22,7 @@ from echo2.weights import (
     HostWeights,
     encode_delta,
     fingerprint,
-)
+)  # fmt: skip
 from echo2.weights.block import decode_sparse, decode_steps
 from echo2.weights.container import (
     BlockFrame,

@@ -19,7 +19,7 @@ from echo2.weights import (
     encode_delta,
     encode_keyframe,
     join_frames,
-)
+)  # fmt: skip
 from tests.unit.weights.models import KEY, decoded, delta_header
 
 GOLDEN = Path(__file__).parent / "golden"

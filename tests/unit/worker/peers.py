@@ -33,7 +33,7 @@ from echo2.wire.gen.echo2.v1 import (
     enrolment_pb2_grpc,
     ingest_pb2,
     ingest_pb2_grpc,
-)
+)  # fmt: skip
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 
 RUN = RunId("small-run")

@@ -83,17 +83,13 @@ async def run(line: str) -> int:
     return await asyncio.to_thread(worker.main, words)
 
 
-@pytest.mark.parametrize("depth", [1, 12])
-async def test_the_only_worker_is_found_wherever_its_folder_is(
-    tmp_path: Path, depth: int, capsys: pytest.CaptureFixture[str]
+async def test_the_only_worker_is_found_and_of_several_one_is_chosen_by_name_or_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * depth)}):
+    async with workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * 12)}):
         for line in ("echo-worker status", "echo-worker drain", "echo-worker leave"):
             assert await run(line) == 0
     assert capsys.readouterr().out.splitlines() == ["version  3", "drain begins", "leave begins"]
-
-
-async def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = {"berlin": tmp_path / "one", "oslo": tmp_path / "two", "oslo@other": tmp_path / "three"}
     async with workers(folders):
         assert await run("echo-worker status") == 2
@@ -107,7 +103,9 @@ async def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys
         assert "found none; others run: berlin in " in capsys.readouterr().err
 
 
-def test_a_socket_that_a_killed_worker_left_is_not_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_workers_socket_is_no_worker_one_that_hangs_is_listed_and_without_the_table_the_folder_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(socket_path(tmp_path)))
         killed.listen()
@@ -115,33 +113,23 @@ def test_a_socket_that_a_killed_worker_left_is_not_a_worker(tmp_path: Path, caps
     assert socket_path(tmp_path).exists() and asyncio.run(running_workers()) == []
     assert worker.main(["status"]) == 10
     assert "expected one that runs on this machine, found none" in capsys.readouterr().err
-
-
-def test_a_worker_that_hangs_is_listed_with_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket_path(tmp_path).unlink()
     monkeypatch.setattr(running, "WHO_S", 0.01)
-    with socket.socket(socket.AF_UNIX) as frozen:
-        frozen.bind(str(socket_path(tmp_path)))
-        frozen.listen()
+    with socket.socket(socket.AF_UNIX) as hangs:
+        hangs.bind(str(socket_path(tmp_path)))
+        hangs.listen()
         (found,) = asyncio.run(running_workers())
     assert (found.name, found.folder) == ("", tmp_path) and "expected one to answer" in str(found)
-
-
-def test_other_programs_sockets_and_connections_are_no_workers() -> None:
-    head = b"Num       RefCount Protocol Flags    Type St Inode Path\n"
-    listens, connected = b"0000: 00000002 00000000 00010000 0001 01 1 ", b"0000: 00000003 00000000 00000000 0001 03 2 "
-    table = head + b"\n".join(
-        [
-            listens + b"/run/x/control.sock",
-            listens + b"@abstract/echo-worker.sock",
-            connected + b"/w/echo-worker.sock",
-            listens + b"/w with a space/echo-worker.sock",
-            b"0000: 00000002 00000000 00010000 0001 01 3",
-        ]
-    )
-    assert list(listening_sockets(table)) == [Path("/w with a space/echo-worker.sock")]
-
-
-def test_where_there_is_no_table_the_folder_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "TABLE", tmp_path / "none")
     with pytest.raises(Unreachable, match="--folder"):
         asyncio.run(running_workers())
+
+
+def test_other_programs_sockets_and_connections_are_no_workers() -> None:
+    listens, connected = b"0000: 00000002 00000000 00010000 0001 01 1 ", b"0000: 00000003 00000000 00000000 0001 03 2 "
+    rows = [
+        b"Num       RefCount Protocol Flags    Type St Inode Path", listens + b"/run/x/control.sock",
+        listens + b"@abstract/echo-worker.sock", connected + b"/w/echo-worker.sock",
+        listens + b"/w with a space/echo-worker.sock", b"0000: 00000002 00000000 00010000 0001 01 3",
+    ]  # fmt: skip
+    assert list(listening_sockets(b"\n".join(rows))) == [Path("/w with a space/echo-worker.sock")]

@@ -22,7 +22,7 @@ from echo2.base.rollout import (
     Verdict,
     Work,
     spans_of,
-)
+)  # fmt: skip
 from echo2.wire import rollout as wire
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.leases import (
@@ -35,7 +35,7 @@ from echo2.worker.leases import (
     Demand,
     Leases,
     RateWindow,
-)
+)  # fmt: skip
 from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import SEGMENT_TOKENS_MAX
 
@@ -503,16 +503,6 @@ def test_a_version_waits_longer_for_the_next_call_of_an_evaluated_agent(name: st
     assert it.admitted_at == [grace_s]
 
 
-def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
-    it = Surroundings().begin(has_learner=False)
-    it.grant(L1, group("g1", 1))
-    it.sample("l1/0", 3)
-    it.leases.drain(2.0, "preempted")
-    assert it.wake == 2.0 and it.drained is None
-    it.at(2.0)
-    assert it.drained == 1
-
-
 @pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * REPORT_TOKENS_MAX])
 def test_a_long_rollout_is_reported_in_bounded_segments(count: int) -> None:
     assert SEGMENT_TOKENS_MAX <= wire.SEGMENT_TOKENS_MAX and REPORT_TOKENS_MAX <= wire.REPORT_TOKENS_MAX
@@ -535,6 +525,10 @@ def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_w
     assert it.requests == [5, 4], "three slots are free: two groups of two"
     it.sample("l1/0", 3, 3, STOP)
     assert it.requests[-1] == 0
+    it.leases.drain(2.0, "preempted")
+    assert it.wake == 2.0 and it.drained is None
+    it.at(2.0)
+    assert it.drained == 3, "without a learner a drain ends in time and counts what is lost"
 
 
 def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_back() -> None:
@@ -547,16 +541,12 @@ def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_b
     demand.live(Version(2), 4)
     assert demand.request(0, True, 5.1) == (4, Version(2)), "it may open newer groups"
     assert demand.request(0, False, 5.2) == (0, Version(2)) and demand.request(0, False, 100.0) is None
-
-
-def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead() -> None:
-    demand = Demand()
-    demand.live(Version(1), 8)
-    demand.request(0, True, 0.0)
-    demand.granted(1, 0.5)  # a lease travels half a second
+    demand.live(Version(2), 8)
+    demand.request(0, True, 200.0)
+    demand.granted(1, 200.5)  # a lease travels half a second
     for i in range(20):
         demand.finished(i * 0.25)  # four rollouts a second
-    assert demand.cover() == 3 == demand.level(8, True)
+    assert demand.cover() == 3 == demand.level(8, True), "slots that fall free meanwhile are requested ahead"
 
 
 @given(
@@ -599,16 +589,12 @@ def test_rates_are_those_of_busy_time_however_long_the_worker_stood_idle(
     assert window.rates(now).tokens_per_s == pytest.approx(steps * each / busy_s, rel=1e-6)
     window.busy(False, now)
     assert window.rates(now + 1000).tokens_per_s == pytest.approx(steps * each / busy_s, rel=1e-6)
-
-
-def test_old_work_leaves_the_window_and_durations_give_mean_and_tail() -> None:
-    window = RateWindow(window_s=10.0)
-    window.busy(True, 0.0)
-    for second in range(1, 61):
-        window.sampled(100 if second <= 30 else 10, float(second))
-        window.busy(True, float(second))
-    assert window.rates(60.0).tokens_per_s == pytest.approx(10, rel=0.15)
+    window.busy(True, now + 1000)
+    for second in range(1, 31):  # old work leaves the window
+        window.sampled(10, now + 1000 + second)
+        window.busy(True, now + 1000 + second)
     for i in range(1, 101):
-        window.finished(float(i), 60.0)
-    rates = window.rates(60.0)
+        window.finished(float(i), now + 1030)
+    rates = window.rates(now + 1030)
+    assert rates.tokens_per_s == pytest.approx(10, rel=0.15)
     assert (rates.rollout_s_mean, rates.rollout_s_p95) == (pytest.approx(50.5), 96.0)

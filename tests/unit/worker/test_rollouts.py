@@ -78,13 +78,10 @@ LENGTHS = st.lists(st.integers(0, 500), max_size=20)
 
 
 @given(length=st.integers(0, 600), room=st.integers(1, 600), siblings=LENGTHS, others=LENGTHS)
-def test_the_guess_is_at_least_one_token_and_at_most_the_room(
+def test_siblings_weigh_more_than_strangers_only_longer_ones_count_and_the_guess_is_within_the_room(
     length: int, room: int, siblings: list[int], others: list[int]
 ) -> None:
     assert 1 <= expected_remaining(length, length + room, siblings, others) <= room
-
-
-def test_siblings_weigh_more_than_strangers_and_only_longer_ones_count() -> None:
     assert expected_remaining(10, 1000, [20, 20], []) == 10
     assert expected_remaining(10, 1000, [20], [60]) == 18
     assert expected_remaining(50, 1000, [20, 20], [60]) == 10
@@ -110,13 +107,10 @@ def test_tokens_behind_a_stop_string_are_cut_off_and_the_engine_is_stopped() -> 
     assert segment.token_ids == (2, 6, 5, 6) and segment.finish_reason is FinishReason.STOP
     it.judge(L1)
     assert L1 in it.ended
-
-
-def test_whoever_goes_on_with_a_rollout_that_ended_with_a_stop_string_samples_nothing_behind_it() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, SPEC, is_continuation=True)
-    it.leases.on_partials(L1, [held("g", 0, (5, 6))])
-    assert not it.running
+    other = Surroundings().begin()
+    other.grant(L1, SPEC, is_continuation=True)
+    other.leases.on_partials(L1, [held("g", 0, (5, 6))])
+    assert not other.running, "whoever goes on with it samples nothing behind the string"
 
 
 def test_the_learner_refuses_what_no_stop_string_ends() -> None:

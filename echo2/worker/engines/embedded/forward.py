@@ -3,11 +3,7 @@
 Guarantees: `decode` returns the logits of one token per slot, `fill` only writes keys and values; both read the live weights at the
 moment of the call, so a swap between calls needs no further step. Agrees with the Hugging Face forward pass to the dtype's
 rounding: in bf16 weights, cache and the operands of products are bf16; sums, norms, attention's weights and the residual stream are
-float32.
-torch multiplies float32 matrices with MKL, which leaves half the vector width of some processors unused; its other library, oneDNN,
-is slower on small batches: both are timed once on the model's own matrices, for each class of row counts (`Products`). bf16 is
-always multiplied with oneDNN.
-
+float32, which MKL or oneDNN multiplies, as timed on the model's own matrices for each class of row counts (`Products`).
 Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; those of the cache are listed in kernels.py.
 """
 

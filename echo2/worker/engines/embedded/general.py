@@ -1,15 +1,12 @@
 """The forward pass of any architecture: transformers' own modules, with attention over the engine's cache in blocks.
 
-The tokens that one pass feeds, of all sequences, form one row. For each layer transformers calls `_attend` with their queries, keys
-and values, already rotated; the pass tells `_attend` which sequence each token belongs to. The fused path decodes 1.5 to 1.8 times
-as fast at the shape of SmolLM2-135M, and 4.6 to 4.9 at the demo's, where calls cost more than products: that is why it exists.
-Guarantees: those of forward.CachedDecoder; the modules' parameters are the live weights, checked and proven like those of the fused
-path; a model without causal attention is refused by name before any weight is fetched; before the first token, a pass in several
-pieces is compared with the modules' own, and the model is refused if they differ. Layers that carry a state along (linear
-attention, convolutions, chunks) are left to transformers' own cache, a sequence at a time (`StateDecoder`).
-
-Shapes: T tokens, H query heads, G key-value heads, E head dimension, B sequences, Q queries and K keys of one sequence, V
-vocabulary. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], with the largest G and E of the model's layers.
+The tokens that one pass feeds, of all sequences, form one row; for each layer transformers calls `_attend` with their rotated
+queries, keys and values. The fused path decodes 1.5 to 1.8 times as fast at SmolLM2-135M's shape, 4.6 to 4.9 at the demo's.
+Guarantees: those of forward.CachedDecoder; the modules' parameters are the live weights; a model without causal attention is
+refused by name before any weight is fetched; before the first token, a pass in pieces is compared with the modules' own. Layers
+that carry a state along are left to transformers' cache, a sequence at a time (`StateDecoder`). Shapes: T tokens, H query heads,
+G key-value heads, E head dimension, B sequences, Q queries and K keys of one sequence, V vocabulary. The cache is [blocks,
+layers, 2 (keys, values), G, BLOCK_TOKENS, E], with the largest G and E of the model's layers.
 """
 
 from __future__ import annotations
@@ -87,7 +84,6 @@ class ModuleWeights(LiveTensors):
 
 
 def _context_tokens(config: Any) -> int:
-    """The model's context; with longrope only its original length, because longer sequences use another rotation."""
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
     return min(map(int, [config.max_position_embeddings, *(r["original_max_position_embeddings"] for r in longropes)]))
 
@@ -230,8 +226,6 @@ class _Sizes:
 
 
 class _Current(threading.local):
-    """The pass for which this thread is calling the model."""
-
     attending: _Pass | _Sizes | None = None
 
 

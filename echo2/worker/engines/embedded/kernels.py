@@ -1,12 +1,9 @@
 """Fused loops for one CPU thread: norms, rotary embedding with cache writes, attention over blocks of the cache.
 
-Every loop computes in float32. The residual stream is float32; the other arrays are float32, or bf16 as the uint16 patterns of its
-values. Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to others:
-matrix products (torch), attention of long prefills (torch), which slots and positions.
-
+Every loop computes in float32. The residual stream is float32; the other arrays are float32, or bf16 as uint16 patterns.
+Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released.
 Shapes: T tokens of one step, D hidden, R rows of q, k and v together, Q rows of all query heads, H query heads, G key-value heads,
-C context, E head dimension, S slots, N blocks per sequence. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], so
-all layers of a block are contiguous.
+C context, E head dimension, S slots, N blocks per sequence. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E].
 """
 
 from __future__ import annotations

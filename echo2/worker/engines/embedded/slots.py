@@ -24,7 +24,6 @@ BLOCK_TOKENS = 32
 
 
 def blocks_for(tokens: int) -> int:
-    """Number of blocks needed for `tokens` positions."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -57,7 +56,6 @@ class BlockPool:
         return len(self._free) + self.block_count - self._unused
 
     def missing(self, slot: int, tokens: int) -> int:
-        """How many more blocks the slot needs for `tokens` positions."""
         return max(0, blocks_for(tokens) - self.counts[slot])
 
     def reserve(self, slot: int, tokens: int) -> bool:
@@ -114,7 +112,6 @@ _GLANCE = 4  # most pairs of prompts differ at once
 
 
 def common_count(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """Length of the common prefix, at most `limit`."""
     high = min(len(one), len(other), limit)
     if one[: min(_GLANCE, high)] != other[: min(_GLANCE, high)]:
         high = min(_GLANCE, high)
@@ -225,13 +222,12 @@ class SlotTable:
     epoch: int = 0
     is_holding: bool = False
     """If set, admits nothing (a swap is waiting for running sequences to end)."""
-    waiting: deque[GenerateRequest] = field(default_factory=deque)
+    waiting: OrderedDict[str, GenerateRequest] = field(default_factory=OrderedDict)
     running: dict[int, SlotSequence] = field(default_factory=dict)
     prompt_tokens: int = 0  # shareable ones of admitted sequences
     shared_prompt_tokens: int = 0
     prefilled_tokens: int = 0
     _slot_of: dict[str, int] = field(default_factory=dict)
-    _waiting_ids: set[str] = field(default_factory=set)
     _free: deque[int] = field(default_factory=deque)
     _kept: KeptSequences = field(init=False)
     blocks: BlockPool = field(init=False)
@@ -248,17 +244,20 @@ class SlotTable:
 
     def submit(self, request: GenerateRequest) -> None:
         """Queues a request; the caller has already checked it against the model. EngineError if its id is in use."""
-        if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
+        if request.request_id in self.waiting or request.request_id in self._slot_of:
             raise EngineError(f"request {request.request_id}: expected a new id, got one in use")
-        self.waiting.append(request)
-        self._waiting_ids.add(request.request_id)
+        self.waiting[request.request_id] = request
 
     def admit(self) -> list[SlotSequence]:
         """Moves waiting requests into free slots, in order, while the cache has room; returns the new sequences."""
         seated = []
-        while self.waiting and self._free and not self.is_holding and self._has_room_for(self.waiting[0]):
-            request = self.waiting.popleft()
-            self._waiting_ids.discard(request.request_id)
+        while (
+            self.waiting
+            and self._free
+            and not self.is_holding
+            and self._has_room_for(next(iter(self.waiting.values())))
+        ):
+            _, request = self.waiting.popitem(last=False)
             slot = self._free.popleft()
             sequence = SlotSequence(request, slot, [*request.prompt_token_ids, *request.token_ids])
             self.running[slot] = sequence
@@ -317,7 +316,6 @@ class SlotTable:
         return fills
 
     def filled(self, fills: Sequence[Fill]) -> None:
-        """Records that the caller has computed these fills."""
         for fill in fills:
             sequence = self.running[fill.slot]
             assert sequence.cached == fill.start, "a fill continues the valid part of the cache"
@@ -368,15 +366,10 @@ class SlotTable:
         self._free.append(sequence.slot)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, decoding or queued; False if it is neither."""
         if request_id in self._slot_of:
             self.release(self.running[self._slot_of[request_id]])
-        elif request_id in self._waiting_ids:
-            self.waiting.remove(next(request for request in self.waiting if request.request_id == request_id))
-            self._waiting_ids.discard(request_id)
-        else:
-            return False
-        return True
+            return True
+        return self.waiting.pop(request_id, None) is not None
 
     def weights_changed(self, *, keep_kv: bool) -> None:
         """Records that new weights are live, and drops the caches kept from ended sequences.
@@ -393,7 +386,6 @@ class SlotTable:
                 self.blocks.keep(sequence.slot, 0)  # gives up this slot's hold only: sharers keep the blocks
 
     def _left(self, sequence: SlotSequence) -> int:
-        """Tokens left until the sequence reaches its budget or the end of the context."""
         budget = sequence.request.sampling.max_new_tokens - sequence.completion_count
         return min(budget, self.context_tokens - len(sequence.tokens))
 
@@ -435,12 +427,10 @@ class SlotTable:
         self._leave(sequence)
         self.blocks.keep(sequence.slot, 0)
         done = tuple(sequence.tokens[len(sequence.request.prompt_token_ids) :])
-        request = replace(sequence.request, token_ids=done)
-        self.waiting.appendleft(request)
-        self._waiting_ids.add(request.request_id)
+        self.waiting[sequence.request.request_id] = replace(sequence.request, token_ids=done)
+        self.waiting.move_to_end(sequence.request.request_id, last=False)
 
     def _drop_oldest_kept(self) -> bool:
-        """Drops the least recently used cache kept from an ended sequence; False if there is none."""
         row = self._kept.oldest
         if row is None:
             return False

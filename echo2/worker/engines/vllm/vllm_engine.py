@@ -123,7 +123,6 @@ def only_gpus(gpus: Sequence[int]) -> Iterator[None]:
 
 
 def is_cpu() -> bool:
-    """Whether vLLM computes on the CPU here."""
     import torch
 
     return not torch.cuda.is_available()
@@ -365,7 +364,6 @@ class VllmEngine:
         return stood_still_s
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
-        """Calls the extension in each of vLLM's worker processes."""
         try:
             return list(await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments))
         except Exception as error:
@@ -376,7 +374,6 @@ class VllmEngine:
         stream.task = asyncio.create_task(self._follow(stream))
 
     async def _follow(self, stream: _Stream) -> None:
-        """Moves one sequence's tokens from vLLM to the outbox."""
         request = stream.request
         tokens = [*request.prompt_token_ids, *request.token_ids]
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"echo2-{self._epoch}"}
@@ -472,7 +469,6 @@ class VllmEngine:
 
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> VllmEngine:
-    """Makes a worker's vLLM engine, not started."""
     adapter = adapter_spec(config)
     return VllmEngine(
         config,

@@ -208,7 +208,6 @@ class WeightMap:
         return self._masters[name].view(_TORCH_DTYPES[self._dtypes[name]]).view(self.shapes[name])
 
     def _derive(self, patch: Patch) -> None:
-        """Writes the published values on the host, and the live values derived from them."""
         name, old_dtype = patch.name, self._dtypes.get(patch.name)
         before = self._masters.get(name)
         replaced = None if patch.positions is None or before is None else before[patch.positions]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import os
-import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
-from echo2.base.rng import uniform
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.embedded.forward import CachedDecoder, Products, _by_onednn
@@ -104,22 +103,6 @@ def test_a_sequence_is_the_same_alone_in_any_batch_and_as_another_workers_contin
         assert alone[:cut] + rest == alone
 
 
-def test_a_slowed_engine_takes_that_much_longer() -> None:
-    async def body() -> None:
-        engine = EmbeddedEngine(CONFIG, slot_count=2, slowdown=4.0)
-        await engine.start()
-        await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
-        began = time.monotonic()
-        engine.submit(request("slow"))
-        await collect(engine, "slow")
-        took_s = time.monotonic() - began
-        # The pause after the last step is not waited for; all others are.
-        assert took_s > 3.0 * engine.stats().decode_s * 0.9
-        await engine.stop()
-
-    run(body())
-
-
 def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
     async def body() -> None:
         engine = EmbeddedEngine(CONFIG, slot_count=2)
@@ -136,6 +119,9 @@ def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
             await engine.swap(BASE, SwapMode.KEEP_KV)
 
     run(body())
+    for option, wrong in (("context_tokens", 10_000), ("slowdown", 0.5), ("slot_count", 0)):
+        with pytest.raises((ConfigError, EngineError), match=option.removesuffix("_count")):
+            EmbeddedEngine(CONFIG, **{option: wrong})
 
 
 def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
@@ -238,15 +224,6 @@ def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_
         assert loop.version == 4, "what is left runs on for longer than a swap waits"
 
 
-def test_bad_options_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="context_tokens"):
-        EmbeddedEngine(CONFIG, context_tokens=10_000)
-    with pytest.raises(ConfigError, match="slowdown"):
-        EmbeddedEngine(CONFIG, slowdown=0.5)
-    with pytest.raises(EngineError, match="slots"):
-        EmbeddedEngine(CONFIG, slot_count=0)
-
-
 SLOTS, CONTEXT = 16, 8192
 
 
@@ -287,37 +264,18 @@ def test_a_row_does_not_depend_on_its_neighbours(params: list[SamplingParams], s
         _, logprob, raw = together[row]
         assert [(token, sampled) for token, sampled, _ in alone] == [together[row][:2]]
         assert -math.inf < logprob <= 0 and raw <= 0, "only a token that can be drawn is drawn"
-
-
-@settings(deadline=None, max_examples=20)
-@given(params=PARAMS, seed=st.integers(0, 10**6))
-def test_drawn_probabilities_add_up_to_one(params: SamplingParams, seed: int) -> None:
-    count = 801
-    logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(seed)).repeat(count, 1)
-    drawn = draw(logits, [params] * count, [(i + 0.5) / count for i in range(count)])
+    drawn = draw(logits[:1].repeat(801, 1), params[:1] * 801, [(i + 0.5) / 801 for i in range(801)])
     by_token = {token: logprob for token, logprob, _ in drawn}
-    for token, logprob in by_token.items():
-        assert abs([other for other, _, _ in drawn].count(token) / count - math.exp(logprob)) < 2 / count
-    assert sum(math.exp(logprob) for logprob in by_token.values()) > 1 - 11 * 2 / count
+    shares = Counter(token for token, _, _ in drawn)
+    assert all(abs(shares[token] / 801 - math.exp(logprob)) < 2 / 801 for token, logprob in by_token.items())
 
 
-def test_the_numbers_of_a_stream_fill_the_interval_evenly_and_streams_differ() -> None:
-    numbers = [uniform(12345, position) for position in range(5000)]
-    tenths = [sum(int(number * 10) == tenth for number in numbers) for tenth in range(10)]
-    assert sum(tenths) == 5000 and max(abs(count - 500) for count in tenths) < 5 * math.sqrt(450)
-    assert len(set(numbers) | {uniform(12346, position) for position in range(5000)}) == 10_000
-
-
-def test_whatever_is_chosen_gives_the_same_product() -> None:
-    torch.manual_seed(0)
-    weights = [torch.randn(96, 64), torch.randn(64, 96)]
-    products = Products()
+def test_whichever_library_multiplies_gives_the_same_product() -> None:
+    products, weights = Products(), [torch.randn(96, 64), torch.randn(64, 96)]
     with torch.inference_mode():
         products.choose(weights)
-        for count in (1, 3, 8, 40, 300):
-            for weight in weights:
-                rows, bias = torch.randn(count, weight.shape[1]), torch.randn(weight.shape[0])
-                expected = (rows.double() @ weight.double().T + bias).float()
-                for found in (products.product(rows, weight, bias), _by_onednn(rows, weight, bias)):
-                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(products.product(rows, weight), F.linear(rows, weight), rtol=1e-4, atol=1e-4)
+        for count, weight in itertools.product((1, 3, 8, 40, 300), weights):
+            rows, bias = torch.randn(count, weight.shape[1]), torch.randn(weight.shape[0])
+            expected = (rows.double() @ weight.double().T + bias).float()
+            for found in (products.product(rows, weight, bias), _by_onednn(rows, weight, bias)):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -83,9 +83,14 @@ def test_forward_agrees_with_transformers_for_sequences_of_several_lengths_besid
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_attends_in_another_way_is_refused_by_name(config: dict[str, object], named: str) -> None:
+def test_what_attends_in_another_way_is_refused_by_name_and_slower_ways_are_told(
+    config: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ConfigError, match=named):
         EmbeddedEngine(config, slot_count=2, context_tokens=32)
+    with caplog.at_level(logging.WARNING, "echo2.worker"):
+        EmbeddedEngine(tiny_config("gemma3_text"), slot_count=2)
+    assert "slower than the fused path" in caplog.text and "gemma3_text" in caplog.text
 
 
 def test_a_model_whose_attention_does_more_than_it_says_is_refused_at_the_first_token(
@@ -104,9 +109,3 @@ def test_a_model_whose_attention_does_more_than_it_says_is_refused_at_the_first_
         torch.inference_mode(),
     ):
         decoder.fill([Fill(0, 0, (1, 2, 3))])
-
-
-def test_the_engine_says_that_it_is_slower_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "echo2.worker"):
-        EmbeddedEngine(tiny_config("gemma3_text"), slot_count=2)
-    assert "slower than the fused path" in caplog.text and "gemma3_text" in caplog.text

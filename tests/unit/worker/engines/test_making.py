@@ -16,7 +16,7 @@ from echo2.base.errors import ConfigError, EngineError, ResourceError
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
-from echo2.cost_model.sizing import Quantisation
+from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
@@ -38,37 +38,35 @@ def options(folder: Path, **worker: object) -> WorkerOptions:
     return WorkerOptions("", folder, RunConfig.model_validate({"worker": worker}))
 
 
-def test_sequences_are_by_memory_and_capped_as_told(tmp_path: Path) -> None:
-    small = tiny_config("qwen3")
-    assert fit_engine("embedded", small, options(tmp_path), CPU, 64).sequences == 64
-    told = fit_engine("embedded", small, options(tmp_path, slots=7), CPU, 64)
-    assert (told.sequences, told.engine_count, told.sequence_tokens) == (7, 1, 64)
-
-
-def test_gpus_become_engines_and_a_model_too_large_for_one_is_spread_over_several(tmp_path: Path) -> None:
-    fit = fit_engine("vllm", QWEN3_8B, options(tmp_path), FOUR_GPUS, 2560)
-    assert fit.engine_count == 4 and "4 engines" in fit.reason
-    large = QWEN3_8B | {"num_hidden_layers": 100}
-    fit = fit_engine("vllm", large, options(tmp_path), FOUR_GPUS, 2560)
-    assert (fit.engine_count, fit.tensor_parallel) == (2, 2) and "2 engines" in fit.reason
-    one_gpu = replace(FOUR_GPUS, gpus=FOUR_GPUS.gpus[:1])
-    with pytest.raises(ResourceError, match="in equal parts of 32 heads, they do not"):
-        fit_engine("vllm", large, options(tmp_path), one_gpu, 9216)
-
-
-def test_the_base_is_loaded_where_memory_is_left(tmp_path: Path) -> None:
+def test_engines_are_by_gpus_and_sequences_by_memory_and_what_does_not_fit_is_refused_before_anything_is_fetched(
+    tmp_path: Path,
+) -> None:
     """8B in bf16: 21.8 GB while a keyframe is taken, 16.4 GB of a base."""
 
-    def loads_base(memory_gb: int) -> bool:
-        machine = replace(FOUR_GPUS, memory_bytes=memory_gb * 10**9)
-        return fit_engine("vllm", QWEN3_8B, options(tmp_path), machine, 2560).loads_base
+    def fit(machine: WorkerMachine, config: dict[str, object] = QWEN3_8B, length: int = 2560, **worker: object) -> Fit:
+        choice = "vllm" if machine.gpus else "embedded"
+        return fit_engine(choice, config, options(tmp_path, **worker), machine, length)
 
-    assert loads_base(40) and not loads_base(32), "a worker with less memory goes without"
-
-
-def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="memory: expected"):
-        fit_engine("embedded", QWEN3_8B, options(tmp_path), CPU)
+    assert fit(CPU, CONFIG, 64).sequences == 64
+    told = fit(CPU, CONFIG, 64, slots=7)
+    assert (told.sequences, told.engine_count, told.sequence_tokens) == (7, 1, 64)
+    exact, large = fit(FOUR_GPUS), QWEN3_8B | {"num_hidden_layers": 100}
+    assert exact.engine_count == 4 and "4 engines" in exact.reason
+    spread = fit(FOUR_GPUS, large)
+    assert (spread.engine_count, spread.tensor_parallel) == (2, 2) and "2 engines" in spread.reason
+    rounded = fit(FOUR_GPUS, quantisation="fp8")
+    assert rounded.cache_tokens > 1.2 * exact.cache_tokens and "masters in the host's memory" in rounded.reason
+    small = replace(FOUR_GPUS, memory_bytes=60 << 30)
+    assert fit(small).engine_count == 4
+    loads = [fit(replace(FOUR_GPUS, memory_bytes=size * 10**9)).loads_base for size in (40, 32)]
+    assert loads == [True, False], "a worker with less memory goes without"
+    for text, machine, config, worker in (
+        ("in equal parts of 32 heads, they do not", replace(FOUR_GPUS, gpus=FOUR_GPUS.gpus[:1]), large, {}),
+        ("memory: expected", CPU, QWEN3_8B, {}),
+        ("memory: expected", small, QWEN3_8B, {"quantisation": "fp8"}),
+    ):
+        with pytest.raises(ResourceError, match=text):
+            fit(machine, config, 9216 if "heads" in text else 2560, **worker)
 
 
 ADAPTED = CONFIG | {CONFIG_KEY: {"rank": 8, "scale": 1.0, "dtype": "bfloat16", "base_fingerprint": "0" * 16}}
@@ -78,6 +76,7 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
 @pytest.mark.parametrize(
     ("choice", "config", "worker", "named"),
     [
+        ("embedded", CONFIG, {"quantisation": "bf16"}, "needs a processor that multiplies it .amx_bf16 or avx512_bf16"),
         ("embedded", CONFIG, {"quantisation": "fp8"}, "worker.quantisation: fp8 is vLLM's.*expected none"),
         (
             "embedded",
@@ -110,36 +109,11 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
     worker: dict[str, str],
     named: str,
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": "processor" not in named})
     asked = options(tmp_path, **worker)
     with pytest.raises(ConfigError, match=named):
         make_engine(choice, config, asked, fit_engine(choice, CONFIG, asked, FOUR_GPUS, 64))
-
-
-def test_bf16_is_refused_on_a_processor_that_does_not_multiply_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False})
-    asked = options(tmp_path, quantisation="bf16")
-    with pytest.raises(ConfigError, match="bf16 needs a processor that multiplies it .amx_bf16 or avx512_bf16"):
-        make_engine("embedded", CONFIG, asked, fit_engine("embedded", CONFIG, asked, CPU, 64))
-
-
-def test_a_hybrid_without_mambas_layers_is_for_vllm() -> None:
-    said = CONFIG | {"mamba_d_state": 8, "layer_types": ["attention", "attention"]}
-    refuse_unsupported(said, Quantisation.NONE, None)
-
-
-def test_rounded_weights_take_less_of_a_card_and_their_masters_the_hosts_memory(tmp_path: Path) -> None:
-    rounding = options(tmp_path, quantisation="fp8")
-    exact = fit_engine("vllm", QWEN3_8B, options(tmp_path), FOUR_GPUS, 2560)
-    rounded = fit_engine("vllm", QWEN3_8B, rounding, FOUR_GPUS, 2560)
-    assert rounded.cache_tokens > 1.2 * exact.cache_tokens and rounded.engine_count == 4
-    assert "masters in the host's memory" in rounded.reason
-    small = replace(FOUR_GPUS, memory_bytes=60 << 30)
-    assert fit_engine("vllm", QWEN3_8B, options(tmp_path), small, 2560).engine_count == 4
-    with pytest.raises(ResourceError, match="memory: expected"):
-        fit_engine("vllm", QWEN3_8B, rounding, small, 2560)
+    refuse_unsupported(CONFIG | {"mamba_d_state": 8, "layer_types": ["attention"]}, Quantisation.NONE, None)  # a hybrid
 
 
 def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

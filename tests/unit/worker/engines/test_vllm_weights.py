@@ -18,7 +18,7 @@ from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.vllm import vllm_weights
 from echo2.worker.engines.vllm.vllm_weights import NO_FINGERPRINT, VllmWeights, read_patches
 from echo2.worker.engines.vllm.weight_map import record_map
-from tests.contract.engine_rig import Staged, bits_of
+from tests.contract.engine_rig import Staged, bits_of, keyframe_of
 from tests.unit.worker.engines.test_weight_map import SHAPES, ParallelLayer, Weights, random_weights
 
 
@@ -57,11 +57,6 @@ def published(seed: int) -> Weights:
     return random_weights(torch.Generator().manual_seed(seed), SHAPES)
 
 
-def keyframe(tensors: Weights) -> Staged:
-    updates = [TensorUpdate(n, "bfloat16", tuple(t.shape), None, bits_of(t)) for n, t in tensors.items()]
-    return Staged(Version(0), None, updates)
-
-
 async def put(weights: VllmWeights, staged: Staged) -> None:
     await weights.stage(staged)
     await weights.apply()
@@ -87,7 +82,7 @@ def test_an_update_reaches_every_rank_or_none_and_ranks_that_differ_have_no_fing
         with pytest.raises(EngineError, match="expected a keyframe first"):
             await weights.stage(Staged(Version(1), Version(0), []))
         tensors = published(0)
-        await put(weights, keyframe(tensors))
+        await put(weights, keyframe_of(tensors, 0))
         assert await weights.fingerprint(5) == fingerprint(tensors, 5)
         tensors["q"].view(-1)[[2, 200]] = torch.ones(2).bfloat16()
         update = TensorUpdate("q", "bfloat16", SHAPES["q"], np.array([2, 200]), bits_of(torch.ones(2)))
@@ -99,7 +94,7 @@ def test_an_update_reaches_every_rank_or_none_and_ranks_that_differ_have_no_fing
         ranks[0].norm.data.copy_(kept)
         ranks[1].fail()
         before = ranks[0].qkv.clone()
-        await weights.stage(keyframe(published(2)))
+        await weights.stage(keyframe_of(published(2), 0))
         with pytest.raises(EngineError, match=r"rank 1 of 2: tensor norm: .* expected an engine of dtype bfloat16"):
             await weights.apply()
         assert torch.equal(ranks[0].qkv, before), "the rank that had written has its old values back"
@@ -112,13 +107,13 @@ def test_a_keyframe_goes_through_shared_memory_in_rounds(monkeypatch: pytest.Mon
 
     async def scene(ranks: list[Rank], weights: VllmWeights) -> None:
         tensors = published(0)
-        await put(weights, keyframe(tensors))
+        await put(weights, keyframe_of(tensors, 0))
         whole = sum(tensor.nbytes for tensor in tensors.values())
         assert all(max(rank.sizes) <= 768 and sum(rank.sizes) == whole for rank in ranks), "never the whole of it"
         assert await weights.fingerprint(5) == fingerprint(tensors, 5)
         ranks[1].fail()  # in its last round
         before = [parameter.clone() for parameter in ranks[0].parameters()]
-        await weights.stage(keyframe(published(2)))
+        await weights.stage(keyframe_of(published(2), 0))
         with pytest.raises(EngineError, match="tensor norm"):
             await weights.apply()
         now = ranks[0].parameters()
@@ -133,6 +128,6 @@ def test_full_shared_memory_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             patched.setattr(Path, "unlink", lambda *_, **__: None)
             with pytest.raises(ResourceError, match=r"expected room for .* got: No space left on device; .*--shm-size"):
-                await weights.stage(keyframe(published(0)))
+                await weights.stage(keyframe_of(published(0), 0))
 
     play(scene)
