@@ -16,9 +16,8 @@ from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.process import COLUMNS_MAX, wrapped
 from echo2.cli.sizing import FIT_COLUMNS, fit_rows
 from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
-from echo2.cost_model.advice import Advice, advise
 from echo2.cost_model.plan import Limit, Plan, Term
-from echo2.cost_model.question import PlanQuestion, PoolOffer
+from echo2.cost_model.question import Advice, PlanQuestion, PoolOffer, advise
 from echo2.cost_model.snapshot import LearnerEstimate
 
 PRICE_RANGE = (0.5, 2.0)

@@ -25,8 +25,7 @@ from typing import IO
 from echo2.base.errors import ConfigError, DiskFull, EchoError, PortBusy, StateError
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, RunId
-from echo2.coordinator.fleet.enrolment import EnrolmentService, RenewalService
-from echo2.coordinator.fleet.probe import ProbeService
+from echo2.coordinator.fleet.enrolment import EnrolmentService, ProbeService, RenewalService
 from echo2.coordinator.fleet.tokens import token_hash
 from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.learner import LearnerReachability

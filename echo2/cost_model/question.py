@@ -1,25 +1,29 @@
-"""The input of `echo2 plan`: a model, a learner, rollout lengths and the machines on offer.
+"""The input of `echo2 plan`: a model, a learner, rollout lengths and the machines on offer; and what would make it feasible.
 
-Guarantees: `snapshot()` and `wishes` are what the live planner would get if its measurements equalled the priors; a
-what-if changes one named number. Bad values raise `ConfigError` naming the field, the value and the range. Leaves to
-others: reading files and printing (cli).
+Guarantees: `snapshot()` and `wishes` are what the live planner would get if its measurements equalled the priors; a what-if
+changes one named number. Bad values raise `ConfigError` naming the field, the value and the range. Each piece of advice was
+tried with exactly the change it names, and gives a feasible plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.ids import PeerId
-from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
+from echo2.base.units import format_bytes, parse_duration_s, parse_rate_bytes_per_s
 from echo2.cost_model.machines import STEP_S_MIN, GpuType, PrefillCost, WorkerPrior, gpu_of, prefill_cost, worker_prior
 from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
     JOIN_S,
+    STALENESS_BOUND_MAX,
     FleetSnapshot,
     LearnerEstimate,
     LinkEstimate,
@@ -28,6 +32,9 @@ from echo2.cost_model.snapshot import (
     check_fields,
     checked,
 )
+
+if TYPE_CHECKING:
+    from echo2.cost_model.plan import Plan  # loads numpy
 
 OFFER_WORKERS_MAX = 20_000  # twice the largest fleet that echo2 is tested with
 MACHINE_GPUS_MAX = 64  # the largest power of two in a rack of 72: an engine divides attention heads
@@ -268,3 +275,124 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"what-if {name}: expected a number, got {text!r}") from None
+
+
+# ---- if nothing is feasible: the smallest change of one number, or of two, that makes a plan feasible, by planning again
+
+# What one can rent or set: steps of a quarter to a half.
+FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
+
+Planner = Callable[[PlanQuestion], "Plan | None"]
+"""Plans a question; None if nothing is feasible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change, in words and in the syntax of `echo2 plan --what-if`, with the price and utilisation of the resulting plan."""
+
+    change: str
+    what_if: str
+    usd_per_hour: float
+    predicted_utilisation: float
+    usd_per_step: float  # of training, workers and learner together
+
+
+def usd_per_step(question: PlanQuestion, plan: Plan) -> float:
+    """What a step costs, workers and learner together; infinite if nothing is trained."""
+    learner = question.learner
+    if plan.predicted_utilisation <= 0:
+        return math.inf
+    step_s = learner.train_s * learner.training_share / plan.predicted_utilisation
+    return (plan.usd_per_hour + learner.price_usd_per_hour) * step_s / 3600
+
+
+Lever = Callable[[PlanQuestion, float], tuple[str, str] | None]
+"""A number changed by a factor, as NAME=VALUE and in words; None if it has nothing to change."""
+
+
+def advise(question: PlanQuestion, effort: Plan, planned: Planner) -> tuple[Advice, ...]:
+    """For each lever that suffices alone, the smallest of `FACTORS` that does. If none suffices, the same for pairs of levers.
+    `effort`: the infeasible plan. A slower learner is no advice where the steps then cost more than with `effort`."""
+    more = (_more(offer.gpu) for offer in question.offers[:1] if offer.count)
+    levers: list[Lever] = [_bound, _uplink, *more, _cap, _budget, _train]
+    most_usd = usd_per_step(question, effort)
+    for count in (1, 2):
+        found = [(chosen, _least(question, chosen, planned)) for chosen in combinations(levers, count)]
+        kept = tuple(one for chosen, one in found if one and (_train not in chosen or one.usd_per_step <= most_usd))
+        if kept:
+            return kept
+    return ()
+
+
+def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) -> Advice | None:
+    """The smallest factor, applied to all `levers`, that gives a feasible plan. Bisection, because levers are monotone; the largest
+    comes first, since most levers do not help at all. With a budget a slower learner is not: it also takes more hours."""
+    is_monotone = not (_train in levers and question.wishes.usd_budget < math.inf)
+    low, high = 0, len(FACTORS)
+    best: Advice | None = None
+    tried: dict[str, Advice | None] = {}  # several factors may give the same change, at a number's own limit
+    while low < high:
+        middle = high - 1 if is_monotone and not tried else (low + high) // 2
+        steps = [step for lever in levers if (step := lever(question, FACTORS[middle])) is not None]
+        if len(steps) < len(levers):
+            return None
+        what_if = ",".join(changed for changed, _ in steps)
+        if what_if not in tried:
+            try:
+                tried[what_if] = _tried(question, what_if, " and ".join(words for _, words in steps), planned)
+            except ConfigError:  # beyond a number's limit: less may do
+                high = middle
+                continue
+        if (answer := tried[what_if]) is not None:
+            best, high = answer, middle
+        elif is_monotone and len(tried) == 1:
+            return None
+        else:
+            low = middle + 1
+    return best
+
+
+def _tried(question: PlanQuestion, what_if: str, words: str, planned: Planner) -> Advice | None:
+    """The advice to change just that, None if it does not help. `ConfigError` for what cannot be asked."""
+    for name, value in parse_what_if(what_if):
+        question = question.what_if(name, value)
+    answer = planned(question)
+    if answer is None:
+        return None
+    usd = usd_per_step(question, answer)
+    return Advice(words, what_if, answer.usd_per_hour, answer.predicted_utilisation, usd)
+
+
+def _bound(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
+    now = question.wishes.staleness_bound
+    bound = min(STALENESS_BOUND_MAX, max(now + 1, round(now * factor)))
+    return (f"S={bound}", f"staleness bound S = {bound}") if bound > now else None
+
+
+def _uplink(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
+    rate = round(question.learner.link.uplink_bytes_per_s * factor)
+    return f"uplink={rate}B/s", f"a learner uplink of {format_bytes(rate)}/s"
+
+
+def _more(gpu: str) -> Lever:
+    def lever(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
+        now = sum(offer.count for offer in question.offers if offer.gpu == gpu)
+        count = min(OFFER_WORKERS_MAX, max(now + 1, round(now * factor)))
+        return f"count.{gpu}={count}", f"{count} x {gpu} on offer"
+
+    return lever
+
+
+def _cap(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
+    cap = question.wishes.usd_per_hour_cap * factor
+    return (f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if 0 < cap < math.inf else None
+
+
+def _budget(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
+    budget = question.wishes.usd_budget * factor
+    return (f"budget={budget:.2f}", f"a budget of ${budget:,.2f}") if 0 < budget < math.inf else None
+
+
+def _train(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
+    train_s = (question.learner.train_s - question.learner.idle_s) * factor
+    return f"train={train_s:.6g}s", f"a learner {factor:g} times slower ({train_s:.3g} s a step)"

@@ -44,9 +44,9 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
         "tests/unit/coordinator/test_daemon.py",
         "tests/unit/coordinator/test_web.py",
     ),
-    "coordinator/fleet/probe.py": ("tests/unit/coordinator/test_probe.py",),
     "coordinator/fleet/enrolment.py": (
         "tests/unit/coordinator/test_enrolment.py",
+        "tests/unit/coordinator/test_probe.py",
         "tests/unit/coordinator/test_daemon.py",
     ),
     "coordinator/money/providers/machine_setup.py": ("tests/unit/coordinator/test_wheel.py",),

@@ -105,7 +105,7 @@ SHELL_FILES |= {
     f"echo2/coordinator/{name}.py"
     for name in (
         "coordinator", "hub", "last_transaction", "learner", "operator", "run_end",
-        "sessions", "store", "streams", "fleet/enrolment", "fleet/probe", "money/market",
+        "sessions", "store", "streams", "fleet/enrolment", "money/market",
         "money/costs", "money/offers", "money/provisioner", "money/providers/command", "money/providers/fetch_wheel",
         "money/providers/machine_setup", "money/providers/skypilot",
          "planning/pool_plan", "planning/service",
@@ -228,7 +228,7 @@ def test_nothing_on_the_wire_is_pickled() -> None:
 READS_THE_MACHINE = (
     "echo2/outside/", "echo2/cli/", "echo2/sim/", "echo2/tasks/rewards.py", "echo2/worker/engines/",
     "echo2/learner/training/trainer.py", "echo2/broadcast/nat/reach.py", "echo2/broadcast/nat/relay.py",
-    "echo2/coordinator/web/", "echo2/coordinator/fleet/probe.py", "echo2/contain/",
+    "echo2/coordinator/web/", "echo2/coordinator/fleet/enrolment.py", "echo2/contain/",
 )  # fmt: skip
 MACHINE_CALLS = {"time", "monotonic", "perf_counter", "urandom", "token_bytes", "token_hex", "token_urlsafe", "fsync"}
 MACHINE_MODULES = {"time", "os", "secrets", "random"}

@@ -33,8 +33,15 @@ from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivery
-from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue, may_take
-from echo2.coordinator.leases.requests import Evaluators, LeaseRequests, LeaseRules, Ranking
+from echo2.coordinator.leases.requests import (
+    Evaluators,
+    ExpectedLength,
+    LeaseQueue,
+    LeaseRequests,
+    LeaseRules,
+    Ranking,
+    may_take,
+)
 from echo2.staleness.rule import may_begin
 
 REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often

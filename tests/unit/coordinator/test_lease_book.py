@@ -13,8 +13,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.queue import ExpectedLength
-from echo2.coordinator.leases.requests import LeaseRules
+from echo2.coordinator.leases.requests import ExpectedLength, LeaseRules
 from echo2.coordinator.leases.waits import slowest, waits
 
 BOUND = 4
@@ -70,6 +69,9 @@ def test_the_most_urgent_group_goes_first_and_a_worker_that_is_too_old_for_it_is
     assert one.offer(0.6, (spec("late", 5),)) == [le.Save("groups", "late")], "it stays leased"
     granted = grants(one.request(1.0, A, 8, Version(5)))
     assert [grant.group.group_id for grant in granted] == ["next"]
+    ready(one, B, version=0, free=80), ready(one, C, version=2, free=80)
+    new = grants(one.offer(2.0, [spec(name, BOUND + 1) for name in "efg"]))
+    assert [grant.worker_id for grant in new] == [C, C, C], "B has more room, but is too old"
 
 
 def test_a_later_turn_goes_to_the_worker_that_has_the_one_before_it_and_after_a_while_to_any() -> None:

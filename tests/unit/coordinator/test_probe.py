@@ -17,7 +17,7 @@ import pytest
 from echo2.base.errors import BadToken, PortBusy, TrustError
 from echo2.broadcast import reachability
 from echo2.broadcast.nat.reach import look_at_own_link
-from echo2.coordinator.fleet import probe
+from echo2.coordinator.fleet import enrolment
 from echo2.coordinator.fleet.enrolment import caller_address, caller_host
 from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
@@ -89,9 +89,9 @@ async def test_only_the_callers_own_address_is_dialled_and_the_nonce_is_read(tmp
 async def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "TRANSFER_S", 0.2)
-    monkeypatch.setattr(probe, "TURN_S", 0.1)
-    monkeypatch.setattr(probe, "CALLS_BURST", 7)
+    monkeypatch.setattr(enrolment, "TRANSFER_S", 0.2)
+    monkeypatch.setattr(enrolment, "TURN_S", 0.1)
+    monkeypatch.setattr(enrolment, "CALLS_BURST", 7)
 
     async def stalling(token: str) -> AsyncIterator[pb.UploadBlock]:
         yield pb.UploadBlock(token=token, data=b"x")

@@ -6,11 +6,10 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
-from echo2.cost_model.advice import advise
 from echo2.cost_model.machines import gpu_of, parse_catalogue, worker_prior
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
-from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, billions_in, parse_what_if
+from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, advise, billions_in, parse_what_if
 from echo2.cost_model.sizing import RunLengths
 from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
 from tests.unit.cost_model.fleets import learner
