@@ -22,7 +22,6 @@ _HUB, _POOL, _JOURNAL = "coordinator/hub.py", "learner/rollouts/pool.py", "learn
 _FILES, _TLS, _ADMISSION = "learner/publishing/checkpoint.py", "trust/tls.py", "learner/rollouts/admission.py"
 _EPISODES = "gateway/episodes.py"
 _SWAP, _GATE, _TOKENS = "worker/weights.py", "worker/rollouts.py", "coordinator/fleet/tokens.py"
-_MEMBERS = "coordinator/fleet/members.py"
 _LEARNER, _WORKER = "learner/learner.py", "worker/worker.py"
 _PIPE_RELAY, _PIPES = "broadcast/nat/pipes.py", ("tests/redteam/test_pipes.py",)
 _UNIT = "tests/unit/"
@@ -273,6 +272,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a relay serves workers that are banned", "coordinator/coordinator.py", "is_barred=hub.membership.banned.__contains__,", "is_barred=lambda peer_id: False,",
            (_UNIT + "coordinator/test_learner_reachability.py",)),
     # records, and messages that are not made by keywords
+    Mutant("WheelRequest loses token", "coordinator/money/providers/fetch_wheel.py", "StringValue(value=token)", "StringValue()",
+           (_UNIT + "coordinator/test_wheel.py",)),
     Mutant("a wheel is written whatever its SHA-256", "coordinator/money/providers/fetch_wheel.py", "    if found != expected:\n",
            "    if False:\n", (_UNIT + "coordinator/test_wheel.py",)),
     Mutant("the wheel is given to anybody", "coordinator/money/providers/machine_setup.py",
