@@ -26,6 +26,7 @@ from echo2.sim.tiny_model import SHAPES, VOCABULARY, Pick, fingerprint_of, seede
 from echo2.weights import HostWeights, apply_updates
 from echo2.worker.engines.embedded.slots import SlotTable
 from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.engines.making import Engines
 from echo2.worker.machine import Finding, WorkerMachine
 from echo2.worker.options import WorkerOptions
 
@@ -161,7 +162,7 @@ class SimulatedEngine:
             self._give(TokenChunk(request_id, (token,), (logprob,), (logprob,), version, finish))
 
 
-class VirtualEngines:
+class VirtualEngines(Engines):
     """`Engines` of a virtual machine, which sample tokens by `pick` and claim to draw by the leases' seeds, or not."""
 
     def __init__(self, slot_count: int, step_s: float, faults: EngineFaults) -> None:

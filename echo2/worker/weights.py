@@ -48,14 +48,12 @@ from echo2.worker.engines.engine import Engine, SwapMode
 from echo2.worker.generation import Generation
 from echo2.worker.rollouts import TokenGate
 
-# Shows the progress of downloads, loads and catch-ups: as bars on a terminal, as log lines elsewhere.
-#
-# Guarantees: at most one line every `LINE_EVERY_S` for each task, so quick tasks are not logged at all; bars disappear when done,
-# and log lines appear above them. Leaves to others: what to show (weights, worker).
+# Progress of downloads, loads and catch-ups: bars on a terminal, which disappear when done and above which log lines appear;
+# elsewhere log lines, at most one every `LINE_EVERY_S` for each task, so that quick tasks are not logged at all.
 
 LINE_EVERY_S = 3.0  # readable in a log
 LOOK_S = 1.0  # a clock's tick on the screen
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class ShowsProgress(Protocol):
@@ -66,7 +64,7 @@ class ShowsProgress(Protocol):
     def ended(self, what: str) -> None: ...
 
 
-async def shown(progress: ShowsProgress, what: str, work: Awaitable[T]) -> T:
+async def shown(progress: ShowsProgress, what: str, work: Awaitable[_T]) -> _T:
     """Awaits `work` whose progress cannot be measured, such as a compilation, and shows that it is running and for how long."""
     progress.at(what, 0, 0)
     try:
@@ -148,7 +146,6 @@ SKIPS_MAX = 8  # each skip makes the live weights a version older
 FAILURES_MAX = 5  # one may be a damaged artifact; five in a row are this machine's fault
 Tensors = Iterable[tuple[str, tuple[int, ...], str]]
 _log = logging.getLogger("echo2.worker")
-_T = TypeVar("_T")
 
 
 def model_digest(config_json: bytes, tensors: Tensors) -> str:

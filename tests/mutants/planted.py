@@ -458,4 +458,17 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "coordinator/test_barring.py", "tests/redteam/test_claims.py")),
     Mutant("a plan that the operator applies is not acted on", "coordinator/operator.py", "is_acted_on=True)", "is_acted_on=False)",
            (_UNIT + "coordinator/test_limits.py",)),
+    # what works on one machine
+    Mutant("a reward that its CPU limit ended is told as one that died", "contain/inside.py",
+           "if is_ended_by_limit or used_s >=", "if used_s >=", (_UNIT + "contain/test_programs.py",)),
+    Mutant("rows that differ in capitals are on both sides of a split", "tasks/data_files.py",
+           "key = _digest(words.casefold())", "key = _digest(words)", (_UNIT + "tasks/test_data_files.py",)),
+    Mutant("control tokens that overlap themselves are left in messages", "tasks/chat_format.py",
+           "while token in value:", "if token in value:", (_UNIT + "tasks/test_chat_format.py",)),
+    Mutant("a cache of older weights is shared", "worker/engines/embedded/slots.py",
+           "if cached and sequence.epoch == self.epoch:", "if cached:", (_UNIT + "worker/test_slots.py",)),
+    Mutant("idle time brings old rates back", "worker/leases.py",
+           "if is_change or not self._marks or", "if not self._marks or", (_UNIT + "worker/test_leases.py",)),
+    Mutant("bytes behind a payload are let pass", "weights/bits.py",
+           "if self._at != len(self._payload):", "if False:", (_UNIT + "weights/test_damage.py",)),
 )  # fmt: skip

@@ -14,8 +14,6 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -26,7 +24,7 @@ from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import SIZE_KEY, Fit, Quantisation, RunLengths, model_size, worker_fit
 from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk
-from echo2.worker.machine import Finding, WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
+from echo2.worker.machine import WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 from echo2.worker.options import WorkerOptions
 
 NO_FINGERPRINT = -1  # no sum is negative
@@ -190,31 +188,9 @@ def make_engine(choice: str, config: dict[str, object], options: WorkerOptions, 
     return SeveralEngines([module.make(model, options, fit, gpus) for gpus in shares])
 
 
-class Engines(Protocol):
-    """This machine, and how to make engines on it; the simulator has an implementation of its own."""
+class Engines:
+    """This machine, and how to make engines on it; the simulator has its own."""
 
-    def look(self, folder: Path) -> WorkerMachine: ...
-
-    def memory_bytes(self) -> tuple[int, int]: ...
-
-    def warm_up(self, choice: str) -> None: ...
-
-    def fit(
-        self,
-        choice: str,
-        config: dict[str, object],
-        options: WorkerOptions,
-        machine: WorkerMachine,
-        longest_tokens: int = 0,
-        published_bytes: int = 0,
-    ) -> Fit: ...
-
-    def make(self, choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine: ...
-
-    async def reach(self, addresses: list[str]) -> Finding: ...
-
-
-class MachineEngines:
     look = staticmethod(look)
     warm_up = staticmethod(warm_up)
     fit = staticmethod(fit_engine)
@@ -225,4 +201,4 @@ class MachineEngines:
         return memory_used_bytes(), memory_total_bytes()
 
 
-ENGINES: Engines = MachineEngines()
+ENGINES = Engines()
