@@ -116,6 +116,7 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
 
     from echo2.base.ids import GroupId, Step, Version
     from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+    from echo2.config.run import RunConfig
     from echo2.learner.options import TrainerOptions
     from echo2.learner.rollouts.groups import Batch, TrainGroup
     from echo2.learner.training.model import PolicyModel
@@ -136,11 +137,9 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
         spec = GroupSpec(group_id, tuple(data["prompts"][first]), n, sampling, 0)
         rewards = tuple(data["advantages"][first : first + n])
         groups.append(TrainGroup(spec, first, tuple(rollouts), rewards))
-    options = TrainerOptions(
-        data["model"], weights_dtype="float32", device="cpu", threads=threads, lr=1e-3,
-        token_budget=data["token_budget"], row_tokens=data.get("row_tokens", 0),
-    )  # fmt: skip
-    trainer = Trainer(PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), options, 1000)
+    options = TrainerOptions(token_budget=data["token_budget"], row_tokens=data.get("row_tokens", 0), threads=threads)
+    config = RunConfig.model_validate({"learner": {"steps": 1000, "lr": 1e-3}})
+    trainer = Trainer(PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), config, options)
     return trainer, Batch(Step(0), tuple(groups))
 
 

@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.setup import QWEN3_06B, QWEN3_4B, SMALL, Row, Setup, Shape, not_measured, saved_model
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.config.run import OptimizerState
+from echo2.config.run import OptimizerState, RunConfig
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.model import PolicyModel
@@ -74,16 +74,14 @@ def trainer_of(
 ) -> Trainer:
     path = str(saved_model(shape, setup.folder))
     budget = 512 if setup.is_small else 16_384
-    options = TrainerOptions(
-        path, device=str(setup.device), lr=1e-6, token_budget=budget, gradient_checkpointing=not setup.is_small,
-        optimizer_state=optimizer_state,
-    )  # fmt: skip
+    options = TrainerOptions(token_budget=budget, gradient_checkpointing=not setup.is_small)
+    config = RunConfig.model_validate({"learner": {"steps": 1000, "optimizer_state": optimizer_state}})
     model = PolicyModel(path, "bfloat16", setup.device, 1.0, masters_on_host=optimizer_state == "host")
     if attention == "dense":
         add_up_in_order()
     else:
         choose_attention(model.policy, setup.device)
-    return Trainer(model, options, 1000)
+    return Trainer(model, config, options)
 
 
 def run(setup: Setup) -> Iterator[Row]:

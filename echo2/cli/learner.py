@@ -107,29 +107,9 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
 
     learner = config.learner
     return TrainerOptions(
-        model_path=config.model.path,
-        weights_dtype=config.model.weights_dtype,
-        lora_rank=config.model.lora_rank,
-        device=learner.device,
-        threads=threads(available_cores()),
-        emulated_step_s=learner.emulated_step,
-        lr=learner.lr,
-        warmup_steps=learner.warmup_steps,
-        schedule=learner.schedule,
-        weight_decay=learner.weight_decay,
-        loss=LossConfig(loss(config).value, *learner.clip, learner.correction, kl_coefficient=learner.kl_coefficient),
-        optimizer_state=learner.optimizer_state,
-        updates_per_batch=learner.updates_per_batch,
-        trains_on_truncated=learner.train_on_truncated,
-        advantage=learner.advantage,
-        token_budget=token_budget(config).value,
-        replicas=learner.replicas,
-        replays_routing=learner.replay_routing,
-        teacher_path=learner.teacher,
-        supervised_steps=config.sft.step_count,
-        supervised_lr=config.sft.lr,
-        gradient_checkpointing=gradient_checkpointing(config).value,
-    )
+        LossConfig(loss(config).value, *learner.clip, learner.correction, kl_coefficient=learner.kl_coefficient),
+        token_budget(config).value, gradient_checkpointing(config).value, threads(available_cores()),
+    )  # fmt: skip
 
 
 def follow_rank_0(options: LearnerOptions) -> int:
@@ -143,7 +123,7 @@ def follow_rank_0(options: LearnerOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        follow(options, ranks_of_environment(options.trainer.replicas))
+        follow(options, ranks_of_environment(options.config.learner.replicas))
     except EchoError as error:
         return report_error(error)
     return 0
@@ -155,7 +135,7 @@ def _daemon(options: LearnerOptions) -> Daemon:
     from echo2.learner.training.ranks import ranks_of_environment
 
     # Before the daemon runs: the other ranks wait here for this one, and the coordinator may take long.
-    ranks = ranks_of_environment(options.trainer.replicas)
+    ranks = ranks_of_environment(options.config.learner.replicas)
     return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
 
 

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from echo2.learner.audit import (
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import NOBODY, TrainGroup
 from echo2.outside import monotonic, unix_now
+from echo2.outside.guard import Tasks
 
 TURN_TOKENS = 16_384
 """Tokens scored in one turn of the thread, prompts included; at least one rollout."""
@@ -89,7 +90,7 @@ class Auditor:
         self.draw = AuditDraw(share, rng)
         self.accused: dict[PeerId, Accusation] = {}
         self.versions_max = versions_max
-        self._workers, self._fail = workers, fail
+        self._workers = workers
         self._is_trainer_idle: Callable[[], bool] = lambda: False
         self._trainer_thread: Executor | None = None
         self._bets: dict[PeerId, Bets] = {}
@@ -97,7 +98,7 @@ class Auditor:
         self._excused: set[PeerId] = set()
         self._scorer: Scorer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks = Tasks(fail)
         self._is_scoring = False
 
     @property
@@ -123,7 +124,10 @@ class Auditor:
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """Keeps a published version for scoring; its `tensors` must never change in place. Returns at once."""
         if self._scorer is not None:
-            self._begin(asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.keep, version, tensors))
+            self._tasks.start(self._keep(self._scorer, version, tensors))
+
+    async def _keep(self, scorer: Scorer, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, scorer.keep, version, tensors)
 
     def consider(self, groups: Sequence[TrainGroup]) -> None:
         """Draws rollouts to audit from groups that were trained on or used in an evaluation. Returns at once."""
@@ -139,7 +143,7 @@ class Auditor:
                     self.draw.add(workers[-1], passage_of(group, member, self._workers.habits_of))
         if self.draw.waiting and self._scorer is not None and not self._is_scoring:
             self._is_scoring = True
-            self._begin(self._score_waiting(self._scorer))
+            self._tasks.start(self._score_waiting(self._scorer))
 
     async def _score_waiting(self, scorer: Scorer) -> None:
         """Scores until nothing that was drawn is left."""
@@ -189,17 +193,6 @@ class Auditor:
                 _log.warning("audit of %s: %s", worker, accusation.text)
                 self._workers.accuse(worker, f"audit: {accusation.text}", is_certain=accusation.is_certain)
 
-    def _begin(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Future[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
-
     # ---- verdicts
 
     def _of(self, worker: PeerId, now: float) -> Bets:
@@ -216,9 +209,8 @@ class Auditor:
         if accusation is not None and not accusation.is_certain:
             self._excused.add(worker)
 
-    def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+    async def close(self) -> None:
+        await self._tasks.end()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -233,5 +225,5 @@ def auditor_of(
     options: LearnerOptions, rng: random.Random, workers: Workers, fail: Callable[[BaseException], None]
 ) -> Auditor:
     """Makes the auditor from the run's options; if an adapter is published, it audits nothing."""
-    share = 0.0 if options.trainer.lora_rank else options.config.learner.audit_share
+    share = 0.0 if options.config.model.lora_rank else options.config.learner.audit_share
     return Auditor(share, rng, workers, fail, audit_versions(options.config.staleness.bound))

@@ -285,9 +285,10 @@ class Learner:
                 rest.callback(self._encoders.shutdown, wait=True, cancel_futures=True)
             for close in (
                 *(sink.close for sink in self._sinks), prepared.journal.close, prepared.prompts.close,
-                prepared.evaluations.close, self.auditor.close,
+                prepared.evaluations.close,
             ):  # fmt: skip
                 rest.callback(close)
+            rest.push_async_callback(self.auditor.close)
             if self.agents is not None:
                 rest.push_async_callback(self.agents.close)
             rest.push_async_callback(self._ingest.server.stop, STOP_GRACE_S)
@@ -399,7 +400,7 @@ class Learner:
             address=self.address,
             chunk_address=self.chunk_address,
             relay_address=self.relay_address,
-            model_name=self.options.trainer.model_path.rstrip("/").rpartition("/")[2],
+            model_name=config.model.path.rstrip("/").rpartition("/")[2],
             model_config_json=model.config_json(),
             model_digest=model.digest(),
             staleness_bound=config.staleness.bound,

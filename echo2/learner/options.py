@@ -7,46 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from echo2.config.run import OptimizerState, RunConfig
+from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.training.loss import LossConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """Options of the training step. `schedule`: shape of the learning rate after warm-up. `emulated_step_s`: minimum duration of a
-    step, to emulate a larger model on a small machine.
-    """
+    """What the training step takes beside the run file: what rules made of "auto" on this machine, and limits of ours.
+    `row_tokens`: length of rows with a mask; 0: from the model's width."""
 
-    model_path: str
-    weights_dtype: str = "bfloat16"
-    device: str = "auto"
-    threads: int = 1
-    emulated_step_s: float = 0.0
-    lr: float = 1e-6
-    warmup_steps: int = 0
-    schedule: str = "constant"  # constant | linear | cosine
-    beta1: float = 0.9
-    beta2: float = 0.99
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
     loss: LossConfig = field(default_factory=LossConfig)
-    advantage: str = "grpo"
     token_budget: int = 16384
-    row_tokens: int = 0  # 0: from the model's width
     gradient_checkpointing: bool | Literal["selective"] = False
-    optimizer_state: OptimizerState = "float32"
-    updates_per_batch: int = 1  # optimiser updates per step, each on its share of the groups
-    trains_on_truncated: bool = True  # whether to train on completions cut off at the length limit
+    threads: int = 1
+    row_tokens: int = 0
+    grad_clip: float = 1.0
     nonfinite_steps_max: int = 5
-    lora_rank: int = 0  # 0: train and publish all weights; else only a low-rank adapter
-    lora_alpha: int = 0  # 0: twice the rank
-    replicas: int = 1  # copies of the weights; each is sharded over its share of the ranks
-    teacher_path: str = ""  # a model whose log-probabilities are the advantage, instead of rewards
-    supervised_steps: int = 0  # the run's first steps, which learn the tokens as given
-    supervised_lr: float = 0.0  # 0: lr
-    replays_routing: bool = False  # in a mixture of experts, train tokens through the experts that sampled them
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +37,7 @@ class LearnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class LearnerOptions:
-    """`trainer`: what the learner section comes to on this machine. `turns_max`: most completions in one rollout, by the task.
+    """`turns_max`: most completions in one rollout, by the task.
     `join_link`: needed until the folder has the run's credentials; if `link_file` is set, the link is read from it again when the
     coordinator cannot be reached. `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by index, whose
     reference cannot be judged.
@@ -68,7 +45,7 @@ class LearnerOptions:
 
     folder: Path
     config: RunConfig
-    trainer: TrainerOptions
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
     turns_max: int = 1
     host: str = "127.0.0.1"
     join_link: str = ""

@@ -285,9 +285,8 @@ def served_options(options: LearnerOptions, *, trains: bool = False) -> LearnerO
 
 def prepare_served(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:
     """As `prepare`, with the weights of the model's folder, or of the newest version that this run was handed."""
-    model = ServedModel(
-        options.trainer.model_path, options.trainer.weights_dtype, records_routing=options.trainer.replays_routing
-    )
+    config = options.config
+    model = ServedModel(config.model.path, config.model.weights_dtype, records_routing=config.learner.replay_routing)
     return prepare_with(
         ServedWeights(model, door), options, folder, PromptSource(load_tokenizer(model.path), NoPrompts())
     )

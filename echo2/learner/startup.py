@@ -24,7 +24,7 @@ from echo2.base.rng import derived_seed
 from echo2.base.units import format_seconds
 from echo2.broadcast.store import LeftVersions
 from echo2.learner.metrics import RunFacts, StepTimes, step_row, task_fields
-from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
+from echo2.learner.options import LearnerLimits, LearnerOptions, chunk_folder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
 from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
@@ -32,7 +32,7 @@ from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.journal import History, Journal, began, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Conversations, Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
-from echo2.learner.training.adapter import AdapterOptions
+from echo2.learner.training.adapter import adapter_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
@@ -78,7 +78,7 @@ class Prepared:
             identity["teacher"] = config.learner.teacher
         if self.conversations is not None:
             identity["sft"] = [self.conversations.content, config.sft.steps, config.sft.lr]
-        folder.check_identity(identity, {"model_path": options.trainer.model_path})
+        folder.check_identity(identity, {"model_path": config.model.path})
         rules = GroupRules(
             bound, config.learner.rollouts_per_step, config.learner.rollouts_per_prompt, self.model.vocabulary_size,
             drops_equal_rewards=config.learner.drop_equal_groups, is_driven=config.agent.is_on,
@@ -101,31 +101,25 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     check_agreement(options, ranks)
     torch.set_num_threads(options.trainer.threads)
     torch.manual_seed(derived_seed(options.config.run.seed, "trainer"))
-    device = pick_device(local_device(options.trainer.device))
-    given = options.trainer
-    refuse_optimizer(given.optimizer_state, given.weights_dtype, ranks.count)
+    config, section, learner = options.config, options.config.model, options.config.learner
+    device = pick_device(local_device(learner.device))
+    refuse_optimizer(learner.optimizer_state, section.weights_dtype, ranks.count)
     model = PolicyModel(
-        given.model_path, given.weights_dtype, device, options.config.sampling.temperature, ranks, _adapter_of(given),
-        replays_routing=given.replays_routing, masters_on_host=given.optimizer_state == "host",
+        section.path, section.weights_dtype, device, config.sampling.temperature, ranks, adapter_of(section.lora_rank),
+        replays_routing=learner.replay_routing, masters_on_host=learner.optimizer_state == "host",
     )  # fmt: skip
     if device.type == "cpu" and model.size.parameters >= MAPS_FROM_PARAMETERS:
         map_large()
         give_back()  # what loading has freed
-    refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {given.model_path}")
+    refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {section.path}")
     choose_attention(model.policy, device, ranks)
-    return Team(Trainer(model, given, options.config.learner.steps), options.folder)
-
-
-def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
-    if options.lora_rank == 0:
-        return None
-    return AdapterOptions(options.lora_rank, options.lora_alpha or 2 * options.lora_rank)
+    return Team(Trainer(model, config, options.trainer), options.folder)
 
 
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
     """Loads the model, resumes the run and trains again on recorded batches. Call it on rank 0's trainer thread. `ranks`: those
     that torchrun started, or a single process."""
-    ranks = ranks or ranks_of_environment(options.trainer.replicas)
+    ranks = ranks or ranks_of_environment(options.config.learner.replicas)
     return prepare_with(new_team(options, ranks), options, folder)
 
 
@@ -134,7 +128,7 @@ def prepare_with(
 ) -> Prepared:
     """As `prepare`, with any training side and any source of prompts."""
     prepared = Prepared(team, options, folder, source)
-    if team.starts_from_base and not options.trainer.lora_rank:
+    if team.starts_from_base and not options.config.model.lora_rank:
         prepared.base = prepared.published
         team.coder.keep(Version(0))
     _resume(prepared, options, team.load_newest(prepared.store))
@@ -153,10 +147,10 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
         "run_id": config.run.name,
         "model_digest": team.model.digest(),
         "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
-        "weights_dtype": options.trainer.weights_dtype,
-        "lora": [options.trainer.lora_rank, options.trainer.lora_alpha],
+        "weights_dtype": config.model.weights_dtype,
+        "lora_rank": config.model.lora_rank,
         # Masters on the host leave the state that float32 leaves.
-        "optimizer_state": "8bit" if options.trainer.optimizer_state == "8bit" else "float32",
+        "optimizer_state": "8bit" if config.learner.optimizer_state == "8bit" else "float32",
         "task": config.task.name,
         "task_args": config.task.args,
         "seed": config.run.seed,
@@ -322,8 +316,7 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     model_path = model_path or str(identity.get("model_path", ""))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
-    rank, alpha = identity["lora"]
-    adapter = _adapter_of(TrainerOptions(model_path, lora_rank=int(rank), lora_alpha=int(alpha)))
+    adapter = adapter_of(int(identity["lora_rank"]))
     model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, adapter=adapter)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)

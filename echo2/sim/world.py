@@ -33,7 +33,7 @@ from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.money.offers import make_provider
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
-from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.run_folder import RunFolder
@@ -237,6 +237,7 @@ class World:
         }  # fmt: skip
         sections = {
             "run": {"name": RUN, "seed": scene.seed},
+            "model": {"path": "tiny"},
             "learner": learner,
             "staleness": {"bound": scene.staleness_bound},
             "sampling": {"max_new_tokens": scene.max_new_tokens},
@@ -246,7 +247,7 @@ class World:
         chain_max = scene.keyframe_chain_max
         limits = LearnerLimits(free_bytes_min=1, keyframe_chain_max=chain_max, evaluation_patience_s=20.0)
         return LearnerOptions(
-            process.machine.disk.folder / "run", RunConfig.model_validate(sections), TrainerOptions("tiny"), host=host,
+            process.machine.disk.folder / "run", RunConfig.model_validate(sections), host=host,
             join_link=self.join_links["learner"], limits=limits,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.base.staged import TensorUpdate
+from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import model_size
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import TrainGroup
@@ -201,7 +202,7 @@ def outcome_of(model_type: str, more: dict[str, object], make: Callable[..., Eng
             return Outcome(rows, str(error), is_counted, misplaced)
         spec = GroupSpec(GroupId("g"), prompt, ROLLOUTS, SamplingParams(max_new_tokens=NEW), 0)
         group = TrainGroup(spec, 0, tuple(rollouts), (0.0,) * ROLLOUTS)
-        found = Trainer(learner, TrainerOptions(name, weights_dtype="float32"), 1).logprobs([group])
+        found = Trainer(learner, RunConfig(), TrainerOptions()).logprobs([group])
     worker = torch.cat([torch.tensor(rollout.raw_logprobs) for rollout in rollouts])
     ratio_off = float(((torch.cat(found) - worker).exp() - 1).abs().max())
     return Outcome(rows, ratio_off, is_counted, misplaced)

@@ -435,7 +435,7 @@ def _room_for(key: str, said: Tensor, trainer: Trainer | None, folder: Path) -> 
     master = model.layout_of(name) if key.startswith(_PUBLISHED) else model.masters_by_name().get(name)
     if master is None:
         raise StateError(f"checkpoint {folder}: expected the tensors of {model.path}, got another: {name}")
-    if key.startswith(_OPTIMISER) and trainer.options.optimizer_state == "8bit":
+    if key.startswith(_OPTIMISER) and trainer.learner.optimizer_state == "8bit":
         return torch.empty(said.shape, dtype=said.dtype)
     if master.shape != said.shape:
         raise StateError(

@@ -29,7 +29,7 @@ from echo2.learner.options import LearnerOptions, chunk_folder
 from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
 from echo2.learner.rollouts.journal import Journal, published
 from echo2.outside import monotonic
-from echo2.outside.guard import far_text, under_way
+from echo2.outside.guard import Tasks, far_text, under_way
 from echo2.trust.tls import Credentials
 from echo2.weights import (
     CodecSetting,
@@ -232,6 +232,7 @@ class VersionPublisher:
         self.newest_fingerprint = 0
         self.bytes = ByteCounts()
         self.encode_s = 0.0  # of the newest artifact
+        self._tasks = Tasks(port.fail)
         self._task: asyncio.Task[None] | None = None
         self._is_taken_up = self._is_something_lost = False
 
@@ -323,17 +324,11 @@ class VersionPublisher:
         return waited_s
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
-        self._task = asyncio.get_running_loop().create_task(work)
-        self._task.add_done_callback(self._done)
+        self._task = self._tasks.start(work)
 
     async def settled(self) -> None:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.port.fail(error)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         self.journal.append(published(version))

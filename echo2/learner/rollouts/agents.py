@@ -25,7 +25,7 @@ from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import PromptWorld
 from echo2.learner.rollouts.workers import FailureStreak
 from echo2.outside import here, monotonic
-from echo2.outside.guard import Refusals
+from echo2.outside.guard import Refusals, Tasks
 from echo2.tasks.task import TaskInstance
 from echo2.trust.tls import read_secret, write_secret
 
@@ -63,10 +63,8 @@ class Agents:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        begin = asyncio.get_running_loop().create_task
+        begin = Tasks(self._fail).start
         self._tasks = [begin(self._port.run(self._app.application())), begin(self.episodes.run())]
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         await self.episodes.close()
@@ -74,11 +72,6 @@ class Agents:
             self._tasks[1].cancel()
         await self._port.stop(self._tasks[0] if self._tasks else None)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
 
     def numbers(self) -> Mapping[str, float]:
         counts = self.episodes.counts

@@ -44,7 +44,7 @@ from echo2.learner.rollouts.groups import (
 from echo2.learner.rollouts.journal import History, Journal
 from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
 from echo2.learner.rollouts.workers import WORKERS_MAX, FailureStreak
-from echo2.outside.guard import Mishaps, cancel_all
+from echo2.outside.guard import Mishaps, Tasks
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.visible import remedy
 
@@ -123,7 +123,7 @@ class RolloutPool:
         self._opened_in = dict(history.opened_in)
         self._is_offering = self._is_stopping = self._is_last_out = False
         self._progress = asyncio.Event()  # towards what the training loop waits for
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._scoring = Tasks(port.fail)
         self._mishaps = Mishaps(_log)
 
     # ---- what is held
@@ -181,20 +181,10 @@ class RolloutPool:
         if is_admitted:
             self.journal.append(records.finished(rollout, group.senders.get(rollout.index, ())))
             if not is_driven(rollout.group_id):
-                self._begin_scoring(rollout)
+                self._scoring.start(self._score(rollout))
         # Not admitted but finished: a later segment of this report has finished it.
         if is_driven(rollout.group_id) and self.agents is not None and rollout.is_finished == is_admitted:
             (self.agents.on_sampled if is_admitted else self.agents.on_tokens)(rollout)
-
-    def _begin_scoring(self, rollout: Rollout) -> None:
-        task = asyncio.get_running_loop().create_task(self._score(rollout))
-        self._scoring.add(task)
-        task.add_done_callback(self._end_scoring)
-
-    def _end_scoring(self, task: asyncio.Task[None]) -> None:
-        self._scoring.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._port.fail(error)
 
     async def _score(self, rollout: Rollout) -> None:
         """Gets the answer to a finished turn: a reward, or the environment's message that the next turn replies to."""
@@ -515,7 +505,7 @@ class RolloutPool:
             for index in range(len(group.rollouts)):
                 last = self.groups.turns(group_id, index)[-1].rollout
                 if last.is_finished and index not in group.rewards:
-                    self._begin_scoring(last)
+                    self._scoring.start(self._score(last))
         self._settle()
 
     def _resume_evaluation(self) -> None:
@@ -548,7 +538,7 @@ class RolloutPool:
     async def close(self) -> None:
         """Stops offering and scoring and syncs the journal, which keeps what was admitted."""
         self._is_offering = False
-        await cancel_all(self._scoring)
+        await self._scoring.end()
         try:
             await self.journal.commit()
         except EchoError as error:

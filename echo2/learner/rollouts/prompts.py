@@ -213,7 +213,7 @@ class Prompts:
         secret: bytes = b"",
         began: datetime | None = None,
     ) -> None:
-        config, path = options.config, options.trainer.model_path
+        config, path = options.config, options.config.model.path
         self.tokenizer = load_tokenizer(path) if source is None else source.tokenizer
         self.vocabulary_size = model.vocabulary_size
         if len(self.tokenizer) > self.vocabulary_size:

@@ -33,6 +33,11 @@ class AdapterOptions:
     alpha: int
 
 
+def adapter_of(rank: int) -> AdapterOptions | None:
+    """An adapter of this rank, scaled by 2; None for rank 0, with which all weights are trained."""
+    return AdapterOptions(rank, 2 * rank) if rank else None
+
+
 @dataclass(frozen=True, slots=True)
 class PutOn:
     """An adapter attached to a model. `base_fingerprint`: fingerprint of the base's parameters in the published dtype, with key 0,

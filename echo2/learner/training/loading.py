@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from echo2.base.errors import ConfigError
@@ -142,8 +143,6 @@ class Skeleton:
         return found
 
     def _tensor(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
         with safe_open(self._files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             # Copy: the tensor maps the file's pages, which are read-only and go away when the file is closed.
@@ -183,8 +182,6 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    from safetensors import safe_open
-
     if (folder / INDEX).is_file():
         listed = json.loads((folder / INDEX).read_text())["weight_map"]
         return {str(name): folder / str(file) for name, file in listed.items()}
@@ -196,8 +193,6 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], buffers: list[str]) -> str:
     """Why the files cannot be read tensor by tensor; empty if they can."""
-    from safetensors import safe_open
-
     if not files:
         return f"it has no {ONE_FILE}"
     if buffers:
@@ -214,8 +209,6 @@ def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], 
 
 def _untied(model: Any, files: dict[str, Path]) -> str:
     """Why tensors that the config calls tied are not, by the files; empty if they are."""
-    from safetensors import safe_open
-
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

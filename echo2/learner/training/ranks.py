@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from echo2.base.errors import ConfigError
-from echo2.learner.options import LearnerOptions, TrainerOptions
+from echo2.learner.options import LearnerOptions
 
 IDLE_TIMEOUT_S = 86_400.0
 """If rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up."""
@@ -258,8 +258,11 @@ def _number(name: str, default: int) -> int:
 
 SAMPLE_BYTES, SAMPLES = 64 << 10, 16
 """Bytes per sample, and intervals between evenly spread samples, of each weight file."""
-_NOT_COMPARED = {"model_path", "device", "threads", "emulated_step_s"}
-"""Options that may differ between ranks; for the first two, the resulting model and device are compared instead."""
+_COMPARED = (
+    "steps", "lr", "warmup_steps", "schedule", "weight_decay", "optimizer_state", "advantage", "updates_per_batch",
+    "train_on_truncated", "replicas", "replay_routing", "teacher",
+)  # fmt: skip
+"""Options of `[learner]` that ranks must share; of what rules make of "auto" (`TrainerOptions`) all but the threads."""
 _HOST, _MODEL = "host", "model"
 
 
@@ -293,16 +296,20 @@ _TO_DO_MODEL = "Put the same model on every machine"
 
 
 def _facts(options: LearnerOptions) -> dict[str, str]:
-    given, config = options.trainer, options.config
-    compared = {field.name for field in fields(TrainerOptions)} - _NOT_COMPARED
+    config, trainer = options.config, options.trainer
+    told = {f"learner.{name}": getattr(config.learner, name) for name in _COMPARED}
+    told |= {f"trainer's {f.name}": getattr(trainer, f.name) for f in fields(trainer) if f.name != "threads"}
+    told |= {"run": (config.run.name, config.run.seed), "sft": (config.sft.step_count, config.sft.lr)}
+    told |= {
+        "weights": (config.model.weights_dtype, config.model.lora_rank),
+        "temperature": config.sampling.temperature,
+    }
     return {
         _HOST: platform.node() or "a machine without a name",
         "torch": torch.__version__,
-        "device": pick_device(local_device(given.device)).type,
-        "run": repr((config.run.name, config.run.seed, config.learner.steps)),
-        "temperature": repr(config.sampling.temperature),
-        **{f"trainer's {name}": repr(getattr(given, name)) for name in compared},
-        **dict(_model_facts(given.model_path)),
+        "device": pick_device(local_device(config.learner.device)).type,
+        **{name: repr(value) for name, value in told.items()},
+        **dict(_model_facts(config.model.path)),
     }
 
 

@@ -164,7 +164,7 @@ class Team:
 
     @property
     def checkpoint_bytes(self) -> int:
-        state = self.trainer.options.optimizer_state
+        state = self.trainer.learner.optimizer_state
         return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes, state)
 
     # ---- rank 0

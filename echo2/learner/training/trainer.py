@@ -24,6 +24,7 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError, TrainingError
 from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
+from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import ROW_WIDTHS
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
@@ -81,6 +82,7 @@ SUPERVISED = LossConfig("echo2.learner.training.loss:cross_entropy")
 ATTENTION_SLOWER, PART_FLOPS = 1.5, 2e7
 """Operations of attention take so many times as long as those of matrix products on a CPU (50 against 74 a nanosecond, one core),
 and beginning a part of a unit, forward and backward, as long as so many of these (0.26 ms)."""
+BETAS, EPSILON = (0.9, 0.99), 1e-8  # AdamW's
 LR_SCALE_MIN = 0.1  # vcpo: a step of few effective rollouts still learns a little
 
 
@@ -159,24 +161,18 @@ class LentTensors:
 class Trainer:
     """Holds the model and the optimiser. `step_count`: completed steps of the run."""
 
-    def __init__(self, model: PolicyModel, options: TrainerOptions, total_steps: int) -> None:
+    def __init__(self, model: PolicyModel, config: RunConfig, options: TrainerOptions) -> None:
         self.model = model
         self.ranks: Ranks = model.ranks
-        self.options = options
-        self.total_steps = total_steps
+        self.options, self.learner, self.sft = options, config.learner, config.sft
         self.step_count = 0
         self._temperature = model.policy.temperature
         self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
         self.optimiser = adamw_of(
-            options.optimizer_state,
-            model.masters,
-            model.device,
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.epsilon,
-            weight_decay=options.weight_decay,
-        )
+            self.learner.optimizer_state, model.masters, model.device, lr=self.learner.lr, betas=BETAS, eps=EPSILON,
+            weight_decay=self.learner.weight_decay,
+        )  # fmt: skip
         self.lent: LentTensors | None = None
         self.reference = self._reference_model()
         if options.gradient_checkpointing:
@@ -194,19 +190,19 @@ class Trainer:
     @property
     def is_supervised(self) -> bool:
         """Whether the next step learns the batch's tokens as they are, whatever their rewards."""
-        return self.step_count < self.options.supervised_steps
+        return self.step_count < self.sft.step_count
 
     def step(self, batch: Batch) -> StepResult:
         """Trains on one batch; raises `TrainingError` after too many non-finite updates in a row."""
         torch.set_num_threads(self.options.threads)
         self.model.policy.temperature = 1.0 if self.is_supervised else self._temperature
-        if self.step_count == self.options.supervised_steps > 0:
+        if self.step_count == self.sft.step_count > 0:
             self.optimiser.state.clear()  # moments of another loss's gradients
         watch = _Stopwatch(self.model.device)
         parts = self._parts(batch)
         watch.lap("load")
         # Both need the log-probabilities from before the first update.
-        if len(parts) > 1 or (self.options.advantage == "vcpo" and not self.is_supervised):
+        if len(parts) > 1 or (self.learner.advantage == "vcpo" and not self.is_supervised):
             for part in parts:
                 part.before.extend(self._policy_logprobs(part))
         advantages = self._advantages(batch.groups, parts)
@@ -226,7 +222,7 @@ class Trainer:
             tokens, is_skipped = tokens + totals.token_count, is_skipped or lr == 0.0
         self.step_count += 1
         sums_M[SUM_NAMES.index("loss")] /= len(parts)
-        missing_s = self.options.emulated_step_s - sum(watch.spent_s.values())
+        missing_s = self.learner.emulated_step - sum(watch.spent_s.values())
         if missing_s > 0.0:
             time.sleep(missing_s)
             watch.lap("emulated")
@@ -252,7 +248,7 @@ class Trainer:
 
     def _parts(self, batch: Batch) -> list[_Part]:
         """Splits the batch into one part per update: whole groups, in order, as evenly as possible, at least one group each."""
-        count = 1 if self.is_supervised else min(self.options.updates_per_batch, len(batch.groups))
+        count = 1 if self.is_supervised else min(self.learner.updates_per_batch, len(batch.groups))
         bounds = [index * len(batch.groups) // count for index in range(count + 1)]
         parts: list[_Part] = []
         first = 0
@@ -397,10 +393,10 @@ class Trainer:
         rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
         group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
         weight_R = None
-        if self.options.advantage == "vcpo":
+        if self.learner.advantage == "vcpo":
             weight_R = self._variance_weights(parts, rewards_R.numel())
-        advantages = group_advantages(rewards_R, group_R, self.options.advantage, weight_R)
-        if self.options.trains_on_truncated:
+        advantages = group_advantages(rewards_R, group_R, self.learner.advantage, weight_R)
+        if self.learner.train_on_truncated:
             return advantages
         ended_R = torch.tensor([r.finish_reason is not FinishReason.LENGTH for group in groups for r in group.rollouts])
         return replace(advantages, trained_R=advantages.trained_R & ended_R)
@@ -446,7 +442,7 @@ class Trainer:
         believed_T = believed(logprobs_T, behaviour_T, segments)
         reference_T = None if self.is_supervised else self._reference_logprobs(inputs)
         advantages_T = None
-        if reference_T is not None and self.options.teacher_path:
+        if reference_T is not None and self.learner.teacher:
             # Minus the reverse KL at each token, of the policy whose update this is.
             proximal = logprobs_T.detach() if proximal_T is None else proximal_T
             advantages_T = masked_log_ratio(reference_T, proximal, asked_T)
@@ -502,14 +498,13 @@ class Trainer:
         self.model.round_to_policy()
 
     def _lr(self, metrics: Mapping[str, float]) -> float:
-        o = self.options
+        section, supervised = self.learner, self.sft.step_count
         if self.is_supervised:
-            return learning_rate(
-                self.step_count, o.supervised_lr or o.lr, o.warmup_steps, o.supervised_steps, o.schedule
-            )
-        step, steps = self.step_count - o.supervised_steps, self.total_steps - o.supervised_steps
-        lr = learning_rate(step, o.lr, o.warmup_steps, steps, o.schedule)
-        if o.advantage == "vcpo" and math.isfinite(effective := metrics["ratio/rollout_ess"]):
+            base = self.sft.lr or section.lr
+            return learning_rate(self.step_count, base, section.warmup_steps, supervised, section.schedule)
+        steps = section.steps - supervised
+        lr = learning_rate(self.step_count - supervised, section.lr, section.warmup_steps, steps, section.schedule)
+        if section.advantage == "vcpo" and math.isfinite(effective := metrics["ratio/rollout_ess"]):
             lr *= learning_rate_scale(min(1.0, max(0.0, effective)), LR_SCALE_MIN)
         return lr
 
@@ -526,7 +521,7 @@ class Trainer:
     # ---- the reference: the teacher, or the base model of the KL penalty
 
     def _reference_model(self) -> PolicyModel | None:
-        teacher, model = self.options.teacher_path, self.model
+        teacher, model = self.learner.teacher, self.model
         if not teacher and self.options.loss.kl_coefficient <= 0:
             return None
         if not teacher and model.adapter is not None:

@@ -37,9 +37,8 @@ def test_the_disk_that_is_told_holds_what_the_learner_writes(tmp_path: Path) -> 
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }  # fmt: skip
     AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    config = load_config([], None, {})
-    trainer = TrainerOptions(str(tmp_path / "model"), token_budget=512, threads=1)
-    options = LearnerOptions(tmp_path, config, trainer)
+    config = load_config([], None, {"model.path": str(tmp_path / "model")})
+    options = LearnerOptions(tmp_path, config, TrainerOptions(token_budget=512))
     team, size = new_team(options, Ranks()), model_size(shape)
     assert team.checkpoint_bytes == checkpoint_bytes(size.parameters, 2 * size.parameters)
     told = learner_needs(config, size, LearnerMachine(0, memory_bytes=1 << 34)).memory.disk_bytes

@@ -284,14 +284,17 @@ def prepare_node(folder: Path, authority: RunAuthority, coordinator_address: str
 
 
 def options_for(
-    folder: Path, model: Path, trainer: TrainerOptions | None = None, metrics_port: int = 0, turns_max: int = 1,
+    folder: Path, path: Path, trainer: TrainerOptions | None = None, metrics_port: int = 0, turns_max: int = 1,
     limits: LearnerLimits | None = None, **sections: dict[str, Any],
 ) -> LearnerOptions:  # fmt: skip
     """`sections`: options of the run file by section, beside and before those below."""
     given: dict[str, dict[str, Any]] = {
         "run": {"name": RUN},
-        "model": {"path": str(model)},
-        "learner": {"steps": 6, "prompts_per_step": 2, "rollouts_per_prompt": 4, "checkpoint_every_steps": 2, "audit_share": 0},
+        "model": {"path": str(path)},
+        "learner": {
+            "steps": 6, "prompts_per_step": 2, "rollouts_per_prompt": 4, "checkpoint_every_steps": 2, "audit_share": 0,
+            "lr": 1e-3, "device": "cpu",
+        },
         "staleness": {"bound": 2},
         # Trusted: scored in this process. The first contained reward of a run waits 1.5 s for its process.
         "task": {"name": "tests.unit.learner.worlds:DigitShare", "eval_prompts": 4, "eval_every_steps": 3, "trusted_rewards": True},
@@ -299,7 +302,7 @@ def options_for(
     }  # fmt: skip
     both = {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
     return LearnerOptions(
-        folder, RunConfig.model_validate(both), trainer or TrainerOptions(str(model), device="cpu", lr=1e-3), turns_max,
+        folder, RunConfig.model_validate(both), trainer or TrainerOptions(), turns_max,
         metrics_port=metrics_port, limits=limits or LearnerLimits(free_bytes_min=1 << 20, linger_s=0.0),
     )  # fmt: skip
 

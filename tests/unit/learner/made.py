@@ -1,14 +1,23 @@
-"""Rollouts, groups and batches made by hand."""
+"""Rollouts, groups and batches made by hand, and a trainer for them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.config.run import RunConfig
+from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, Insertion, SentTokens, TrainGroup
+from echo2.learner.training.adapter import adapter_of
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.trainer import Trainer
 
 WORKER = PeerId("w")
 Spans = Sequence[tuple[int, int]]  # versions, and how many tokens each sampled
@@ -54,3 +63,28 @@ def random_groups(seed: int, count: int = 3, temperature: float = 1.0, logprob: 
 
 def batch_of(step: int, seed: int | None = None, count: int = 3) -> Batch:
     return Batch(Step(step), random_groups(step if seed is None else seed, count))
+
+
+def config_of(
+    path: Path | str, weights_dtype: str = "bfloat16", *, lora_rank: int = 0, supervised_steps: int = 0, **learner: Any
+) -> RunConfig:
+    """`learner`: options of that section."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(path), "weights_dtype": weights_dtype, "lora_rank": lora_rank},
+        "learner": {"device": "cpu", "lr": 1e-3, "steps": 100} | learner,
+    }
+    if supervised_steps:
+        sections["sft"] = {"path": "not read", "steps": supervised_steps}
+    return RunConfig.model_validate(sections)
+
+
+def new_trainer(path: Path | str, weights_dtype: str = "bfloat16", temperature: float = 1.0, **given: Any) -> Trainer:
+    """`given`: fields of `TrainerOptions`, and what `config_of` takes."""
+    options = {field.name: given.pop(field.name) for field in fields(TrainerOptions) if field.name in given}
+    config = config_of(path, weights_dtype, **given)
+    torch.manual_seed(0)  # draws the adapter
+    model = PolicyModel(
+        str(path), weights_dtype, torch.device("cpu"), temperature, adapter=adapter_of(config.model.lora_rank),
+        replays_routing=config.learner.replay_routing, masters_on_host=config.learner.optimizer_state == "host",
+    )  # fmt: skip
+    return Trainer(model, config, TrainerOptions(**options))

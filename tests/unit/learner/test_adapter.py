@@ -14,7 +14,6 @@ from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.config.run import ModelSection, RunConfig
 from echo2.cost_model.sizing import Fit
-from echo2.learner.options import TrainerOptions
 from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions
 from echo2.learner.training.model import PolicyModel
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
@@ -29,8 +28,8 @@ FIT = Fit(1, 1, sequences=4, sequence_tokens=64, cache_tokens=256, reason="a tri
 
 
 def lora_options(folder: Path, model: Path, weights_dtype: str = "bfloat16") -> Any:
-    trainer = TrainerOptions(str(model), weights_dtype, device="cpu", lr=3e-2, lora_rank=4)
-    return options_for(folder, model, trainer=trainer, learner={"steps": 4, "audit_share": 0.5})
+    adapter = {"weights_dtype": weights_dtype, "lora_rank": 4}
+    return options_for(folder, model, model=adapter, learner={"steps": 4, "lr": 3e-2, "audit_share": 0.5})
 
 
 def worker_engine(config_json: bytes, folder: Path, base: str) -> Any:
@@ -64,9 +63,7 @@ def logprobs_under(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32", "nf4"])
-def test_a_worker_samples_from_the_learners_adapted_policy(
-    model_path: Path, tmp_path: Path, weights_dtype: str
-) -> None:
+def test_a_worker_samples_from_the_adapted_policy(model_path: Path, tmp_path: Path, weights_dtype: str) -> None:
     run = Run(lora_options(tmp_path / "run", model_path, weights_dtype))
     summary = go(run.finish())
     host, hello = run.follower.host, run.coordinator.hellos[0]

@@ -24,8 +24,8 @@ from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
+from tests.unit.learner.made import new_trainer
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
-from tests.unit.learner.test_trainer import new_trainer
 
 pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,9 +75,7 @@ def sampled_by_clients() -> dict[tuple[int, ...], tuple[float, ...]]:
     return found
 
 
-def test_every_trained_id_and_number_is_what_the_stock_client_was_told(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_see_what_is_trained_on(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a proxy, too, and though a worker dies in the middle again and again."""
     whole, died = RandomWorker.segments, []
 
@@ -116,9 +114,7 @@ def test_every_trained_id_and_number_is_what_the_stock_client_was_told(
     assert last["agents/kept_share"] > 0.3 and last["agents/restarted"] == last["agents/dropped"] == 0
 
 
-def test_what_a_broken_harness_or_client_does_costs_its_episode_alone_and_is_never_worth_nothing(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_a_broken_harness_or_client_costs_its_episode_alone(model_path: Path, tmp_path: Path) -> None:
     """Episodes break, pay no number, and ask with token ids that the model lacks; those go to no worker."""
     summary, batches = played(agents(tmp_path / "run", model_path, "misbehaves_at_first", learner={"steps": 2}))
     assert summary.is_finished and summary.trained_rollouts == 16
@@ -142,9 +138,7 @@ def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: P
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
-def test_a_harness_elsewhere_plays_by_a_command_over_tls_and_says_whom_it_does_not_trust(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path: Path) -> None:
     pem, agent = tmp_path / "gateway.pem", tmp_path / "agent.py"
     made = f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=echo2 -addext subjectAltName=IP:127.0.0.1 -keyout {pem} -out {pem}"
     subprocess.run(made.split(), check=True, capture_output=True)
@@ -191,9 +185,7 @@ def test_a_harness_elsewhere_plays_by_a_command_over_tls_and_says_whom_it_does_n
     assert summary.is_finished and summary.trained_rollouts == 8 and "played 0" not in played, played
 
 
-def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is_trained_on(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_agents_play_held_out_problems_that_are_not_trained_on(model_path: Path, tmp_path: Path) -> None:
     mixture = {
         "share": {"task": "tests.unit.learner.worlds:DigitShare", "eval_prompts": 2},
         "digits": {"task": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 1},

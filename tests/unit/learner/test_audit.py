@@ -60,7 +60,7 @@ from echo2.learner.training.trainer import Trainer
 from echo2.worker.engines.embedded.loop import draw
 from tests.contract.engine_rig import fp8_rows, rounded_to_fp8
 from tests.patience import WAIT_S
-from tests.unit.learner.made import Spans, group_of, rollout_of
+from tests.unit.learner.made import Spans, config_of, group_of, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
 A, B = PeerId("a"), PeerId("b")
@@ -133,9 +133,7 @@ def test_each_version_is_loaded_once_and_caches_are_handed_on() -> None:
     st.lists(st.integers(0, 12), max_size=3, unique=True),
     st.booleans(),
 )
-def test_pieces_are_cut_wherever_a_token_differs_from_the_one_before(
-    spans: list[tuple[int, int]], senders: Senders, turns: list[int], keeps: bool
-) -> None:
+def test_pieces_are_cut_by_token(spans: list[tuple[int, int]], senders: Senders, turns: list[int], keeps: bool) -> None:
     """Token by token, which for long rollouts takes too long."""
     versions = [version for version, count in spans for _ in range(count)]
     peers = [peer for peer, count in senders for _ in range(count)]
@@ -274,9 +272,7 @@ def accused(noise_nats: float, kind: str, noise: KindNoise, pieces: int = 200, *
         (0.28, "vllm fp8", True, True),
     ],
 )
-def test_an_honest_engine_is_accused_of_nothing_whatever_the_noise_of_its_kind(
-    nats: float, kind: str, heavy: bool, is_known: bool
-) -> None:
+def test_honest_noise_is_accused_of_nothing(nats: float, kind: str, heavy: bool, is_known: bool) -> None:
     tokens, bets = accused(nats, kind, others(kind, nats) if is_known else KindNoise(), heavy=heavy)
     assert not tokens, bets.accusation
 
@@ -369,7 +365,7 @@ async def test_who_is_accused_is_not_looked_at_until_it_is_taken_back_and_then_a
     auditor.release(A)
     await look(auditor, 30, 30)
     assert workers.accused == [True, False]
-    auditor.close()
+    await auditor.close()
 
 
 async def test_the_trainers_thread_is_left_to_training_between_two_turns() -> None:
@@ -377,7 +373,7 @@ async def test_the_trainers_thread_is_left_to_training_between_two_turns() -> No
     auditor = new_auditor(scorer, Workers(), is_trainer_idle=False)
     await look(auditor, 3, 3)
     assert len(scorer.at_s) == 2 and scorer.at_s[1] - scorer.at_s[0] > 0.15
-    auditor.close()
+    await auditor.close()
 
 
 PROMPT = (5, 6, 7)
@@ -397,7 +393,7 @@ def model_with_history(
     model = PolicyModel(path, weights_dtype, torch.device("cpu"), 1.0)
     scorer: Scorer
     if is_own:
-        scorer = Team(Trainer(model, TrainerOptions(path), 10)).scorer(2, Version(0))
+        scorer = Team(Trainer(model, config_of(path), TrainerOptions())).scorer(2, Version(0))
     else:
         scorer = VersionScorer(PolicyModel(path, weights_dtype, torch.device("cpu"), 1.0).hf_model, versions_max=2)
     snapshots: Snapshots = {}
@@ -430,10 +426,10 @@ def honestly_sampled(
             with torch.no_grad():
                 out = own(input_ids=torch.tensor([text[cached:]]), use_cache=True, **{cache_name(): cache})
             cache, cached = out[cache_name()], len(text)
-            drawn = draw(out.logits[0, -1:].float(), [sampling], [numbers[len(token_ids)]])
-            token_ids += drawn.token_ids
-            logprobs += drawn.logprobs
-            raw += drawn.raw_logprobs
+            ((token, drawn, plain),) = draw(out.logits[0, -1:].float(), [sampling], [numbers[len(token_ids)]])
+            token_ids.append(token)
+            logprobs.append(drawn)
+            raw.append(plain)
     rollout = rollout_of(token_ids, spans=spans, logprobs=logprobs, reason=FinishReason.LENGTH)
     rollout = replace(rollout, raw_logprobs=tuple(raw))
     made = replace(group_of(PROMPT, [rollout]), spec=GroupSpec(rollout.group_id, PROMPT, 1, sampling, 0))

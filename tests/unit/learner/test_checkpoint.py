@@ -17,8 +17,7 @@ from echo2.learner.training import optimiser
 from echo2.learner.training.trainer import Trainer
 from echo2.outside import Machine, entered
 from echo2.outside.files import MachineFiles
-from tests.unit.learner.made import random_groups
-from tests.unit.learner.test_trainer import new_trainer
+from tests.unit.learner.made import new_trainer, random_groups
 from tests.unit.learner.tiny import make_tiny_model
 
 
@@ -52,7 +51,7 @@ def break_weights(trainer: Trainer) -> None:
         pytest.param("bfloat16", "8bit", marks=pytest.mark.extras),
     ],
 )
-def test_a_checkpoint_that_is_written_while_training_goes_on_leads_to_the_same_bits(
+def test_checkpoints_resume_bit_equal(
     model_path: Path, tmp_path: Path, weights_dtype: str, optimizer_state: str
 ) -> None:
     if optimizer_state == "8bit":
@@ -79,9 +78,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_leads_to_the_same_b
     assert all(torch.equal(*pair) for pair in zip(straight.model.parameters, resumed.model.parameters, strict=True))
 
 
-def test_masters_in_host_memory_take_the_steps_that_masters_on_the_device_take(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masters_in_host_memory_step_bit_equal(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimiser, "PIECE_ELEMENTS", 1000)  # several of a tensor
     monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: True)
     one, other = (new_trainer(model_path, optimizer_state=how, weight_decay=0.1) for how in ("float32", "host"))
@@ -146,9 +143,7 @@ def harmed(file: Path, chance: random.Random) -> str:
     return f"{file.name}: {kind} at {place}"
 
 
-def test_a_checkpoint_that_is_harmed_anywhere_is_refused_and_the_one_before_it_is_used(
-    two: Path, tmp_path: Path
-) -> None:
+def test_a_harmed_checkpoint_is_refused_and_the_one_before_is_used(two: Path, tmp_path: Path) -> None:
     chance, told = random.Random(3), set()
     expected = CheckpointStore(two, LearnerLimits(), is_owner=False).load(Step(0), None)
     for number in range(40):
@@ -179,9 +174,7 @@ def test_a_file_of_another_checkpoint_is_refused_and_a_torn_one_is_not_seen(two:
     assert CheckpointStore(folder, LearnerLimits()).newest() == 0
 
 
-def test_a_kill_at_any_byte_of_a_checkpoint_being_written_leaves_the_one_before(
-    model_path: Path, two: Path, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_byte_leaves_the_checkpoint_before(model_path: Path, two: Path, tmp_path: Path) -> None:
     class Killed(Exception):
         """Instead of the end of the process: nothing after it runs."""
 
@@ -210,7 +203,7 @@ def test_a_kill_at_any_byte_of_a_checkpoint_being_written_leaves_the_one_before(
         assert again.newest() == 1 and again.steps() == [0, 1]
 
 
-def test_an_older_checkpoint_that_rots_neither_stops_the_next_nor_costs_journal(
+def test_rot_in_an_older_one_costs_no_journal(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))

@@ -11,13 +11,12 @@ import torch
 
 from echo2.base.errors import TaskError
 from echo2.config.run import RunConfig
-from echo2.learner.options import LearnerOptions, TrainerOptions
+from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.prompts import Conversations, load_tokenizer
-from echo2.learner.training.model import PolicyModel
-from echo2.learner.training.trainer import Trainer
 from echo2.tasks.chat_format import ChatFormat
 from echo2.tasks.data_files import read_conversations
 from tests.unit.learner.fleet import Run, crash_image, go, options_for, prepared_from, rows_of
+from tests.unit.learner.made import new_trainer
 from tests.unit.learner.test_metrics import documented_names
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -49,10 +48,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options_of(folder: Path, model: Path, rows: Path) -> LearnerOptions:
-    trainer = TrainerOptions(str(model), device="cpu", lr=1e-3, supervised_steps=STEPS, supervised_lr=5e-3)
     return options_for(
-        folder, model, trainer, staleness={"bound": 2}, sampling={"max_prompt_tokens": 60},
-        sft={"path": str(rows), "steps": STEPS}, learner={"steps": 6, "checkpoint_every_steps": 2},
+        folder, model, staleness={"bound": 2}, sampling={"max_prompt_tokens": 60},
+        sft={"path": str(rows), "steps": STEPS, "lr": 5e-3}, learner={"steps": 6, "checkpoint_every_steps": 2},
     )  # fmt: skip
 
 
@@ -76,10 +74,7 @@ def test_the_models_turns_are_trained_on_and_nothing_else(model_path: Path, tmp_
     labels = [-100] * len(ids)
     for at in trained_at:
         labels[len(group.spec.prompt_token_ids) + at] = text[at]
-    trainer = Trainer(
-        PolicyModel(str(model_path), "float32", torch.device("cpu"), 0.7),
-        TrainerOptions(str(model_path), device="cpu", weights_dtype="float32", supervised_steps=1), 2,
-    )  # fmt: skip
+    trainer = new_trainer(model_path, "float32", temperature=0.7, supervised_steps=5)
     alone = type(batches[0])(batches[0].step, (group,))
     with torch.no_grad():
         expected = float(trainer.model.hf_model(torch.tensor([ids]), labels=torch.tensor([labels])).loss)
@@ -102,7 +97,7 @@ def test_what_a_message_spells_is_text(tmp_path: Path, model_path: Path) -> None
     ("row", "said"),
     [
         ({"text": "x"}, "row 2: expected a column messages, conversations, conversation, or prompt and completion"),
-        ({"messages": "hello"}, "row 2 column messages: expected a list of"),
+        ({"messages": "hello"}, "row 2 column messages: expected text or a list of"),
         ({"messages": [{"role": "user", "content": "x"}]}, "row 2 column messages: expected turns of the assistant"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "row 2 column messages message 1: expected a role among"),
         ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": " "}]}, "message 2: expected something"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,11 @@ import torch
 from echo2.base.errors import ConfigError
 from echo2.base.ids import Step
 from echo2.config.run import RunConfig
-from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.rollouts.prompts import check_teacher
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.trainer import Trainer
-from tests.unit.learner.made import group_of, rollout_of
+from tests.unit.learner.made import group_of, new_trainer, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPTS = torch.arange(3, 35)
@@ -30,8 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     torch.set_num_threads(1)
     student = make_tiny_model(tmp_path_factory.mktemp("student"))
     teacher = make_tiny_model(tmp_path_factory.mktemp("teacher"), seed=7, hidden=48)
-    options = TrainerOptions(str(teacher), device="cpu", lr=3e-3, weights_dtype="float32", supervised_steps=12)
-    trainer = Trainer(PolicyModel(str(teacher), "float32", torch.device("cpu"), 1.0), options, 20)
+    trainer = new_trainer(teacher, "float32", lr=3e-3, supervised_steps=12)
     ids = torch.cat([PROMPTS[:, None], torch.tensor([[10, 11, 10, 11]]).expand(len(PROMPTS), TOKENS)], 1)
     for step in range(12):
         trainer.step(batch_of(ids.tolist(), [[0.0] * TOKENS] * len(PROMPTS), step))
@@ -39,11 +36,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return student, teacher
 
 
-def new_trainer(student: Path, teacher: Path, lr: float) -> Trainer:
-    options = TrainerOptions(
-        str(student), device="cpu", lr=lr, weights_dtype="float32", teacher_path=str(teacher), grad_clip=1e9
-    )
-    return Trainer(PolicyModel(str(student), "float32", torch.device("cpu"), 1.0), options, 100)
+def taught(student: Path, teacher: Path, lr: float) -> Trainer:
+    return new_trainer(student, "float32", lr=lr, teacher=str(teacher), grad_clip=1e9)
 
 
 def sampled(trainer: Trainer, step: int) -> Batch:
@@ -78,7 +72,7 @@ def distance(trainer: Trainer) -> float:
 
 
 def test_each_tokens_advantage_is_minus_its_reverse_kl(models: tuple[Path, Path]) -> None:
-    trainer = new_trainer(*models, lr=1e-3)
+    trainer = taught(*models, lr=1e-3)
     batch = sampled(trainer, 0)
     ids = torch.tensor([[*group.spec.prompt_token_ids, *group.rollouts[0].token_ids] for group in batch.groups])
 
@@ -98,7 +92,7 @@ def test_each_tokens_advantage_is_minus_its_reverse_kl(models: tuple[Path, Path]
 
 
 def test_the_student_comes_nearer_to_the_teacher_whatever_the_rewards(models: tuple[Path, Path]) -> None:
-    trainer = new_trainer(*models, lr=1e-2)
+    trainer = taught(*models, lr=1e-2)
     before = distance(trainer)
     for step in range(15):
         trainer.step(sampled(trainer, step))
@@ -122,6 +116,5 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
 def test_a_teacher_with_fewer_embeddings_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     larger = make_tiny_model(tmp_path / "padded", vocabulary=128)
     with pytest.raises(ConfigError, match="expected at least the model's 128 embeddings"):
-        new_trainer(larger, models[1], lr=1e-3)
-    options = replace(new_trainer(*models, lr=1e-3).options, teacher_path="")
-    assert Trainer(PolicyModel(str(larger), "float32", torch.device("cpu"), 1.0), options, 1).reference is None
+        taught(larger, models[1], lr=1e-3)
+    assert new_trainer(larger, "float32").reference is None

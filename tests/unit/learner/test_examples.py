@@ -14,8 +14,8 @@ from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.loss import group_advantages
 from echo2.learner.training.packing import client_losses
 from echo2.learner.training.trainer import Trainer
-from tests.unit.learner.made import random_groups
-from tests.unit.learner.test_trainer import PLAIN, gradient_of, new_trainer
+from tests.unit.learner.made import new_trainer, random_groups
+from tests.unit.learner.test_trainer import PLAIN, gradient_of
 
 ADAM = AdamStep(1e-3, 0.9, 0.99, 1e-8, grad_clip=1e9)
 
@@ -52,9 +52,7 @@ def gradient_that_was_applied(trainer: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
-def test_a_client_s_gradient_is_the_loop_s_own_however_many_calls_it_takes(
-    model_path: Path, calls: int, weights_dtype: str
-) -> None:
+def test_a_client_s_gradient_is_the_loop_s_own(model_path: Path, calls: int, weights_dtype: str) -> None:
     groups = random_groups(3)
     options = {**PLAIN, "weights_dtype": weights_dtype, "token_budget": 60}
     own = gradient_of(new_trainer(model_path, **options), Batch(Step(0), groups))
@@ -114,8 +112,3 @@ def test_the_losses_are_those_of_tinker_s_api(name: str) -> None:
     assert torch.allclose(found, expected, atol=1e-6)
     gradients = [torch.autograd.grad(loss.sum(), logprobs, retain_graph=True)[0] for loss in (found, expected)]
     assert torch.allclose(*gradients, atol=1e-6)
-
-
-def test_a_loss_that_is_not_computed_here_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="loss_fn: expected one of cross_entropy, .*dro, got 'gspo'"):
-        ClientLoss("gspo")

@@ -149,9 +149,7 @@ def test_more_streams_than_the_limit_are_refused() -> None:
     play(scene)
 
 
-def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_names_the_sender(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_in_scoring_costs_one_reward_and_names_the_sender(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(*arguments: object) -> Any:
         raise OverflowError("planted")
 

@@ -86,7 +86,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(whole=st.integers(1, len(RECORDS)), stored=st.integers(0, 9200), is_zeroed=st.booleans())
-def test_a_torn_end_is_cut_off_and_writing_goes_on(
+def test_a_torn_end_is_cut_off(
     tmp_path_factory: pytest.TempPathFactory, whole: int, stored: int, is_zeroed: bool
 ) -> None:
     """A kill leaves fewer bytes of the last record; a power cut may leave zeros in its last sectors."""
@@ -125,9 +125,7 @@ def test_every_flipped_bit_stops_the_start_and_the_remedy_keeps_what_stands_befo
     assert read(tmp_path) == RECORDS[:-1]
 
 
-def test_a_new_segment_begins_once_the_one_before_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_segment_begins_once_the_old_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was appended but not committed in the old one would else be missing behind a commit of the new one."""
     path = written(tmp_path)
     journal = Journal(tmp_path)
@@ -167,9 +165,7 @@ def test_commits_at_the_same_time_share_a_sync(tmp_path: Path, monkeypatch: pyte
     assert 1 <= len(synced) <= 3
 
 
-def test_a_record_that_found_no_room_is_named_and_leaves_nothing_of_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_without_room_leaves_no_part_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     journal = Journal(tmp_path)
     journal.go_on(Step(0))

@@ -40,9 +40,7 @@ def changed(folder: Path, **fields: object) -> Path:
 
 @pytest.mark.parametrize("adapter", [None, AdapterOptions(2, 4)], ids=["whole", "adapter"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_an_exported_model_has_the_tensors_the_dtype_and_the_size_of_its_base(
-    tmp_path: Path, dtype: str, adapter: AdapterOptions | None
-) -> None:
+def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, adapter: AdapterOptions | None) -> None:
     base = base_of(tmp_path / "base", getattr(torch, dtype))
     if dtype == "float16":  # what a policy in bf16 can hold as well
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).half().save_pretrained(base)
@@ -92,9 +90,7 @@ def test_a_base_in_float16_stays_so_unless_that_would_change_the_policy(
     assert (f"{name} has grown beyond torch.float16" in caplog.text) == (value > 6e4)
 
 
-def test_a_head_that_differs_from_the_embedding_is_read_as_the_files_say(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_untied_head_is_read_as_the_files_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = base_of(tmp_path / "base", torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
@@ -114,9 +110,7 @@ def test_a_head_that_differs_from_the_embedding_is_read_as_the_files_say(
     assert skeleton_of(str(folder), torch.float32, CPU) is not None
 
 
-def test_tensors_that_the_files_lack_or_have_too_many_of_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_and_unexpected_tensors_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_tiny_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     norm = tensors.pop("model.layers.1.self_attn.q_norm.weight")
@@ -205,9 +199,7 @@ BY_LOADING: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "said"), NO_TORCH, ids=[said for _, said in NO_TORCH])
-def test_files_that_cannot_be_trained_are_named_before_anything_is_loaded(
-    tmp_path: Path, damage: Callable[[Path], object], said: str
-) -> None:
+def test_files_are_checked_before_loading(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     folder = make_tiny_model(tmp_path / "model")
     assert checked_path(str(folder), has_weights=True) == str(folder)
     damage(folder)
@@ -216,9 +208,7 @@ def test_files_that_cannot_be_trained_are_named_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(("damage", "said"), BY_LOADING, ids=[said for _, said in BY_LOADING])
-def test_what_only_loading_shows_is_refused_with_the_models_name(
-    tmp_path: Path, damage: Callable[[Path], object], said: str
-) -> None:
+def test_what_only_loading_shows_is_refused(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     folder = make_tiny_model(tmp_path / "model")
     damage(folder)
     with pytest.raises(ConfigError, match=said):

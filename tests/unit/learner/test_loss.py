@@ -99,9 +99,7 @@ def part(tokens: PackedTokens, first: int, last: int) -> PackedTokens:
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10_000), CONFIGS, st.integers(1, 5), st.integers(1, 5))
-def test_micro_batches_add_up_to_the_batch_in_loss_gradient_and_metrics(
-    seed: int, config: LossConfig, first_cut: int, second_cut: int
-) -> None:
+def test_micro_batches_add_up_to_the_batch(seed: int, config: LossConfig, first_cut: int, second_cut: int) -> None:
     tokens = batch(seed)
     totals = totals_of(tokens)
     whole = policy_loss(tokens, config, totals)
@@ -169,9 +167,7 @@ def test_every_divisor_is_what_it_says() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.05, 0.2, 0.6]))
-def test_m2po_leaves_out_the_fewest_tokens_that_bring_the_second_moment_under_its_limit(
-    seed: int, spread: float
-) -> None:
+def test_m2po_leaves_out_the_fewest_tokens_that_keep_its_limit(seed: int, spread: float) -> None:
     tokens = replace(batch(seed, spread=spread), reference_logprobs_T=None)
     gradient_T = gradient_of(tokens, LossConfig("m2po"))
     log_ratio_T = tokens.logprobs_T.detach() - tokens.behaviour_logprobs_T

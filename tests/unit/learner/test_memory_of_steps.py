@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echo2.base.ids import Step, Version
-from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Checkpointing, LearnerRun, learner_memory, model_size
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
@@ -25,7 +24,7 @@ from echo2.learner.training.ranks import Ranks
 from echo2.weights import DeltaHeader, encode_delta, fingerprint
 from tests.e2e.cluster import ROOT, environment_of
 from tests.patience import WAIT_S
-from tests.unit.learner.made import group_of, rollout_of
+from tests.unit.learner.made import config_of, group_of, rollout_of
 
 PROMPT, COMPLETION = 32, 60
 SHAPE = {
@@ -75,10 +74,8 @@ def main() -> None:
     del model
     how: Any = sys.argv[2]
     precision, rank, budget = sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-    trainer = TrainerOptions(
-        str(folder / "model"), precision, token_budget=budget, threads=1, lr=1e-5, lora_rank=rank, optimizer_state=how
-    )
-    options = LearnerOptions(folder, RunConfig(), trainer)
+    config = config_of(folder / "model", precision, lora_rank=rank, lr=1e-5, optimizer_state=how)
+    options = LearnerOptions(folder, config, TrainerOptions(token_budget=budget))
     before = status("VmRSS")
     team = new_team(options, Ranks())
     Path("/proc/self/clear_refs").write_text("5")
@@ -110,7 +107,7 @@ def main() -> None:
         pytest.param("float32", "nf4", 16, 2048, marks=pytest.mark.soak),  # a minute
     ],
 )
-def test_two_steps_with_publishing_and_a_checkpoint_take_what_the_sizing_rule_tells(
+def test_steps_take_the_memory_told(
     tmp_path: Path, optimizer_state: str, precision: str, rank: int, budget: int
 ) -> None:
     if optimizer_state == "8bit":

@@ -30,7 +30,6 @@ from echo2.learner.metrics import (
     peak_flops_of,
     time_fields,
 )
-from echo2.learner.options import TrainerOptions
 from echo2.learner.recent import RecentRollouts, answer, plain
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
 from echo2.learner.run_folder import RunFolder
@@ -264,7 +263,7 @@ def test_lengths_are_means_of_equal_shares_of_the_newest_rollouts() -> None:
     assert lengths[0] < 13 and lengths[-1] > 205
 
 
-WANTED = {"seed": 0, "task": "sums", "lora": [0, 0]}
+WANTED = {"seed": 0, "task": "sums", "lora_rank": 0}
 
 
 def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
@@ -282,19 +281,16 @@ def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
         folder.check_identity({"seed": 1})
 
 
-def test_a_run_goes_on_only_with_a_kind_of_optimiser_that_can_read_its_state(
+def test_an_optimiser_of_another_state_is_refused(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "refuse_optimizer", lambda *_: None)  # the package for 8 bits may be missing
     monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
 
     def begin(run: str, optimizer_state: OptimizerState) -> None:
-        trainer, folder = (
-            TrainerOptions(str(model_path), device="cpu", optimizer_state=optimizer_state),
-            RunFolder(tmp_path / run),
-        )
+        folder, learner = RunFolder(tmp_path / run), {"optimizer_state": optimizer_state}
         try:
-            prepare(options_for(tmp_path / run, model_path, trainer), folder).prompts.close()
+            prepare(options_for(tmp_path / run, model_path, learner=learner), folder).prompts.close()
         finally:
             folder.release()
 

@@ -97,9 +97,7 @@ def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:
     assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
 
 
-def test_a_tensor_parallel_engine_on_two_ranks_publishes_bit_for_bit_and_goes_on(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_a_tensor_parallel_engine_publishes_bit_for_bit(model_path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     environment = {

@@ -123,9 +123,7 @@ def test_a_whole_model_gives_the_same_log_probabilities_by_either(model_path: Pa
     assert torch.equal(again_T, expected_T) and policy.row_multiple == 1
 
 
-def test_where_flex_fails_the_trial_dense_goes_on_and_says_why(
-    model_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_flex_fails_dense_goes_on_and_says_why(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A CPU has no gradient of it: what a broken kernel would do on another device."""
     policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
     policy_inputs_stay = trial_inputs(VOCABULARY, 0)
@@ -139,9 +137,7 @@ def test_where_flex_fails_the_trial_dense_goes_on_and_says_why(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_is_trained_in_rows_though_it_rounds_and_refused_if_it_ignores_their_masks(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_ignores_masks_is_refused(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: dtype == "bfloat16")  # as on a GPU
     policy = PolicyModel(str(make_tiny_model(tmp_path, hidden=128, layers=8)), dtype, CPU, 1.0).policy
     with torch.no_grad():

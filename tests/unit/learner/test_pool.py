@@ -433,9 +433,7 @@ def verdict(groups: OpenGroups, *of_piece: Any, attempt: int = 0, **changes: Any
     bound=st.integers(0, 16),
     planned=st.none() | st.integers(0, 10_000),
 )
-def test_the_cap_is_between_one_batch_and_as_many_as_stay_fresh(
-    groups: int, n: int, bound: int, planned: int | None
-) -> None:
+def test_the_cap_is_at_least_a_batch_and_stays_fresh(groups: int, n: int, bound: int, planned: int | None) -> None:
     rules = GroupRules(bound, groups * n, n, 50)
     cap = rules.cap_groups(planned)
     assert rules.groups_per_step <= cap <= rules.groups_per_step * (bound + 1)
@@ -463,9 +461,7 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
 
 
 @pytest.mark.parametrize("is_buffered", [True, False])
-def test_what_is_too_old_is_dropped_at_admission_or_out_of_the_buffer_and_its_prompt_offered_again(
-    is_buffered: bool,
-) -> None:
+def test_stale_groups_are_dropped_and_their_prompts_offered_again(is_buffered: bool) -> None:
     groups = new_groups(bound=1, per_step=4)
     late = filled(groups, 0) if is_buffered else groups.open_group(draw(0)).group_id
     groups.next_step = Step(2)
@@ -509,9 +505,7 @@ COLD = replace(SPEC, sampling=replace(SPEC.sampling, temperature=0.7))
         (COLD, (-1.4, -1.7), False),  # at another temperature only one of the two is used
     ],
 )
-def test_the_two_numbers_of_a_token_stand_in_the_relation_that_its_sampling_says(
-    spec: GroupSpec, raw: tuple[float, ...], is_refused: bool
-) -> None:
+def test_a_token_s_two_numbers_have_a_relation(spec: GroupSpec, raw: tuple[float, ...], is_refused: bool) -> None:
     segment = replace(piece("g", 0, [7, 7]), logprobs=(-1.0, -2.0), raw_logprobs=raw)
     problem = problem_of_segment(segment, spec, 50, [Version(0)])
     assert (problem is not None) == is_refused and "token 1" in (problem or "token 1")
@@ -532,9 +526,7 @@ def test_the_two_numbers_of_a_token_stand_in_the_relation_that_its_sampling_says
         ((7, 8), FinishReason.UNFINISHED, None),
     ],
 )
-def test_a_rollout_ends_where_its_lease_says_and_nowhere_else(
-    tokens: tuple[int, ...], reason: FinishReason, text: str | None
-) -> None:
+def test_a_rollout_ends_where_its_lease_says(tokens: tuple[int, ...], reason: FinishReason, text: str | None) -> None:
     numbers = (-1.0,) * len(tokens)
     rollout = Rollout(GroupId("g"), 0, tokens, numbers, numbers, (VersionSpan(Version(2), len(tokens)),), reason)
     for held_tokens in range(min(3, len(tokens))):  # a stop token that was held already ends it too
@@ -606,13 +598,34 @@ def test_a_fleet_that_is_gone_does_not_hold_the_end_up() -> None:
     stage.loop.run_until_complete(stage.pool.evaluations_ended())
 
 
-def test_one_that_nobody_began_moves_to_a_newer_version_at_once_and_a_begun_one_when_it_stands_still() -> None:
-    stage = begun()
-    publish(stage, 1, 2)
+@pytest.mark.parametrize(
+    ("is_begun", "newer", "is_last_out", "after_s"),
+    [
+        (False, 2, False, 0.0),
+        (False, 1, True, 0.1 * PATIENCE_S),  # the workers that come now hold the last version alone
+        (False, 1, False, PATIENCE_S),
+        (True, 1, False, PATIENCE_S),
+        (True, 2, False, 0.1 * PATIENCE_S),  # the fleet has left its version
+    ],
+)
+def test_when_one_moves_to_a_newer_version(is_begun: bool, newer: int, is_last_out: bool, after_s: float) -> None:
+    stage = begun(6)
+    if is_begun:
+        stage.report(piece(stage.questions[0], 0, [9], version=6))
     tick(stage, 0.0)
-    assert versions(stage) == {Version(2)}
-    now = 0.0
-    for version in range(3, 3 + MOVES_MAX + 1):
+    publish(stage, *range(7, 7 + newer))
+    if is_last_out:
+        stage.tell(stage.pool.evaluate, Version(6 + newer), True)
+    if after_s:
+        tick(stage, after_s - 0.1)
+        assert versions(stage) == {Version(6)}
+    tick(stage, after_s)
+    assert versions(stage) == {Version(6 + newer)}
+
+
+def test_one_that_moved_a_few_times_is_given_up() -> None:
+    stage, now = begun(), 0.0
+    for version in range(1, MOVES_MAX + 2):
         (newest,) = versions(stage)
         assert newest is not None
         stage.report(piece(stage.questions[0], 0, [9], version=newest))
@@ -620,37 +633,7 @@ def test_one_that_nobody_began_moves_to_a_newer_version_at_once_and_a_begun_one_
         tick(stage, now)
         now += PATIENCE_S
         tick(stage, now)
-    assert not stage.evaluations.rows and len(stage.evaluations.reasons) == 1, "moved a few times, then given up"
-
-
-@pytest.mark.parametrize(("newer", "waits_s"), [(1, PATIENCE_S), (2, 0.1 * PATIENCE_S)])
-def test_a_begun_one_whose_version_the_fleet_has_left_moves_without_the_whole_patience(
-    newer: int, waits_s: float
-) -> None:
-    stage = begun(6)
-    stage.report(piece(stage.questions[0], 0, [9], version=6))
-    tick(stage, 0.0)
-    publish(stage, *range(7, 7 + newer))
-    tick(stage, waits_s - 0.1)
-    assert versions(stage) == {Version(6)}
-    tick(stage, waits_s)
-    assert versions(stage) == {Version(6 + newer)}
-
-
-@pytest.mark.parametrize("is_out_at_the_restart", [True, False])
-def test_one_that_nobody_began_does_not_wait_for_versions_after_the_last(is_out_at_the_restart: bool) -> None:
-    """The workers that come now hold the last version alone."""
-    stage = begun(6)
-    publish(stage, *([7] if is_out_at_the_restart else ()))
-    stage.take_checkpoint()
-    stage.start()
-    publish(stage, *(() if is_out_at_the_restart else [7]))
-    stage.tell(stage.pool.evaluate, Version(7), True)
-    tick(stage, 0.0)
-    tick(stage, 0.1 * PATIENCE_S - 0.1)
-    assert versions(stage) == {Version(6)}, "a worker that still holds it may come"
-    tick(stage, 0.1 * PATIENCE_S)
-    assert versions(stage) == {Version(7)}
+    assert not stage.evaluations.rows and len(stage.evaluations.reasons) == 1
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
@@ -873,9 +856,7 @@ def test_proven_is_who_had_a_rollout_admitted_and_the_last_ones_are_remembered(m
 
 
 @pytest.mark.parametrize(("rollouts_per_step", "limit"), [(4, 64), (1000, 2000)])
-def test_a_run_ends_after_as_many_failures_as_two_steps_have_and_no_success_between(
-    rollouts_per_step: int, limit: int
-) -> None:
+def test_failures_of_two_steps_in_a_row_end_the_run(rollouts_per_step: int, limit: int) -> None:
     streak = FailureStreak("rewards", rollouts_per_step)
     for number in range(limit - 1):
         assert (streak.text == "") == (number < SHOWN_FROM)

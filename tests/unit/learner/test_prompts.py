@@ -37,8 +37,7 @@ from tests.unit.learner.fleet import (
     prompts_for,
     rows_of,
 )
-from tests.unit.learner.made import group_of, rollout_of
-from tests.unit.learner.test_trainer import new_trainer
+from tests.unit.learner.made import group_of, new_trainer, rollout_of
 
 THREE_DIGITS = {"name": "sort_digits", "args": {"digit_count": 3}}
 
@@ -56,9 +55,7 @@ def reward_of(prompts: Prompts, *completions: list[int]) -> float:
 
 
 @pytest.mark.parametrize(("buffer_tokens", "expected"), [(0, 1.0), (4, 0.75), (7, None)])
-def test_overlong_completions_lose_reward_in_training_only(
-    tmp_path: Path, model: Path, buffer_tokens: int, expected: float | None
-) -> None:
+def test_overlong_ones_lose_reward(tmp_path: Path, model: Path, buffer_tokens: int, expected: float | None) -> None:
     options = options_for(tmp_path, model, learner={"overlong_buffer_tokens": buffer_tokens}, task=THREE_DIGITS)
     if expected is None:
         with pytest.raises(ConfigError, match="expected at most sampling.max_new_tokens 6, got 7"):
@@ -84,7 +81,7 @@ class OddOnesAreLong(SortDigits):
         return TaskInstance(index, "123" * (4 if index % 2 else 1), "123")
 
 
-def test_prompts_beyond_the_limit_are_passed_over_and_told_and_the_search_ends(
+def test_prompts_beyond_the_limit_are_passed_over(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     task, limit = {"name": "tests.unit.learner.test_prompts:OddOnesAreLong"}, {"max_prompt_tokens": 9}
@@ -169,9 +166,7 @@ class Tagged(SortDigits):
 
 
 @pytest.mark.parametrize("is_named_by", ["model", "template"])
-def test_a_completion_ends_where_tokenizer_model_or_template_say_and_tags_stay_in_what_is_scored(
-    tmp_path: Path, model: Path, is_named_by: str
-) -> None:
+def test_completions_end_where_model_or_template_say(tmp_path: Path, model: Path, is_named_by: str) -> None:
     core = Tokenizer.from_file(str(model / "tokenizer.json"))
     core.add_special_tokens(["<answer>", "</answer>", "<turn_end>"])
     core.save(str(model / "tokenizer.json"))
@@ -186,9 +181,7 @@ def test_a_completion_ends_where_tokenizer_model_or_template_say_and_tags_stay_i
     prompts.close()
 
 
-def test_a_template_that_tells_the_date_tells_the_run_s_beginning_after_a_restart_too(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_s_date_is_the_run_s_beginning(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "chat_template.jinja").write_text("{{ strftime_now('%Y%m%d%H%M%S') }}:{{ messages[0].content }}")
     drawn = []
     for now in (1.7e9, 1.8e9):
@@ -238,9 +231,7 @@ def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: P
     prompts.close()
 
 
-def test_what_an_environment_says_and_no_tokenizer_takes_costs_the_rollout_alone(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_a_message_that_no_tokenizer_takes_costs_its_rollout(model_path: Path, tmp_path: Path) -> None:
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     model = Path(shutil.copytree(model_path, tmp_path / "model"))
@@ -306,9 +297,7 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     prompts.close()
 
 
-def test_a_mixture_with_an_environment_trains_and_a_killed_run_goes_on_with_the_same_prompts_and_episodes(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_a_mixture_with_an_environment_survives_a_kill(model_path: Path, tmp_path: Path) -> None:
     run = Run(mixed(tmp_path / "run", model_path))
     image: dict[str, Any] = {}
     run.at_step[3] = lambda: image.update(crash_image(run, tmp_path / "crashed"))

@@ -154,9 +154,7 @@ class Learning:
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
-def test_what_a_newcomer_with_the_base_or_without_follows_leads_to_the_newest_version(
-    seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_newcomers_reach_the_newest_version(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     learning = Learning(seed, tmp_path_factory.mktemp("journal"))
 
     async def scene() -> None:
@@ -169,9 +167,7 @@ def test_what_a_newcomer_with_the_base_or_without_follows_leads_to_the_newest_ve
 
 
 @given(bound=st.integers(0, 16), fixed=st.none() | st.integers(1, 16), planned=st.none() | st.integers(1, 16))
-def test_the_newest_version_is_admissible_until_the_next_one(
-    bound: int, fixed: int | None, planned: int | None
-) -> None:
+def test_versions_are_admissible_until_the_next(bound: int, fixed: int | None, planned: int | None) -> None:
     schedule = PublicationSchedule(bound, fixed, planned_kappa=planned)
     for step in range(1, 40):
         assert is_admissible(Step(step - 1), schedule.newest, bound)

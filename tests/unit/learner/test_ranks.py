@@ -220,9 +220,7 @@ def torchrun(command: str, models: tuple[Path, Path], folder: Path, *, ends_well
     return summary
 
 
-def test_the_daemon_trains_to_its_end_on_ranks_and_its_versions_are_those_that_workers_hold(
-    models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_daemon_on_ranks_publishes_what_workers_hold(models: tuple[Path, Path], tmp_path: Path) -> None:
     summary = torchrun("daemon", models, tmp_path / "run")
     assert summary["merged"] == summary["fingerprint"]
     folder = RunFolder(tmp_path / "run")
@@ -232,9 +230,7 @@ def test_the_daemon_trains_to_its_end_on_ranks_and_its_versions_are_those_that_w
 
 
 @pytest.mark.soak
-def test_a_rank_that_cannot_code_its_rows_ends_the_run_with_its_error_and_the_next_start_sends_them(
-    models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_rank_that_cannot_code_its_rows_ends_the_run(models: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     torchrun("failing", models, folder, ends_well=False)
     error = (folder / "error").read_text()
@@ -300,9 +296,7 @@ def test_an_encoding_that_nobody_draws_to_its_end_is_in_nobodys_way(leader: Shar
         list(given_up)
 
 
-def test_a_version_that_is_kept_is_coded_from_and_one_that_is_forgotten_is_told_with_its_rank(
-    leader: ShardLeader,
-) -> None:
+def test_kept_versions_are_coded_from_and_forgotten_ones_are_told(leader: ShardLeader) -> None:
     leader.keep(Version(0))
     leader.forget_before(Version(1))
     whole = encode_delta(OLD, NEW, in_two(delta_header()))

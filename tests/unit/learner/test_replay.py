@@ -16,7 +16,7 @@ from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
-from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
+from echo2.learner.options import LearnerLimits, LearnerOptions, chunk_folder
 from echo2.learner.publishing.publisher import LocalCoder, SeedNode
 from echo2.learner.rollouts.groups import Batch, Draw, SentTokens
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
@@ -120,13 +120,13 @@ def kill(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill:
     published until the end. Runs are made once."""
     runs: dict[tuple[object, ...], Killed] = {}
 
-    def of(folder: Path, at: int, checkpoint_at: int = 0, kappa: int = 0, **changes: Any) -> Killed:
-        key = (checkpoint_at, kappa, *changes)
+    def of(folder: Path, at: int, checkpoint_at: int = 0, kappa: int = 0, lr: float = 1e-3) -> Killed:
+        key = (checkpoint_at, kappa, lr)
         if key not in runs:
             kept = tmp_path_factory.mktemp("image")
             limits = LearnerLimits(8, free_bytes_min=1 << 20, linger_s=0.0)
-            every, bounded = {"checkpoint_every_steps": checkpoint_at or 100}, {"bound": 4, "kappa": kappa}
-            options = options_for(kept / "run", model_path, limits=limits, staleness=bounded, learner=every, **changes)
+            every, bounded = {"checkpoint_every_steps": checkpoint_at or 100, "lr": lr}, {"bound": 4, "kappa": kappa}
+            options = options_for(kept / "run", model_path, limits=limits, staleness=bounded, learner=every)
             run = new_run(options)
             for step in (3, 5, 6):
                 run.at_step[step] = lambda step=step: crash_image(run, kept / str(step))
@@ -182,9 +182,7 @@ def test_a_second_kill_after_a_replay_that_differed_is_survived(kill: Kill, tmp_
     left_of(again).bring(worker, Version(6), summary.fingerprint)
 
 
-def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hold(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_workers_may_hold_a_version_without_a_record(model_path: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     options, before = killed_as_it_left(model_path, tmp_path, (3, 6))
@@ -202,9 +200,7 @@ def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hol
     assert all(torch.equal(tensor, held[name]) for name, tensor in exported.named_parameters())
 
 
-def test_a_group_that_the_replayed_steps_made_too_old_is_closed_and_not_offered_again(
-    kill: Kill, tmp_path: Path
-) -> None:
+def test_groups_too_old_after_a_replay_are_not_offered_again(kill: Kill, tmp_path: Path) -> None:
     """The kill came before it was dropped: one of its rollouts is of version 0, the others are still to be sampled."""
     crashed, _ = kill(tmp_path, 5, kappa=1)
     stale, fresh = begun_groups(crashed, versions=(0, 1))
@@ -276,14 +272,13 @@ def versions_from_base(options: LearnerOptions) -> set[int]:
     return {left.header.artifact.version for left in left_of(options).artifacts if left.header.artifact.parent == 0}
 
 
-class RankCoder:
-    """A `VersionCoder` as of several ranks: codes only from versions that were not forgotten."""
+class RankCoder(LocalCoder):
+    """As of several ranks: codes only from versions that were not forgotten."""
 
     def __init__(self) -> None:
         self.held: set[Version] = set()
         self.from_base: list[Version] = []
         self.kept: Version | None = None
-        self._local = LocalCoder()
 
     def keep(self, version: Version | None) -> None:
         self.kept = version
@@ -293,25 +288,19 @@ class RankCoder:
 
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
         self.held.add(version)
-        return self._local.fingerprint(version, weights, key)
+        return super().fingerprint(version, weights, key)
 
     def delta(self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Any = None) -> Encoding:
         if header.parent_version not in self.held:
             raise StateError(f"version {header.parent_version}: expected it among {sorted(self.held)}")
         self.held.add(header.target_version)
         self.from_base += [header.target_version] if header.parent_version == 0 else []
-        return self._local.delta(parent, target, header, executor)
-
-    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Any = None) -> Encoding:
-        return self._local.keyframe(target, header, executor)
+        return super().delta(parent, target, header, executor)
 
 
-def test_a_start_offers_the_newest_version_as_a_delta_from_the_base(
-    model_path: Path, tmp_path: Path, kill: Kill
-) -> None:
+def test_a_start_offers_a_delta_from_the_base(model_path: Path, tmp_path: Path, kill: Kill) -> None:
     """And goes on putting it together with what follows; several ranks hold the base for as long as it is coded from."""
-    trainer = TrainerOptions(str(model_path), device="cpu", lr=1e-6)
-    crashed, before = kill(tmp_path, 3, kappa=1, trainer=trainer)
+    crashed, before = kill(tmp_path, 3, kappa=1, lr=1e-6)
     last, coder = last_published(crashed), RankCoder()
     learner = crashed.config.learner.model_copy(update={"steps": 22})
     longer = replace(crashed, config=crashed.config.model_copy(update={"learner": learner}))

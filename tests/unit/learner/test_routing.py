@@ -30,9 +30,7 @@ from echo2.base.rollout import (
     VersionSpan,
     unpacked,
 )
-from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, extended
-from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import Trainer
 from echo2.wire.rollout import segment_from_message, segment_to_message
@@ -40,6 +38,7 @@ from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
 from tests.contract.engine_rig import keyframe_of, tiny_config
+from tests.unit.learner.made import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
 SHAPE = RoutingShape(2, 2, 6)
@@ -62,12 +61,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(8)
     model.save_pretrained(folder)
     return folder
-
-
-def new_trainer(path: Path, **options: Any) -> Trainer:
-    given = TrainerOptions(str(path), device="cpu", lr=1e-3, **options)
-    model = PolicyModel(str(path), given.weights_dtype, torch.device("cpu"), 1.0, replays_routing=given.replays_routing)
-    return Trainer(model, given, 10)
 
 
 def make_noisy(engine: EmbeddedEngine, size: float) -> None:
@@ -149,7 +142,7 @@ def without_routing(group: TrainGroup) -> TrainGroup:
 
 
 def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path) -> None:
-    trainer = new_trainer(model_path, replays_routing=True, row_tokens=100)
+    trainer = new_trainer(model_path, replay_routing=True, row_tokens=100)
     group = sampled(trainer, 4, noise=1e-6)
     shape = trainer.model.policy.routing
     assert shape == SHAPE
@@ -162,10 +155,10 @@ def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path
 
 
 def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_experts(model_path: Path) -> None:
-    probe = new_trainer(model_path, replays_routing=True)
+    probe = new_trainer(model_path, replay_routing=True)
     group = sampled(probe, 4, noise=1e-6)
-    plain = new_trainer(model_path, replays_routing=True)
-    trainer = new_trainer(model_path, replays_routing=True, gradient_checkpointing=True)
+    plain = new_trainer(model_path, replay_routing=True)
+    trainer = new_trainer(model_path, replay_routing=True, gradient_checkpointing=True)
     results = [each.step(Batch(Step(0), (group,))) for each in (plain, trainer)]
     assert results[0].metrics is not None and results[1].metrics is not None
     assert results[1].metrics["loss"] == pytest.approx(results[0].metrics["loss"], abs=1e-6)
@@ -178,13 +171,13 @@ def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_e
 def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match="no such router"):
-        new_trainer(path, replays_routing=True)
+        new_trainer(path, replay_routing=True)
 
 
 def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path: Path) -> None:
     with pytest.raises(MalformedMessage, match="experts below 6, got 7"):
         unpacked(b"\xff\xff", SHAPE)
-    trainer = new_trainer(model_path, replays_routing=True)
+    trainer = new_trainer(model_path, replay_routing=True)
     group = sampled(trainer, 2, noise=0.0)
     assert off(trainer, group) <= 1e-4, "without noise its own router chooses what the worker's did"
     lies = [replace(r, routing=Routing(b"", b"\xff" * len(r.routing.tokens))) for r in group.rollouts]

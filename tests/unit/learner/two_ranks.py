@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import ConfigError, EchoError
 from echo2.base.ids import Step, Version
 from echo2.learner.audit import Habits, Passage, examine, passage_of
-from echo2.learner.options import LearnerLimits, LearnerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import new_team
@@ -49,11 +49,13 @@ SCENARIOS = ("float32", "lora", "qlora", "bf16", "bf16_as_on_gpu", "copies", "co
 
 
 def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOptions:
-    options = options_for(folder, moe if scenario == "moe" else dense, staleness={"bound": 4, "kappa": 2})
     dtype = {"float32": "float32", "moe": "float32", "qlora": "nf4"}.get(scenario, "bfloat16")
     copies = 2 if scenario.startswith("copies") else 1
-    trainer = replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies)
-    return replace(options, trainer=replace(trainer, lora_rank=2 if scenario.endswith("lora") else 0))
+    return options_for(
+        folder, moe if scenario == "moe" else dense, TrainerOptions(token_budget=40), learner={"replicas": copies},
+        staleness={"bound": 4, "kappa": 2},
+        model={"weights_dtype": dtype, "lora_rank": 2 if scenario.endswith("lora") else 0},
+    )  # fmt: skip
 
 
 def team_of(scenario: str, options: LearnerOptions, ranks: Ranks) -> Team:
@@ -189,7 +191,7 @@ def paths(dense: Path, moe: Path, folder: Path) -> None:
     copies, loaded = DistributedRanks(2), watch_loading()
     for scenario in SCENARIOS:
         options = options_of(scenario, dense, moe, own / scenario)
-        given = copies if options.trainer.replicas > 1 else ranks
+        given = copies if options.config.learner.replicas > 1 else ranks
         loaded.clear()
         team = team_of(scenario, options, given)
         if RANK:
