@@ -88,17 +88,16 @@ class Commands:
         """Makes a token. Returns it with its join link, which cannot be shown again."""
         secret = urlsafe_b64encode(here().rng.randbytes(32)).rstrip(b"=").decode()
         token = self.hub.tokens.create(secret, role, label, lifetime_s, use_limit, self.hub.clock.now())
-        self.hub.state.save("tokens", token.token_id, token)
-        self.hub.state.require_sync()
-        self.hub.note("token", f"{token.token_id} ({label or role}) made for the role {role}")
-        self.hub.flush_now()
+        self._keep_token(token, f"made for the role {role}")
         return token, self.join_link(secret)
 
     def revoke_token(self, token_id: str) -> None:
-        token = self.hub.tokens.revoke(token_id)
+        self._keep_token(self.hub.tokens.revoke(token_id), "revoked")
+
+    def _keep_token(self, token: Token, what: str) -> None:
         self.hub.state.save("tokens", token.token_id, token)
         self.hub.state.require_sync()
-        self.hub.note("token", f"{token.token_id} ({token.label or token.role}) revoked")
+        self.hub.note("token", f"{token.token_id} ({token.label or token.role}) {what}")
         self.hub.flush_now()
 
     async def approve(self) -> Body:
@@ -323,11 +322,8 @@ class Commands:
     def _chosen(self, body: Body) -> list[Member]:
         """The workers of `peer_ids`, else of the single `peer_id`; a worker's name stands for its id if no other has it."""
         chosen = body["peer_ids"] if "peer_ids" in body else [_text(body, "peer_id")]
-        if (
-            not isinstance(chosen, list)
-            or len(chosen) > PEERS_AT_ONCE
-            or not all(isinstance(one, str) for one in chosen)
-        ):
+        is_list = isinstance(chosen, list) and len(chosen) <= PEERS_AT_ONCE
+        if not is_list or not all(isinstance(one, str) for one in chosen):
             raise MalformedMessage(f"peer_ids: expected a list of up to {PEERS_AT_ONCE} peer ids")
         members = self.hub.membership.members
         known: dict[str, list[Member]] = {}

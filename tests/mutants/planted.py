@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("any role may do what operators do", "coordinator/operator.py",
            "        if caller.role is not Role.OPERATOR:\n", "        if False:\n", (_UNIT + "coordinator/test_daemon.py",)),
     Mutant("a revoked token is back after a restart", "coordinator/operator.py",
-           '({token.label or token.role}) revoked")\n        self.hub.flush_now()\n', '({token.label or token.role}) revoked")\n',
+           '{what}")\n        self.hub.flush_now()\n', '{what}")\n',
            (_UNIT + "coordinator/test_enrolment.py",)),
     Mutant("the learner never hears that a bar was lifted", "coordinator/learner.py",
            "is_lifted = not member.activation.is_barred", "is_lifted = False", (_UNIT + "coordinator/test_barring.py",)),

@@ -562,7 +562,7 @@ class ChangedValues:
             if self._commands.hub.clock.now() - self._at >= fresh_s:
                 await self._refresh()
         changes = {name: text for name, (serial, text) in self._sections.items() if serial > seen}
-        rows = [f"{json.dumps(peer)}:{text}" for peer, (serial, text, _, _) in self._rows.items() if serial > seen]
+        rows = [text for serial, text, _, _ in self._rows.values() if serial > seen]
         if rows:
             changes["workers"] = "{" + ",".join(rows) + "}"
         return changes
@@ -585,7 +585,8 @@ class ChangedValues:
             )  # fmt: skip
             known = self._rows.get(peer_id)
             if known is None or known[2] != key or now - known[3] >= kept_s:
-                self._rows[peer_id] = (serial, to_json(self._view.worker(member)).decode(), key, now)
+                row = f"{json.dumps(peer_id)}:{to_json(self._view.worker(member)).decode()}"
+                self._rows[peer_id] = (serial, row, key, now)
                 rebuilt += 1
                 if rebuilt % ROWS_AT_ONCE == 0:
                     await asyncio.sleep(0)

@@ -199,14 +199,8 @@ class StateView:
         ]  # fmt: skip
 
     def worker(self, member: Member) -> dict[str, Any]:
-        hub, hello, beat, version, access = (
-            self._commands.hub,
-            member.hello,
-            member.heartbeat,
-            member.version,
-            member.access,
-        )
-        is_gone = member.last_liveness is Liveness.GONE
+        hub, hello, beat, access = self._commands.hub, member.hello, member.heartbeat, member.access
+        is_gone, version = member.last_liveness is Liveness.GONE, member.version
         return {
             "name": member.name, "state": member.last_liveness.value,
             "activation": "" if is_gone else member.activation.value,
