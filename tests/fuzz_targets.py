@@ -396,7 +396,7 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
 
     made = Header(ArtifactId(Version(5), Version(4)), RunId("r"), "", 1.0, 4096, True, _COORDINATOR.peer_id)
     header = made.signed(_COORDINATOR)
-    chunk = Chunk.make(header.key, 0, True, b"payload" * 9, _COORDINATOR)
+    chunk = Chunk.signed(header.key, 0, True, b"payload" * 9, _COORDINATOR)[0]
     seal = Seal(header.key, 1, 63, root_of([chunk.verify(_COORDINATOR.peer_id)]), "ab" * 8).signed(_COORDINATOR)
     frame = bw.chunk_to_bytes(chunk)
     messages = bw.header_to_bytes(header), frame, bw.beside(Route(3, 1), False) + frame, bw.seal_to_bytes(seal)

@@ -118,10 +118,6 @@ class Chunk:
             )
 
     @classmethod
-    def make(cls, key: ArtifactKey, index: int, ends_block: bool, payload: bytes, identity: Identity) -> Chunk:
-        return cls.signed(key, index, ends_block, payload, identity)[0]
-
-    @classmethod
     def signed(
         cls, key: ArtifactKey, index: int, ends_block: bool, payload: bytes | memoryview, identity: Identity
     ) -> tuple[Chunk, bytes]:
@@ -195,23 +191,17 @@ def _verified(publisher: PeerId, body: bytes, signature: bytes, what: str) -> No
 BLOCK_BYTES_MAX = 1 << 30  # the encoder makes blocks of some tens of MiB
 
 
-def cut(block: bytes, chunk_bytes: int) -> Iterator[tuple[memoryview, bool]]:
-    """(payload, ends_block) of the chunks of one block, as views of it; an empty block is one empty chunk."""
-    assert 1 <= chunk_bytes <= CHUNK_BYTES_MAX, f"chunk_bytes {chunk_bytes}"
-    if len(block) > BLOCK_BYTES_MAX:
-        raise LimitExceeded(f"block: expected at most {BLOCK_BYTES_MAX} bytes, got {len(block)}")
-    view = memoryview(block)
-    for start in range(0, max(1, len(block)), chunk_bytes):
-        yield view[start : start + chunk_bytes], start + chunk_bytes >= len(block)
-
-
 def signed_chunks(
     chunk_bytes: int, identity: Identity, key: ArtifactKey, first: int, block: bytes
 ) -> list[tuple[Chunk, bytes]]:
-    """The chunks of one block, from index `first`, with their hashes."""
+    """The chunks of one block, from index `first`, with their hashes. Payloads are views; an empty block is one empty chunk."""
+    assert 1 <= chunk_bytes <= CHUNK_BYTES_MAX, f"chunk_bytes {chunk_bytes}"
+    if len(block) > BLOCK_BYTES_MAX:
+        raise LimitExceeded(f"block: expected at most {BLOCK_BYTES_MAX} bytes, got {len(block)}")
+    view, ends = memoryview(block), range(chunk_bytes, max(1, len(block)) + chunk_bytes, chunk_bytes)
     return [
-        Chunk.signed(key, index, ends_block, payload, identity)
-        for index, (payload, ends_block) in enumerate(cut(block, chunk_bytes), start=first)
+        Chunk.signed(key, index, end >= len(block), view[end - chunk_bytes : end], identity)
+        for index, end in enumerate(ends, start=first)
     ]
 
 

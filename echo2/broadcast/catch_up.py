@@ -44,7 +44,7 @@ class CatchUpPlanner:
         """How to get from `version` to the newest one soonest; None if no newer version is reachable."""
         offers = [
             ArtifactOffer(
-                key, entry.header.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
+                key, entry.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
                 entry.header.is_pushed, bool(entry.digests),
             )
             for key, entry in self._library.entries.items()
@@ -82,7 +82,7 @@ class CatchUpPlanner:
             return None
         stalled = [key for key in wanted if key in self.stalled]
         for key in stalled:
-            log.warning("%s has stalled: no peer sends the missing chunks", entries[key].header.artifact)
+            log.warning("%s has stalled: no peer sends the missing chunks", entries[key].artifact)
         return stalled
 
     def describe(self) -> str:
@@ -93,7 +93,7 @@ class CatchUpPlanner:
         """Describes the first incomplete artifact on the path; empty if none."""
         path = [self._library.entries[key] for key in self.path(version)]
         missing = [entry for entry in path if not entry.is_complete]
-        return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)" if missing else ""
+        return f"chunks of {missing[0].artifact} ({len(missing[0].digests)} held)" if missing else ""
 
     def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
         if seconds > 0:

@@ -4,8 +4,9 @@ On the stream are four bytes that say how long a frame is, then the frame. A fra
 there; it is for the connection alone.
 Guarantees: `peer` is authenticated; frames arrive whole and in order; `send` waits while the other side does not read; after either
 side closes, `receive` returns None and `send` raises Unreachable. A frame that has begun goes on within STALLED_S, and a peer that
-says nothing for SILENT_S is gone. Reads whose records or frames are small for their number, and handshakes, take a fair share of
-the loop's time: of the peer once it is proven, of its address before. Memory follows the bytes that have come, not those announced.
+says nothing for SILENT_S is gone; both are looked at every STILL_HERE_S. Reads whose records or frames are small for their number,
+and handshakes, take a fair share of the loop's time: of the peer once it is proven, of its address before. Memory follows the bytes
+that have come, not those announced.
 Leaves to others: who connects to whom (transport), what frames mean (exchange).
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import struct
 from collections import deque
 
@@ -26,7 +26,7 @@ from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import FairShare
 from echo2.outside.streams import Remote, Stream
 from echo2.outside.tls_streams import PLAIN_BYTES_MAX
-from echo2.trust.identity import NodeCertificate, PeerIdentity, Role
+from echo2.trust.identity import PeerIdentity, Role, certificate_of
 from echo2.trust.ports import DOORS
 from echo2.wire.broadcast import FRAME_BYTES_MAX
 
@@ -161,7 +161,6 @@ class Connection:
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._beating: asyncio.TimerHandle | None = None
-        self._stalling: asyncio.TimerHandle | None = None
         self._went_on_at = self._said_at = 0.0
         self._error: EchoError | None = None
         self._is_proven = self._is_sending = False
@@ -215,7 +214,7 @@ class Connection:
             self._came.set()
         if self._unread_bytes > self._unread_bytes_max:
             self.stream.pause_reading()
-        self._expect_more()
+        self._went_on_at = self._loop.time()
 
     def worked(self, seconds: float, records: int, nbytes: int) -> None:
         """A read of so many bytes took so long. A peer beyond its share is read more slowly."""
@@ -248,7 +247,7 @@ class Connection:
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, EchoError):
             self._error = exc
-        for timer in (self._stalling, self._pausing, self._beating):
+        for timer in (self._pausing, self._beating):
             if timer is not None:
                 timer.cancel()
         self.ended.set()
@@ -258,39 +257,22 @@ class Connection:
     # ---- silence
 
     def _beat(self) -> None:
-        """Says that this side is still there, where it has nothing else to say; ends the connection of a peer that does not."""
+        """Says that this side is still there, where it has nothing else to say; ends the connection of a peer that does not, or
+        whose frame does not go on."""
         now = self._loop.time()
         self._beating = self._loop.call_at(now + STILL_HERE_S, self._beat)
         is_read = self._pausing is None and self._unread_bytes <= self._unread_bytes_max
-        if is_read and now - self._went_on_at >= SILENT_S:
+        if is_read and now - self._went_on_at >= (STALLED_S if self._cutter.held_bytes else SILENT_S):
             self.stream.abort()
         elif not self._is_sending and now - self._said_at >= STILL_HERE_S and self._is_open():
             self.stream.write(STILL_HERE)
             self._said_at = now
 
-    def _expect_more(self) -> None:
-        """One timer looks again for a frame that does not go on, since arming one per read would cost as much as the read."""
-        self._went_on_at = self._loop.time()
-        if self._stalling is None and self._is_amid_frame():
-            self._stalling = self._loop.call_later(STALLED_S, self._look_at_progress)
-
-    def _is_amid_frame(self) -> bool:
-        return bool(self._cutter.held_bytes) and self._unread_bytes <= self._unread_bytes_max
-
-    def _look_at_progress(self) -> None:
-        self._stalling = None
-        if not self._is_amid_frame():
-            return
-        if self._loop.time() - self._went_on_at >= STALLED_S:
-            self.stream.abort()
-        else:
-            self._stalling = self._loop.call_at(self._went_on_at + STALLED_S, self._look_at_progress)
-
     # ---- what a link calls
 
     def prove(self, expected: PeerId | None = None) -> None:
         """Reads who is there from its certificate. TrustError where it is another than expected."""
-        certificate = _certificate(self.certificate)
+        certificate = certificate_of(self.certificate)
         certificate.check_time(unix_now())
         if expected is not None:
             certificate.check_peer(expected)
@@ -340,7 +322,7 @@ class Connection:
         self._unread_bytes -= len(frame) + FRAME_KEPT_BYTES
         if was_full and self._unread_bytes <= self._unread_bytes_max and self._pausing is None:
             self.stream.resume_reading()
-            self._expect_more()
+            self._went_on_at = self._loop.time()
         if not self.is_outgoing:
             DOORS.took(self.told, len(frame))
         return frame
@@ -357,8 +339,3 @@ class Connection:
 
     def _is_open(self) -> bool:
         return not (self.ended.is_set() or self.stream.is_closing())
-
-
-@functools.lru_cache(maxsize=4096)
-def _certificate(der: bytes) -> NodeCertificate:
-    return NodeCertificate.parse(der, "the peer's certificate")

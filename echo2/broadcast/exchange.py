@@ -159,7 +159,7 @@ class Exchange:
         """`frame_bytes`: on the wire; None: the store no longer had it."""
         if frame_bytes is not None:
             entry = self.library.entries.get(action.key)
-            self._meter.sent(entry.header.artifact if entry else None, frame_bytes, self.now())
+            self._meter.sent(entry.artifact if entry else None, frame_bytes, self.now())
         self.act(events.ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
 
     def on_frame(self, peer: PeerId, frame: bytes) -> bool:
@@ -190,7 +190,7 @@ class Exchange:
         entry = self.library.entries.get(chunk.key)
         if entry is None:
             return
-        self._meter.received(entry.header.artifact, frame_bytes)
+        self._meter.received(entry.artifact, frame_bytes)
         if chunk.index not in entry.digests:
             digest = chunk.verify(entry.header.publisher)
             if not self.library.add_chunk(chunk, digest, came.record):
@@ -226,7 +226,7 @@ class Exchange:
             return
         header.verify()
         if any(
-            entry.header.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
+            entry.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
             for entry in self.library.entries.values()
         ):
             return  # we have a newer publication of the same version

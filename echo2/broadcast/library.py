@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from echo2.base.errors import (
     CorruptChunk,
@@ -72,17 +71,6 @@ class RecentChunks:
             self.held_bytes -= len(self._kept.pop(place)[1])
 
 
-@dataclass(frozen=True, slots=True)
-class AvailableArtifact:
-    """An artifact that this node holds or that a neighbour has announced."""
-
-    artifact: ArtifactId
-    key: ArtifactKey
-    held_bytes: int
-    total_bytes: int  # 0: not sealed yet
-    is_complete: bool
-
-
 class Library:
     """`revision` rises when an artifact is added, sealed, completed or dropped; `chunks_stored` with each chunk. `on_drop`: called
     with the key of each artifact that was dropped, also to make room."""
@@ -128,7 +116,7 @@ class Library:
         """Enters a verified header; it replaces an unfinished older publication. DiskFull where it cannot be written."""
         replaced = [
             key for key, entry in self.entries.items()
-            if entry.header.artifact == header.artifact and not entry.is_complete
+            if entry.artifact == header.artifact and not entry.is_complete
             and entry.header.published_unix_s <= header.published_unix_s
         ]  # fmt: skip
         for key in replaced:
@@ -177,7 +165,7 @@ class Library:
             return True
         log.error(
             "%s: expected chunks with root %s and %d bytes, got %s and %d; the publisher sealed it wrongly",
-            entry.header.artifact, entry.seal.root_sha256.hex()[:16], entry.seal.total_bytes, root.hex()[:16], entry.held_bytes,
+            entry.artifact, entry.seal.root_sha256.hex()[:16], entry.seal.total_bytes, root.hex()[:16], entry.held_bytes,
         )  # fmt: skip
         self.drop(entry.header.key)
         return False
@@ -189,9 +177,7 @@ class Library:
         older one. So it may free less than `room_bytes`, or nothing.
         """
         offers = [
-            ArtifactOffer(key, entry.header.artifact, entry.file_bytes)
-            for key, entry in self.entries.items()
-            if key != spared
+            ArtifactOffer(key, entry.artifact, entry.file_bytes) for key, entry in self.entries.items() if key != spared
         ]
         if not offers:
             return False
@@ -231,7 +217,7 @@ class Library:
         """A chunk for decoding; CorruptChunk if we lack it or the disk corrupted it."""
         if (held := self._held(key, index)) is not None:
             return held[0]
-        whose = self.entries[key].header.artifact if key in self.entries else key.hex()
+        whose = self.entries[key].artifact if key in self.entries else key.hex()
         raise CorruptChunk(f"chunk {index} of {whose}: expected it in {self.store.folder}, got none")
 
     def _held(self, key: ArtifactKey, index: int) -> tuple[Chunk, Frame] | None:
@@ -247,7 +233,7 @@ class Library:
                 return part, frame
         except EchoError as error:
             log.debug("%s", error)
-        self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
+        self.trouble = f"chunk {index} of {entry.artifact} in {self.store.folder}: the disk changed it"
         log.error("%s; the chunk is not served", self.trouble)
         self._rotten.add(key)
         return None
@@ -257,7 +243,7 @@ class Library:
         self._rotten &= self.entries.keys()
         rotten = [key for key in self._rotten if self.entries[key].seal is not None]
         self._rotten.difference_update(rotten)
-        return [(key, self.entries[key].header.artifact) for key in rotten]
+        return [(key, self.entries[key].artifact) for key in rotten]
 
     def header_frame(self, key: ArtifactKey) -> bytes | None:
         entry = self.entries.get(key)
@@ -315,20 +301,9 @@ class Library:
         entry = self.entries[key] if key is not None else None
         return entry.seal.fingerprint if entry is not None and entry.seal is not None else ""
 
-    def available(self) -> list[AvailableArtifact]:
-        """All artifacts held or announced, oldest version first."""
-        artifacts = [
-            AvailableArtifact(
-                entry.header.artifact, key, entry.held_bytes, entry.seal.total_bytes if entry.seal else 0,
-                entry.is_complete,
-            )
-            for key, entry in self.entries.items()
-        ]  # fmt: skip
-        return sorted(artifacts, key=lambda available: (available.artifact.version, available.held_bytes))
-
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
         """The newest publication of an artifact; complete ones first."""
-        keys = [key for key, entry in self.entries.items() if entry.header.artifact == artifact]
+        keys = [key for key, entry in self.entries.items() if entry.artifact == artifact]
         rank = lambda key: (self.entries[key].is_complete, self.entries[key].header.published_unix_s)  # noqa: E731
         return max(keys, key=rank, default=None)
 

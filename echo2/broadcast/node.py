@@ -21,7 +21,6 @@ from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import (
     ArtifactId,
     ArtifactKey,
-    Chunk,
     Header,
     Seal,
     expected_bytes,
@@ -33,13 +32,13 @@ from echo2.broadcast.connection import Connection
 from echo2.broadcast.connections import Connections, Dialling
 from echo2.broadcast.events import ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Wanted
 from echo2.broadcast.exchange import Bans, Exchange
-from echo2.broadcast.library import RECENT_BYTES_MAX, AvailableArtifact, Library, restored
+from echo2.broadcast.library import RECENT_BYTES_MAX, Library, restored
 from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.plan import BroadcastPlan, chunk_bytes_for
 from echo2.broadcast.route import BaseCheckpoint
 from echo2.broadcast.session import BroadcastSession
-from echo2.broadcast.store import ChunkStore
+from echo2.broadcast.store import ChunkStore, Entry
 from echo2.broadcast.stripes import LinkStatus
 from echo2.broadcast.uplink import UplinkWatch
 from echo2.outside import unix_now
@@ -87,15 +86,6 @@ class NodeCalls:
     is_proven: Callable[[PeerId], bool] = lambda peer_id: False
     lost: Callable[[str], None] = lambda what: None
     met: Callable[[HostFacts], None] = lambda facts: None
-
-
-@dataclass(frozen=True, slots=True)
-class PublicationDone:
-    """A finished publication."""
-
-    artifact: ArtifactId
-    chunk_count: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +312,7 @@ class BroadcastNode:
         full_snapshot_bytes: int,
         *,
         is_pushed: bool = True,
-    ) -> PublicationDone:
+    ) -> Seal:
         """Publishes blocks as the iterator (run in a thread) yields them; calls `fingerprint` after the last one.
 
         `is_pushed` False: only peers that request it get it (a keyframe for newcomers). An artifact that is already
@@ -330,7 +320,7 @@ class BroadcastNode:
         """
         known = self.library.find(artifact)
         if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
-            return PublicationDone(artifact, entry.seal.chunk_count, entry.seal.total_bytes)
+            return entry.seal
         run_id, lineage = self.credentials.run_id, self.options.lineage
         header = Header(artifact, run_id, lineage, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
         header = header.signed(self.credentials.identity)
@@ -344,9 +334,13 @@ class BroadcastNode:
         try:
             while (block := await asyncio.to_thread(next, blocks, None)) is not None:
                 for chunk, digest in await asyncio.to_thread(sign, header.key, index, block):
-                    self._keep(chunk, digest, is_fresh=is_pushed)
+                    if header.key not in self.library.entries:
+                        raise StateError(f"{artifact}: dropped while being published; the store is too small")
+                    self.library.add_chunk(chunk, digest)
+                    size_bytes = len(chunk.payload)
+                    self.exchange.act(ChunkSeen(None, header.key, index, size_bytes, is_fresh=is_pushed))
                     digests.append(digest)
-                    index, total = index + 1, total + len(chunk.payload)
+                    index, total = index + 1, total + size_bytes
                     await asyncio.sleep(0)  # yield to the event loop: a block may be hundreds of chunks
         except EchoError:  # a partial artifact is useless
             self.library.drop(header.key)
@@ -356,19 +350,13 @@ class BroadcastNode:
         self.library.add_seal(header.key, seal)
         self.exchange.act(SealSeen(None, header.key, index))
         log.info("published %s: %d chunks, %d bytes", artifact, index, total)
-        return PublicationDone(artifact, index, total)
-
-    def _keep(self, chunk: Chunk, digest: bytes, *, is_fresh: bool) -> None:
-        if chunk.key not in self.library.entries:
-            raise StateError(f"artifact {chunk.key.hex()}: dropped while being published; the store is too small")
-        self.library.add_chunk(chunk, digest)
-        self.exchange.act(ChunkSeen(None, chunk.key, chunk.index, len(chunk.payload), is_fresh=is_fresh))
+        return seal
 
     # ---- what is seen of it
 
-    def artifacts_available(self) -> list[AvailableArtifact]:
+    def artifacts_available(self) -> list[Entry]:
         """All artifacts that this node holds or knows of, oldest version first."""
-        return self.library.available()
+        return sorted(self.library.entries.values(), key=lambda entry: (entry.artifact.version, entry.held_bytes))
 
     def stats(self) -> NodeStats:
         """A snapshot for heartbeats and the operator."""
@@ -383,7 +371,7 @@ class BroadcastNode:
             received_by_artifact=dict(self.meter.received_by_artifact),
             uplink_bytes_per_s=self.session.governor.capacity_bytes_per_s or self.meter.uplink.bytes_per_s,
             rtt_s=self._uplink.rtt_s(self.exchange.publisher),
-            newest_version_in_flight=newest.header.artifact.version if newest else 0,
+            newest_version_in_flight=newest.artifact.version if newest else 0,
             newest_chunks_held=len(newest.digests) if newest else 0,
             newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,
             banned=dict(self.bans.found),

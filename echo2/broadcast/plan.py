@@ -238,18 +238,13 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int, artifact_bytes: float
         large = min(CHUNK_BYTES_MAX, _slowest_forwarding(plan.nodes, plan.trees) * LARGE_CHUNK_S)
         if artifact_bytes:
             room_s = COPIES_SHARE * artifact_bytes / fluid_bound(plan.nodes).rate_bytes_per_s
-            copies_s = _copies_s(plan.nodes, plan.trees, size)
+            still = [replace(node, rtt_s=0.0) for node in plan.nodes]
+            copies_s = max(latencies(still, plan.trees, size, size))  # what copies of a chunk add to the longest path
             while size > CHUNK_BYTES_MIN and copies_s > room_s:
                 size, copies_s = size // 2, copies_s / 2
     while 2 * size <= large and size * CHUNKS_AIM < artifact_bytes:
         size *= 2
     return size
-
-
-def _copies_s(nodes: Sequence[NodeLink], trees: Sequence[Tree], chunk_bytes: int) -> float:
-    """Seconds that copies of a chunk add to the longest path."""
-    still = [replace(node, rtt_s=0.0) for node in nodes]
-    return max(latencies(still, trees, chunk_bytes, chunk_bytes))
 
 
 def suitable_chunk_bytes(nodes: Sequence[NodeLink], trees: Sequence[Tree], most: int) -> int:

@@ -13,7 +13,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast import pace
 from echo2.broadcast.artifact import ArtifactKey, those_in
 from echo2.broadcast.events import Action, Have, SendHeader, SendSeal
-from echo2.broadcast.peer import Artifact, OpenRequest, Peer, Ref
+from echo2.broadcast.peer import Artifact, OpenRequest, Peer
 from echo2.broadcast.seeding import Seeding
 
 CANDIDATES_MAX = 256  # several windows, so that the rarest can be found among them
@@ -112,14 +112,6 @@ def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float
         peer.requests[(artifact.key, index)] = OpenRequest(now, deadline)
         peer.asked[artifact.key] = peer.asked.get(artifact.key, 0) | 1 << index
     return tuple(indices)
-
-
-def expired(peer: Peer, now: float) -> list[Ref]:
-    return [ref for ref, request in peer.requests.items() if request.deadline <= now]
-
-
-def next_deadline(peers: Mapping[PeerId, Peer]) -> float | None:
-    return min((request.deadline for peer in peers.values() for request in peer.requests.values()), default=None)
 
 
 class Gossip:

@@ -197,7 +197,9 @@ class BroadcastSession:
             artifact.pushed_at = now
         if event.route is not None:
             self._relay(ref, event.peer, event.route, now)
-        self._drop_other_requests(ref, event.peer)
+        for peer in self.peers.values():
+            if peer.peer_id != event.peer and peer.requests.pop(ref, None) is not None:
+                self._actions.append(events.Cancel(peer.peer_id, event.key, (event.index,)))
 
     def _came_from(self, peer: Peer, event: events.ChunkSeen, now: float) -> None:
         bit = 1 << event.index
@@ -213,11 +215,6 @@ class BroadcastSession:
         if (request := peer.requests.pop((event.key, event.index), None)) is not None and event.is_answer:
             peer.answer_s = min(peer.answer_s, now - request.since)
         self.pulled_chunks += event.is_answer
-
-    def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:
-        for peer in self.peers.values():
-            if peer.peer_id != giver and peer.requests.pop(ref, None) is not None:
-                self._actions.append(events.Cancel(peer.peer_id, ref[0], (ref[1],)))
 
     def _seal_seen(self, event: events.SealSeen) -> None:
         if event.peer in self.peers:
@@ -319,10 +316,9 @@ class BroadcastSession:
 
     def _expire_requests(self, now: float) -> None:
         for peer in self.peers.values():
-            late = pulling.expired(peer, now)
-            if not late:
-                continue
-            peer.rate.punish()  # its window shrinks, so the next requests go to others
+            late = [ref for ref, request in peer.requests.items() if request.deadline <= now]
+            if late:
+                peer.rate.punish()  # its window shrinks, so the next requests go to others
             for ref in late:
                 del peer.requests[ref]
                 self._actions.append(events.Cancel(peer.peer_id, ref[0], (ref[1],)))
@@ -421,7 +417,9 @@ class BroadcastSession:
     def _set_timer(self, now: float, is_housekept: bool) -> None:
         times: list[float | None] = []
         if is_housekept:
-            times += [self._shed_stuck(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
+            requests = (request for peer in self.peers.values() for request in peer.requests.values())
+            times += [self._shed_stuck(now), self._seeding.next_timeout()]
+            times.append(min((request.deadline for request in requests), default=None))
             times += [self._gossip.next_at, self._next_pull(now)]
         else:
             times.append(now + HOUSEKEEPING_S)

@@ -62,19 +62,28 @@ class Entry:
     handle: int = -1
 
     @property
+    def artifact(self) -> ArtifactId:
+        return self.header.artifact
+
+    @property
+    def total_bytes(self) -> int:
+        """0: not sealed yet."""
+        return self.seal.total_bytes if self.seal is not None else 0
+
+    @property
     def is_complete(self) -> bool:
         return self.seal is not None and len(self.digests) == self.seal.chunk_count
 
     @property
     def rank(self) -> tuple[int, bool, float]:
         """Sort key, newest last; within a version, artifacts being fetched come after those only announced."""
-        return self.header.artifact.version, self.header.is_pushed or bool(self.digests), self.header.published_unix_s
+        return self.artifact.version, self.header.is_pushed or bool(self.digests), self.header.published_unix_s
 
     @property
     def missing_bytes(self) -> float:
         if self.seal is not None:
             return max(0, self.seal.total_bytes - self.held_bytes)
-        return max(1.0, expected_bytes(self.header.artifact, self.header.full_snapshot_bytes) - self.held_bytes)
+        return max(1.0, expected_bytes(self.artifact, self.header.full_snapshot_bytes) - self.held_bytes)
 
     def add(self, chunk: Chunk, digest: bytes, record: Record) -> None:
         self.digests[chunk.index], self.records[chunk.index] = digest, record

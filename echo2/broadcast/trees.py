@@ -223,8 +223,6 @@ def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -
     tried = STRIPES_OF_LARGE_FLEETS if len(nodes) > LARGE_FLEET else STRIPES_TRIED
     candidates = [trees for stripes in tried if (trees := striped(nodes, stripes, degree_max))]
     candidates = [trees for trees in candidates if degree_of(trees, len(nodes)) <= degree_max]
-    if len(candidates) < 2:
-        return candidates[0] if candidates else ()
     best = lambda trees: predict(nodes, trees, PLAN_ARTIFACT_BYTES, PLAN_CHUNK_BYTES).all_s  # noqa: E731
     return min(candidates, key=best, default=())
 
@@ -489,7 +487,8 @@ class Needs:
 def late_of(nodes: Sequence[NodeLink], needs: Needs) -> frozenset[int]:
     """Numbers of the nodes for which no tree waits: the slow ones, and the spareable ones without which the others are faster."""
     slow, _ = slow_of(nodes)
-    best, best_rate = slow, _rate_without(nodes, slow) * GAIN_MIN
+    others = [node for number, node in enumerate(nodes) if number not in slow]
+    best, best_rate = slow, fluid_bound(others).rate_bytes_per_s * GAIN_MIN
     if needs.are_alike:
         return slow
     late = set(slow)
@@ -589,10 +588,6 @@ class PlanPace:
             return (1 - self._left) * self.NODES_EVERY_S
         self._left, self._looked_at = self._left - 1, now
         return 0.0
-
-
-def _rate_without(nodes: Sequence[NodeLink], late: frozenset[int]) -> float:
-    return fluid_bound([node for number, node in enumerate(nodes) if number not in late]).rate_bytes_per_s
 
 
 def weighted_plan(

@@ -13,10 +13,8 @@ import itertools
 import logging
 import socket
 import struct
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from echo2.base.ids import PeerId
@@ -24,6 +22,7 @@ from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.pace import SHORT_QUEUE_S, CongestionChooser, Control, Meter
 from echo2.outside.streams import Remote
 from echo2.outside.tls_streams import as_ipv4
+from echo2.trust.ports import tcp_sockets
 
 if TYPE_CHECKING:  # the codec, and with it torch, which a coordinator's machine lacks
     from echo2.broadcast.connections import Connections
@@ -82,7 +81,7 @@ _UNSEEN = _TcpInfo(0, 0, 0, 0, ("", 0))
 
 
 class SocketWatch:
-    """Samples all connections. Rescans the descriptors every SCAN_EVERY samples, and after `expect_new`."""
+    """Samples all connections. Rescans the descriptors every SCAN_EVERY samples, and where new ones are expected."""
 
     def __init__(self) -> None:
         self._last: dict[int, _TcpInfo] = {}
@@ -96,13 +95,11 @@ class SocketWatch:
     def has_connections(self) -> bool:
         return bool(self._last)
 
-    def expect_new(self) -> None:
-        """A connection was made: rescan at the next sample."""
-        self._looks = 0
-
-    def look(self) -> SocketTotals:
-        if self._looks % SCAN_EVERY == 0:
-            self._last = {fd: self._last.get(fd, _UNSEEN) for fd in _descriptors() if _tcp_info(fd) is not None}
+    def look(self, expects_new: bool = False) -> SocketTotals:
+        """`expects_new`: a connection was made since."""
+        if expects_new or self._looks % SCAN_EVERY == 0:
+            found = itertools.islice(tcp_sockets(), SOCKETS_MAX)
+            self._last = {fd: self._last.get(fd, _UNSEEN) for fd, _ in found if _tcp_info(fd) is not None}
             self._usual = {fd: name for fd, name in self._usual.items() if fd in self._last}
             self._apply()
         self._looks += 1
@@ -143,12 +140,8 @@ class SocketWatch:
             if self._uplink:
                 unsent_bytes = max(UNSENT_BYTES_MIN, int(UNSENT_S * self._uplink))
                 _set(fd, _TCP_NOTSENT_LOWAT, struct.pack("=I", unsent_bytes))
-                _set(
-                    fd,
-                    SO_MAX_PACING_RATE,
-                    struct.pack("=I", min(0xFFFFFFFE, int(PACED_SHARE * self._uplink))),
-                    socket.SOL_SOCKET,
-                )
+                pacing = min(0xFFFFFFFE, int(PACED_SHARE * self._uplink))
+                _set(fd, SO_MAX_PACING_RATE, struct.pack("=I", pacing), socket.SOL_SOCKET)
             if self._control is Control.FAST and self.is_fast_offered and fd not in self._usual:
                 self._make_fast(fd)
             elif self._control is Control.USUAL and fd in self._usual:
@@ -193,25 +186,13 @@ def _set(fd: int, option: int, value: bytes, level: int = socket.IPPROTO_TCP) ->
     return True
 
 
-def _descriptors() -> list[int]:
-    if not sys.platform.startswith("linux"):
-        return []
-    try:
-        return [int(path.name) for path in itertools.islice(Path("/proc/self/fd").iterdir(), SOCKETS_MAX)]
-    except OSError:
-        return []
-
-
 def local_end(remote_port: int) -> tuple[str, int] | None:
     """The local address of a connection of this process to `remote_port` on any machine; None if there is none."""
-    for fd in _descriptors():
-        try:
-            with _view(fd) as view:
-                if view.family in (socket.AF_INET, socket.AF_INET6) and view.getpeername()[1] == remote_port:
-                    host, port = view.getsockname()[:2]
-                    return as_ipv4(host), int(port)
-        except OSError:
-            continue
+    for _, view in tcp_sockets():
+        with contextlib.suppress(OSError):  # it is not connected
+            if view.getpeername()[1] == remote_port:
+                host, port = view.getsockname()[:2]
+                return as_ipv4(host), int(port)
     return None
 
 
@@ -228,10 +209,10 @@ def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
         return None
     try:
         host, port = raw = view.getpeername()[:2]
-        if raw != known and (not _is_tcp(fd) or is_loopback(host)):
+        if raw != known and is_loopback(host):
             return None
         info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_PARTS.size)
-    except (OSError, ValueError):  # of a Unix socket, getpeername tells a path
+    except (OSError, ValueError):  # reused for a socket of another kind; of a Unix socket, getpeername tells a path
         return None
     finally:
         view.detach()
@@ -241,11 +222,6 @@ def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
     least_us = least_us if 0 < least_us < 0xFFFFFFFF else rtt_us
     confirmed_bytes = acked_bytes + sacked * segment_bytes
     return _TcpInfo(rtt_us, least_us, confirmed_bytes, retransmitted, (as_ipv4(host), port), raw)
-
-
-def _is_tcp(fd: int) -> bool:
-    with _view(fd) as view:
-        return view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM
 
 
 log = logging.getLogger("echo2.broadcast")
@@ -279,10 +255,8 @@ class UplinkWatch:
         is_new = made != self._links_made  # even if nothing is being sent
         is_sending = sent != self._sent_before or session.is_waiting
         self._sent_before, self._links_made = sent, made
-        if is_new:
-            self._sockets.expect_new()
         if is_new or is_sending:
-            seen = self._sockets.look()
+            seen = self._sockets.look(is_new)
             if seen.delivered_bytes or (is_new and self._sockets.has_connections):
                 self._exchange.act(UplinkSeen(seen.delivered_bytes, seen.queue_s, SEGMENT_BYTES * seen.retransmitted))
             if is_sending:

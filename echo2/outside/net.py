@@ -8,7 +8,6 @@ node that it names. Errors are gRPC's own. Two implementations: gRPC on TLS, and
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -73,16 +72,11 @@ class Net(Protocol):
 EVERY_ADDRESS = "::"  # of both families
 
 
-@functools.cache
-def has_both() -> bool:
-    """Whether one socket can accept both families here. Kernels without IPv6 are common in containers."""
-    return socket.has_dualstack_ipv6()
-
-
 def listened(host: str) -> str:
     """The address to bind for a configured host, without brackets."""
     bare = host.strip("[]")
-    return "0.0.0.0" if bare == EVERY_ADDRESS and not has_both() else bare
+    has_both = socket.has_dualstack_ipv6()  # kernels without IPv6 are common in containers
+    return "0.0.0.0" if bare == EVERY_ADDRESS and not has_both else bare
 
 
 def listening_socket(host: str) -> socket.socket:

@@ -334,6 +334,12 @@ class NodeCertificate:
             raise TrustError(f"certificate of {self.peer_id}: expected one issued by this run's authority") from None
 
 
+@functools.lru_cache(maxsize=4096)
+def certificate_of(data: bytes) -> NodeCertificate:
+    """A peer's, which shows it again and again."""
+    return NodeCertificate.parse(data, "the peer's certificate")
+
+
 class RunAuthority:
     """The certificate authority of one run. Its certificate carries the coordinator's identity."""
 

@@ -507,23 +507,28 @@ def remote_of(told: str) -> Remote:
     return host.strip("[]").removeprefix("::ffff:"), int(port) if port.isdigit() else 0
 
 
-def _sockets(ports: Iterable[int]) -> Iterator[tuple[int, int, socket.socket]]:
-    """This process's TCP sockets at the ports: descriptor, port and a view of it, valid until the next is asked for."""
-    wanted = set(ports)
-    for path in Path("/proc/self/fd").iterdir() if wanted else ():
+def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's TCP sockets: descriptor and a view of it, valid until the next is asked for. Linux only."""
+    for path in Path("/proc/self/fd").iterdir() if sys.platform.startswith("linux") else ():
         fd = int(path.name)
         try:
             view = socket.socket(fileno=fd)
         except OSError:
             continue  # not a socket, or closed meanwhile
         try:
-            is_tcp = view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM
-            if is_tcp and (port := view.getsockname()[1]) in wanted:
-                yield fd, port, view
-        except OSError:
-            continue  # just closed
+            if view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM:
+                yield fd, view
         finally:
             view.detach()
+
+
+def _sockets(ports: Iterable[int]) -> Iterator[tuple[int, int, socket.socket]]:
+    """Those at these ports, each with its port."""
+    wanted = set(ports)
+    for fd, view in tcp_sockets() if wanted else ():
+        with contextlib.suppress(OSError):  # just closed
+            if (port := view.getsockname()[1]) in wanted:
+                yield fd, port, view
 
 
 def _connections(ports: Iterable[int]) -> Iterator[tuple[tuple[int, Remote], tuple[int, int]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -47,6 +46,7 @@ from echo2.trust.identity import (
     Role,
     RunAuthority,
     TlsKey,
+    certificate_of,
     certificate_request,
     dns_name_of,
     self_signed_certificate,
@@ -128,17 +128,11 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
         made = RunAuthority.create(identity, run_id, unix_now(), new_tls_key())
         write_secret(key_path, made.key_pem())
         write_secret(certificate_path, made.certificate_pem)
-    elif missing == [key_path]:
-        raise StateError(
-            f"{key_path}: expected it beside {certificate_path.name}, found none; restore it from a backup"
-        )
-    elif (
-        missing
-    ):  # the process was killed between the two writes (the key has signed nothing yet), or the certificate was lost
-        raise StateError(
-            f"{certificate_path}: expected it beside {key_path.name}, found none; restore it from a backup. On a run's very "
-            f"first start, remove {key_path}"
-        )
+    elif missing:
+        left = key_path if missing == [certificate_path] else certificate_path
+        # It may have been killed between the two writes; then the key has signed nothing yet.
+        first = f". On a run's very first start, remove {key_path}" if left == key_path else ""
+        raise StateError(f"{missing[0]}: expected it beside {left.name}, found none; restore it from a backup{first}")
     try:
         authority = RunAuthority(identity, TlsKey.from_pem(read_secret(key_path)), read_secret(certificate_path))
         authority.certificate.check_issuer(authority.certificate_pem)
@@ -332,17 +326,12 @@ def channel_options(options: Sequence[tuple[str, int | str]] = ()) -> list[tuple
     return list({**defaults, **dict(options)}.items())
 
 
-@functools.lru_cache(maxsize=4096)
-def _certificate(pem: bytes) -> NodeCertificate:
-    return NodeCertificate.parse(pem, "client certificate")
-
-
 def peer_of(context: Any) -> PeerIdentity:
     """The caller, from the client certificate that the handshake verified. TrustError if there is none."""
     pems = context.auth_context().get("x509_pem_cert", [])
     if not pems:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
-    certificate = _certificate(bytes(pems[0]))
+    certificate = certificate_of(bytes(pems[0]))
     certificate.check_time(unix_now())
     DOORS.know(context.peer(), certificate.peer_id, is_trusted=certificate.role is not Role.WORKER)
     return certificate.whose

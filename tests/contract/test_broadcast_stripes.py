@@ -63,64 +63,58 @@ async def received(learner: BroadcastNode, worker: BroadcastNode, artifact: Arti
     return await reading
 
 
-def test_a_link_of_several_connections_delivers_all_once_grows_thinner_where_one_dies_and_is_mended(
+async def test_a_link_of_several_connections_delivers_all_once_grows_thinner_where_one_dies_and_is_mended(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, worker = await widened(f)
-            first, used = links_of(learner, worker), set[int]()
-            for further in first[0]._further:
-                send = further.connection.send
+    async with fleet(tmp_path, 1) as f:
+        learner, worker = await widened(f)
+        first, used = links_of(learner, worker), set[int]()
+        for further in first[0]._further:
+            send = further.connection.send
 
-                async def noted(*parts, number: int = id(further), send=send) -> None:  # type: ignore[no-untyped-def]
-                    used.add(number)
-                    await send(*parts)
+            async def noted(*parts, number: int = id(further), send=send) -> None:  # type: ignore[no-untyped-def]
+                used.add(number)
+                await send(*parts)
 
-                further.connection.send = noted  # type: ignore[method-assign]
-            assert await received(learner, worker, KEYFRAME) == BLOCKS
-            assert len(used) == WIDTH - 1
-            seen = worker.stats()
-            assert (seen.duplicate_bytes, seen.pulled_chunks) == (0, 0)
-            assert seen.received_chunk_bytes == learner.stats().sent_chunk_bytes
-            assert f"{WIDTH} connections: " in str(seen.links[0].way)
-            accepted = next(link for link in first if not link.connection.is_outgoing)
-            reading = asyncio.create_task(blocks_of(worker, LATER, 20.0))
-            publishing = asyncio.create_task(learner.publish(LATER, iter(BLOCKS), lambda: "p", 1 << 20))
-            held = worker.stats().newest_chunks_held
-            await until(lambda: 20 < worker.stats().newest_chunks_held != held, "the broadcast is on its way")
-            (remote,) = accepted._further[0].connection.remotes  # type: ignore[attr-defined]
-            cut(remote)
-            await until(lambda: accepted.width < WIDTH, "the cut is noticed")
-            assert await reading == BLOCKS
-            await publishing
-            assert links_of(learner, worker) == first, "the link stayed"
-            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == WIDTH, "it is widened again")
-
-    asyncio.run(scene())
+            further.connection.send = noted  # type: ignore[method-assign]
+        assert await received(learner, worker, KEYFRAME) == BLOCKS
+        assert len(used) == WIDTH - 1
+        seen = worker.stats()
+        assert (seen.duplicate_bytes, seen.pulled_chunks) == (0, 0)
+        assert seen.received_chunk_bytes == learner.stats().sent_chunk_bytes
+        assert f"{WIDTH} connections: " in str(seen.links[0].way)
+        accepted = next(link for link in first if not link.connection.is_outgoing)
+        reading = asyncio.create_task(blocks_of(worker, LATER, 20.0))
+        publishing = asyncio.create_task(learner.publish(LATER, iter(BLOCKS), lambda: "p", 1 << 20))
+        held = worker.stats().newest_chunks_held
+        await until(lambda: 20 < worker.stats().newest_chunks_held != held, "the broadcast is on its way")
+        (remote,) = accepted._further[0].connection.remotes  # type: ignore[attr-defined]
+        cut(remote)
+        await until(lambda: accepted.width < WIDTH, "the cut is noticed")
+        assert await reading == BLOCKS
+        await publishing
+        assert links_of(learner, worker) == first, "the link stayed"
+        await until(lambda: width_of(learner, worker) == width_of(worker, learner) == WIDTH, "it is widened again")
 
 
-def test_who_looks_twice_before_a_connection_is_begun_opens_it_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, worker = (member.node for member in f.members)
-            is_ours = learner._connections.links[worker.peer_id].connection.is_outgoing
-            dialler, other = (learner, worker) if is_ours else (worker, learner)
-            stripes, opened = dialler._connections.stripes, list[PeerLink]()
-            open_one = stripes._open_one
+async def test_who_looks_twice_before_a_connection_is_begun_opens_it_once(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        learner, worker = (member.node for member in f.members)
+        is_ours = learner._connections.links[worker.peer_id].connection.is_outgoing
+        dialler, other = (learner, worker) if is_ours else (worker, learner)
+        stripes, opened = dialler._connections.stripes, list[PeerLink]()
+        open_one = stripes._open_one
 
-            async def noted(link: PeerLink) -> None:
-                opened.append(link)
-                await open_one(link)
+        async def noted(link: PeerLink) -> None:
+            opened.append(link)
+            await open_one(link)
 
-            stripes._open_one = noted
-            wants(dialler, other, 2)
-            for _ in range(3):
-                stripes.tend(asyncio.get_running_loop().time())
-            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 2, "the link is widened")
-            assert len(opened) == 1
-
-    asyncio.run(scene())
+        stripes._open_one = noted
+        wants(dialler, other, 2)
+        for _ in range(3):
+            stripes.tend(asyncio.get_running_loop().time())
+        await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 2, "the link is widened")
+        assert len(opened) == 1
 
 
 def cut(remote: Remote) -> None:
@@ -133,47 +127,41 @@ def cut(remote: Remote) -> None:
                     view.shutdown(socket.SHUT_RDWR)
 
 
-def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, worker = await widened(f)
-            reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
-            publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
-            await until(lambda: worker.stats().newest_chunks_held > 5, "the broadcast is on its way")
-            for node, other in ((learner, worker), (worker, learner)):
-                wants(node, other, 1)
-            assert await reading == BLOCKS
-            await publishing
-            await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 1, "one is left")
-            assert (worker.stats().duplicate_bytes, worker.stats().pulled_chunks) == (0, 0)
-            assert [link.connections for link in worker.stats().links] == [1]
-
-    asyncio.run(scene())
+async def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        learner, worker = await widened(f)
+        reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
+        publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
+        await until(lambda: worker.stats().newest_chunks_held > 5, "the broadcast is on its way")
+        for node, other in ((learner, worker), (worker, learner)):
+            wants(node, other, 1)
+        assert await reading == BLOCKS
+        await publishing
+        await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 1, "one is left")
+        assert (worker.stats().duplicate_bytes, worker.stats().pulled_chunks) == (0, 0)
+        assert [link.connections for link in worker.stats().links] == [1]
 
 
-def test_a_peer_gets_no_more_connections_than_a_link_may_have_and_none_beside_no_link(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            worker, greedy = f.members[1], f.credentials(Role.WORKER)
+async def test_a_peer_gets_no_more_connections_than_a_link_may_have_and_none_beside_no_link(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        worker, greedy = f.members[1], f.credentials(Role.WORKER)
 
-            async def opened(*, is_further: bool) -> Connection:
-                connection = await Transport(greedy).dial(worker.address, worker.node.peer_id)
-                await connection.send(wire.hello(tls.PROTOCOL_VERSION, greedy.run_id, is_further=is_further))
-                assert await connection.receive() is not None, "its hello"
-                return connection
+        async def opened(*, is_further: bool) -> Connection:
+            connection = await Transport(greedy).dial(worker.address, worker.node.peer_id)
+            await connection.send(wire.hello(tls.PROTOCOL_VERSION, greedy.run_id, is_further=is_further))
+            assert await connection.receive() is not None, "its hello"
+            return connection
 
-            alone = await opened(is_further=True)
-            assert await asyncio.wait_for(alone.receive(), WAIT_S) is None
-            assert width_to(worker.node, greedy.peer_id) == 0 and not worker.node.stats().banned
-            held = [alone]
-            for number in range(LINK_CONNECTIONS + 1):
-                held.append(await opened(is_further=number > 0))
-                width = min(number + 1, LINK_CONNECTIONS)
-                await until(lambda width=width: width_to(worker.node, greedy.peer_id) == width, f"{width} connections")
-            assert await asyncio.wait_for(held[-1].receive(), WAIT_S) is None, "the last is closed"
-            assert width_to(worker.node, greedy.peer_id) == LINK_CONNECTIONS
-            for connection in held:
-                await connection.close()
-            await until(lambda: width_to(worker.node, greedy.peer_id) == 0, "the link has ended")
-
-    asyncio.run(scene())
+        alone = await opened(is_further=True)
+        assert await asyncio.wait_for(alone.receive(), WAIT_S) is None
+        assert width_to(worker.node, greedy.peer_id) == 0 and not worker.node.stats().banned
+        held = [alone]
+        for number in range(LINK_CONNECTIONS + 1):
+            held.append(await opened(is_further=number > 0))
+            width = min(number + 1, LINK_CONNECTIONS)
+            await until(lambda width=width: width_to(worker.node, greedy.peer_id) == width, f"{width} connections")
+        assert await asyncio.wait_for(held[-1].receive(), WAIT_S) is None, "the last is closed"
+        assert width_to(worker.node, greedy.peer_id) == LINK_CONNECTIONS
+        for connection in held:
+            await connection.close()
+        await until(lambda: width_to(worker.node, greedy.peer_id) == 0, "the link has ended")

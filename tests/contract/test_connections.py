@@ -54,28 +54,22 @@ def link_to(node: BroadcastNode, other: BroadcastNode) -> PeerLink:
     return node._connections.links[other.peer_id]
 
 
-def test_a_further_connection_of_a_link_that_was_replaced_or_that_the_other_side_dialled_joins_none(
+async def test_a_further_connection_of_a_link_that_was_replaced_or_that_the_other_side_dialled_joins_none(
     tmp_path: Path,
 ) -> None:
     """Whoever dialled a link opens further connections itself: one that comes was for a link that this one took the place of."""
-
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, worker = (m.node for m in f.members)
-            node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
-            former = PeerLink(link_to(node, other).connection, node.exchange, FairShare(), link_to(node, other).address)
-            late = await other._connections.transport.dial(address_of(node), node.peer_id)
-            widened = list[PeerLink]()
-            node.exchange.on_width = widened.append  # type: ignore[method-assign]
-            async with asyncio.timeout(WAIT_S):
-                await node._connections._dial_further(former)  # each ends at once
-                await other._connections._serve(late, further_of=link_to(other, node))
-            assert not widened
-            await until(
-                lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way"
-            )
-
-    asyncio.run(scene())
+    async with fleet(tmp_path, 1) as f:
+        learner, worker = (m.node for m in f.members)
+        node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
+        former = PeerLink(link_to(node, other).connection, node.exchange, FairShare(), link_to(node, other).address)
+        late = await other._connections.transport.dial(address_of(node), node.peer_id)
+        widened = list[PeerLink]()
+        node.exchange.on_width = widened.append  # type: ignore[method-assign]
+        async with asyncio.timeout(WAIT_S):
+            await node._connections._dial_further(former)  # each ends at once
+            await other._connections._serve(late, further_of=link_to(other, node))
+        assert not widened
+        await until(lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way")
 
 
 def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: Path) -> None:
@@ -103,72 +97,43 @@ def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: P
     assert not noted, "the log has no error that nobody waited for"
 
 
-def test_a_peer_that_is_banned_before_its_hello_has_come_gets_no_link(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            victim, credentials = f.members[0], f.credentials(Role.WORKER)
-            connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
-            assert await connection.receive() is not None, "the victim's own hello: now it waits for ours"
-            victim.node.bans.name(credentials.peer_id, is_lifted=False)
-            victim.node.drop_banned()
-            await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
-            async with asyncio.timeout(WAIT_S):
-                assert await connection.receive() is None
-            assert credentials.peer_id not in victim.node._connections.links
-            await connection.close()
-
-    asyncio.run(scene())
+async def test_a_peer_that_is_banned_before_its_hello_has_come_gets_no_link(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        victim, credentials = f.members[0], f.credentials(Role.WORKER)
+        connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
+        assert await connection.receive() is not None, "the victim's own hello: now it waits for ours"
+        victim.node.bans.name(credentials.peer_id, is_lifted=False)
+        victim.node.drop_banned()
+        await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
+        async with asyncio.timeout(WAIT_S):
+            assert await connection.receive() is None
+        assert credentials.peer_id not in victim.node._connections.links
+        await connection.close()
 
 
-def test_a_caller_that_only_asks_whether_the_port_is_open_raises_no_alarm(
+async def test_a_caller_that_only_asks_whether_the_port_is_open_raises_no_alarm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 0) as f:
-            port = port_of(f.members[0].node)
-            with caplog.at_level("DEBUG", "echo2.ports"):
-                (await asyncio.open_connection("127.0.0.1", port))[1].close()
-                await until(lambda: "a caller left" in caplog.text, "the caller that left is noted")
-                with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
-                    raw.sendall(b"no hello" * 8)
-                    await until(lambda: "a caller was refused" in caplog.text, "the caller without a hello is told")
-        assert [one.levelname for one in caplog.records if f"port {port}: a caller" in one.message] == [
-            "DEBUG",
-            "WARNING",
-        ]
-
-    asyncio.run(scene())
+    async with fleet(tmp_path, 0) as f:
+        port = port_of(f.members[0].node)
+        with caplog.at_level("DEBUG", "echo2.ports"):
+            (await asyncio.open_connection("127.0.0.1", port))[1].close()
+            await until(lambda: "a caller left" in caplog.text, "the caller that left is noted")
+            with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
+                raw.sendall(b"no hello" * 8)
+                await until(lambda: "a caller was refused" in caplog.text, "the caller without a hello is told")
+    assert [one.levelname for one in caplog.records if f"port {port}: a caller" in one.message] == [
+        "DEBUG",
+        "WARNING",
+    ]
 
 
-def test_whoever_shows_no_certificate_is_let_go(tmp_path: Path) -> None:
-    """In TLS 1.3 a client hears of its refusal with its first read."""
-
-    def is_ended(port: int) -> bool:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
-            try:
-                with context.wrap_socket(raw) as connection:
-                    return connection.recv(1) == b""
-            except ssl.SSLError:
-                return True
-
-    async def scene() -> None:
-        async with fleet(tmp_path, 0) as f:
-            assert await asyncio.to_thread(is_ended, port_of(f.members[0].node))
-
-    asyncio.run(scene())
-
-
-def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "STALLED_S", 0.3)
-
-    async def scene() -> None:
-        async with pair() as (sending, taking):
-            sending.stream.write(HEAD.pack(1000) + bytes(10))
-            assert await asyncio.wait_for(taking.receive(), WAIT_S) is None
-
-    asyncio.run(scene())
+    monkeypatch.setattr(connection_module, "STILL_HERE_S", 0.1)
+    async with pair() as (sending, taking):
+        sending.stream.write(HEAD.pack(1000) + bytes(10))
+        assert await asyncio.wait_for(taking.receive(), WAIT_S) is None
 
 
 class TlsByHand:
@@ -238,7 +203,7 @@ async def arrived(sender: TlsByHand, data: bytes) -> None:
         await asyncio.sleep(0)
 
 
-def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel wakes the loop once a large piece is there, while more than that must still come. What TLS has of a record that
     is not complete has come already, though the frame misses it. Segment by segment it is woken with the first, then for the
     whole chunk."""
@@ -248,38 +213,34 @@ def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(monkeypatch: pytest
         reads.append(count)
         plain(self, count)
 
-    async def scene() -> None:
-        async with by_hand() as (sender, heard, _):
-            for size in (70_000, 200_000, 33_000):
-                frame = random.Random(size).randbytes(size)
-                sealed, sent = sender.sealed(HEAD.pack(size) + frame), 0
-                for share in (0.2, 0.35, 0.41, 0.62, 0.93, 0.9999, 1.0):
-                    end = int(share * len(sealed))
-                    await arrived(sender, sealed[sent:end])
-                    sent = end
-                assert await asyncio.wait_for(heard.get(), WAIT_S) == frame
-            monkeypatch.setattr(TlsStream, "buffer_updated", counted)
-            frame = random.Random(0).randbytes(64 << 10)
-            sealed = sender.sealed(HEAD.pack(len(frame))) + sender.sealed(frame)
-            for begin in range(0, len(sealed), 1448):
-                await arrived(sender, sealed[begin : begin + 1448])
+    async with by_hand() as (sender, heard, _):
+        for size in (70_000, 200_000, 33_000):
+            frame = random.Random(size).randbytes(size)
+            sealed, sent = sender.sealed(HEAD.pack(size) + frame), 0
+            for share in (0.2, 0.35, 0.41, 0.62, 0.93, 0.9999, 1.0):
+                end = int(share * len(sealed))
+                await arrived(sender, sealed[sent:end])
+                sent = end
             assert await asyncio.wait_for(heard.get(), WAIT_S) == frame
-            assert sum(reads) == len(sealed) and len(reads) <= 2, reads
-
-    asyncio.run(scene())
+        monkeypatch.setattr(TlsStream, "buffer_updated", counted)
+        frame = random.Random(0).randbytes(64 << 10)
+        sealed = sender.sealed(HEAD.pack(len(frame))) + sender.sealed(frame)
+        for begin in range(0, len(sealed), 1448):
+            await arrived(sender, sealed[begin : begin + 1448])
+        assert await asyncio.wait_for(heard.get(), WAIT_S) == frame
+        assert sum(reads) == len(sealed) and len(reads) <= 2, reads
 
 
 @pytest.mark.parametrize("is_farewell_said", [True, False])
-def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection(is_farewell_said: bool) -> None:
-    async def scene() -> None:
-        async with by_hand() as (sender, heard, lost):
-            sender.socket.sendall(sender.sealed(HEAD.pack(5) + b"hello"))
-            sender.socket.sendall(sender.farewell() if is_farewell_said else b"\x17\x03\x03\x00\x20" + bytes(32))
-            assert await asyncio.wait_for(heard.get(), WAIT_S) == b"hello"
-            assert await asyncio.wait_for(heard.get(), WAIT_S) is None
-            await asyncio.wait_for(lost.wait(), WAIT_S)
-
-    asyncio.run(scene())
+async def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection(
+    is_farewell_said: bool,
+) -> None:
+    async with by_hand() as (sender, heard, lost):
+        sender.socket.sendall(sender.sealed(HEAD.pack(5) + b"hello"))
+        sender.socket.sendall(sender.farewell() if is_farewell_said else b"\x17\x03\x03\x00\x20" + bytes(32))
+        assert await asyncio.wait_for(heard.get(), WAIT_S) == b"hello"
+        assert await asyncio.wait_for(heard.get(), WAIT_S) is None
+        await asyncio.wait_for(lost.wait(), WAIT_S)
 
 
 @asynccontextmanager
@@ -302,77 +263,67 @@ async def pair() -> AsyncIterator[tuple[Connection]]:
         await one.close()
 
 
-def test_what_a_peer_sends_waits_in_its_own_machine_while_nobody_takes_it() -> None:
+async def test_what_a_peer_sends_waits_in_its_own_machine_while_nobody_takes_it() -> None:
     frames = [number.to_bytes(4, "big") + bytes(UNREAD_BYTES_MAX // 4) for number in range(256)]
     assert sum(map(len, frames)) > 32 << 20, "far more than the buffers of two sockets"
     held_most = 4 * UNREAD_BYTES_MAX  # with a frame that is not whole, both ends' buffers, and what is unsent
+    async with pair() as (sending, taken):
+        for end in (sending, taken):  # by default the kernel's buffer is 128 KiB, a window of 64
+            raw = end.stream._raw  # type: ignore[attr-defined]
+            assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 2 * ROOM_BYTES
+        sent = 0
 
-    async def scene() -> None:
-        async with pair() as (sending, taken):
-            for end in (sending, taken):  # by default the kernel's buffer is 128 KiB, a window of 64
-                raw = end.stream._raw  # type: ignore[attr-defined]
-                assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 2 * ROOM_BYTES
-            sent = 0
+        async def send() -> None:
+            nonlocal sent
+            for frame in frames:
+                await sending.send(frame)
+                sent += 1
 
-            async def send() -> None:
-                nonlocal sent
-                for frame in frames:
-                    await sending.send(frame)
-                    sent += 1
-
-            tracemalloc.start()
-            try:
-                task, before = asyncio.create_task(send()), -1
-                await until(
-                    lambda: task.done() or tracemalloc.get_traced_memory()[0] > UNREAD_BYTES_MAX, "so much waits"
-                )
-                while before != sent < len(frames):
-                    before = sent
-                    await asyncio.sleep(0.5)
-                assert not task.done(), "the sender was stopped"
-                assert tracemalloc.get_traced_memory()[1] < held_most
-                for frame in frames:
-                    assert await asyncio.wait_for(taken.receive(), WAIT_S) == frame, "and it goes on as they are taken"
-                assert tracemalloc.get_traced_memory()[1] < held_most
-            finally:
-                tracemalloc.stop()
-            await task
-
-    asyncio.run(scene())
+        tracemalloc.start()
+        try:
+            task, before = asyncio.create_task(send()), -1
+            await until(lambda: task.done() or tracemalloc.get_traced_memory()[0] > UNREAD_BYTES_MAX, "so much waits")
+            while before != sent < len(frames):
+                before = sent
+                await asyncio.sleep(0.5)
+            assert not task.done(), "the sender was stopped"
+            assert tracemalloc.get_traced_memory()[1] < held_most
+            for frame in frames:
+                assert await asyncio.wait_for(taken.receive(), WAIT_S) == frame, "and it goes on as they are taken"
+            assert tracemalloc.get_traced_memory()[1] < held_most
+        finally:
+            tracemalloc.stop()
+        await task
 
 
-def test_of_too_many_half_handshakes_of_one_host_the_oldest_gives_way(
+async def test_of_too_many_half_handshakes_of_one_host_the_oldest_gives_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that come through byte pipes, too: no door sees them."""
     monkeypatch.setattr(transport_module, "HANDSHAKE_S", 600.0)
+    f = Fleet(tmp_path)
+    bulk = Transport(f.credentials(Role.WORKER))
 
-    async def scene() -> None:
-        f = Fleet(tmp_path)
-        bulk = Transport(f.credentials(Role.WORKER))
+    async def accept(connection: Connection) -> None:
+        raise AssertionError("none of them proves who it is")
 
-        async def accept(connection: Connection) -> None:
-            raise AssertionError("none of them proves who it is")
+    def come(host: str) -> socket.socket:
+        ours, theirs = _connected()
+        theirs.sendall(bytes.fromhex("1603010200"))  # the first bytes of a TLS hello
+        bulk.take(SocketCaller(ours, host), accept)
+        return theirs
 
-        def come(host: str) -> socket.socket:
-            ours, theirs = _connected()
-            theirs.sendall(bytes.fromhex("1603010200"))  # the first bytes of a TLS hello
-            bulk.take(SocketCaller(ours, host), accept)
-            return theirs
-
-        crowd = [come("10.0.0.1") for _ in range(BULK.strangers_per_host)]
-        neighbour = come("10.0.0.2")
-        await asyncio.sleep(0)  # each handshake begins
-        assert not any(map(_is_ended, crowd))
-        crowd += [come("10.0.0.1") for _ in range(3)]
-        await until(lambda: all(map(_is_ended, crowd[:3])), "the first to come are ended")
-        assert not any(map(_is_ended, (*crowd[3:], neighbour)))
-        assert len(bulk._shaking) == BULK.strangers_per_host + 1
-        await bulk.close()
-        for one in (*crowd, neighbour):
-            one.close()
-
-    asyncio.run(scene())
+    crowd = [come("10.0.0.1") for _ in range(BULK.strangers_per_host)]
+    neighbour = come("10.0.0.2")
+    await asyncio.sleep(0)  # each handshake begins
+    assert not any(map(_is_ended, crowd))
+    crowd += [come("10.0.0.1") for _ in range(3)]
+    await until(lambda: all(map(_is_ended, crowd[:3])), "the first to come are ended")
+    assert not any(map(_is_ended, (*crowd[3:], neighbour)))
+    assert len(bulk._shaking) == BULK.strangers_per_host + 1
+    await bulk.close()
+    for one in (*crowd, neighbour):
+        one.close()
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:
@@ -394,17 +345,14 @@ def _is_ended(theirs: socket.socket) -> bool:
         return True
 
 
-def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            member, caller, key = f.members[1], Transport(f.credentials(Role.WORKER)), TlsKey.generate()
-            shown = list[bytes]()
-            for _ in range(2):
-                bulk = await caller.dial(member.address, member.node.peer_id)
-                shown.append(bulk.certificate)
-                await bulk.close()
-                request = certificate_request(member.credentials.identity, key)
-                member.credentials.renew(key.to_pem(), f.authority.issue(request, Role.WORKER, time.time() - 5))
-            assert shown[0] != shown[1]
-
-    asyncio.run(scene())
+async def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        member, caller, key = f.members[1], Transport(f.credentials(Role.WORKER)), TlsKey.generate()
+        shown = list[bytes]()
+        for _ in range(2):
+            bulk = await caller.dial(member.address, member.node.peer_id)
+            shown.append(bulk.certificate)
+            await bulk.close()
+            request = certificate_request(member.credentials.identity, key)
+            member.credentials.renew(key.to_pem(), f.authority.issue(request, Role.WORKER, time.time() - 5))
+        assert shown[0] != shown[1]

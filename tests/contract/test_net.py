@@ -38,10 +38,11 @@ def play_on_grpc(scene: Callable[[], Awaitable[None]], tmp_path: Any) -> None:
 
 
 def play_on_wires(scene: Callable[[], Awaitable[None]], tmp_path: Any) -> None:
+    """In the simulator, on one machine."""
     loop = VirtualLoop()
     wires = Wires(loop, derived_rng(1, "network"))
     broke: list[BaseException] = []
-    machine = VirtualMachine("one", "127.0.0.1", AccessLink(1e7, 1e7, 0.02), VirtualDisk(tmp_path / "disk"), 1)
+    machine = VirtualMachine("one", "127.0.0.1", AccessLink(1e8, 1e8, 0.02), VirtualDisk(tmp_path / "disk"), 1)
     wires.names[machine.host] = machine.name
     process = Process(machine, loop, lambda owner: MemoryNet(owner, wires, lambda name, error: broke.append(error)))
     try:

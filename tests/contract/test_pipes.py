@@ -89,158 +89,130 @@ async def exchanged(connection: Connection) -> list[bytes]:
 
 
 @pytest.mark.parametrize("has_splice", [True, False])
-def test_a_caller_meets_a_member_through_a_pipe_and_each_proves_who_it_is(
+async def test_a_caller_meets_a_member_through_a_pipe_and_each_proves_who_it_is(
     has_splice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_splice:
         monkeypatch.setattr(pipes, "_splice", None)
-
-    async def play() -> None:
-        async with scene() as s:
-            caller = s.credentials(Role.WORKER)
-            connection = await s.call(caller)
-            assert connection.peer.peer_id == s.member.peer_id
-            assert await exchanged(connection) == FRAMES
-            assert s.taken == [caller.peer_id]
-            assert s.relay.moved_bytes >= 2 * sum(map(len, FRAMES))
-            await connection.close()
-            await until(lambda: not s.relay._book.circuits, "the pipe has ended")
-            assert not s.relay._openings and not s.relay._waiting
-
-    asyncio.run(play())
+    async with scene() as s:
+        caller = s.credentials(Role.WORKER)
+        connection = await s.call(caller)
+        assert connection.peer.peer_id == s.member.peer_id
+        assert await exchanged(connection) == FRAMES
+        assert s.taken == [caller.peer_id]
+        assert s.relay.moved_bytes >= 2 * sum(map(len, FRAMES))
+        await connection.close()
+        await until(lambda: not s.relay._book.circuits, "the pipe has ended")
+        assert not s.relay._openings and not s.relay._waiting
 
 
-def test_grpc_through_a_pipe_reaches_the_members_own_server() -> None:
+async def test_grpc_through_a_pipe_reaches_the_members_own_server() -> None:
     async def echo(request: ProbeBlock, context: object) -> ProbeBlock:
         return request
 
-    async def play() -> None:
-        async with scene() as s:
-            server = tls.new_server(LEARNER)
-            method = grpc.unary_unary_rpc_method_handler(echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-            server.add_registered_method_handlers("echo2.v1.Ingest", {"Report": method})  # its messages may be large
-            port = tls.bind_server(server, f"{HOST}:0", tls.server_credentials(s.member))
-            await server.start()
-            s.holder.grpc_at = (HOST, port)
-            caller = s.credentials(Role.WORKER)
-            async with tls.open_channel(f"{HOST}:{s.relay.port}", s.member.peer_id, caller) as channel:
-                said = ProbeBlock(data=os.urandom(300_000)).SerializeToString()
-                assert await channel.unary_unary("/echo2.v1.Ingest/Report")(said, timeout=WAIT_S) == said
-            await server.stop(0)
-
-    asyncio.run(play())
+    async with scene() as s:
+        server = tls.new_server(LEARNER)
+        method = grpc.unary_unary_rpc_method_handler(echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+        server.add_registered_method_handlers("echo2.v1.Ingest", {"Report": method})  # its messages may be large
+        port = tls.bind_server(server, f"{HOST}:0", tls.server_credentials(s.member))
+        await server.start()
+        s.holder.grpc_at = (HOST, port)
+        caller = s.credentials(Role.WORKER)
+        async with tls.open_channel(f"{HOST}:{s.relay.port}", s.member.peer_id, caller) as channel:
+            said = ProbeBlock(data=os.urandom(300_000)).SerializeToString()
+            assert await channel.unary_unary("/echo2.v1.Ingest/Report")(said, timeout=WAIT_S) == said
+        await server.stop(0)
 
 
-def test_strangers_guessers_and_callers_of_nobody_get_no_further_than_the_door() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            other = RunAuthority.create(Identity.generate(), RunId("pipes"), time.time())
-            strange = replace(s.credentials(Role.WORKER, other), authority_pem=s.authority.certificate_pem)
-            for peer in (s.member.peer_id, s.relay_credentials.peer_id):  # a place, too, is for members of the run
-                with contextlib.suppress(Unreachable):  # TLS 1.3 lets a client believe that it is in until it reads
-                    connection = await Transport(strange).dial(f"{HOST}:{s.relay.port}", peer)
-                    assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
-                    await connection.close()
-            assert not s.taken and len(s.relay._places) == 1
-            with pytest.raises(Unreachable):
-                await Transport(s.credentials(Role.WORKER)).dial(f"{HOST}:{s.relay.port}", Identity.generate().peer_id)
-            for opening in (PipeAnswer(bytes(16)).to_bytes(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
-                reader, writer = await asyncio.open_connection(HOST, s.relay.port)
-                writer.write(opening)
-                with contextlib.suppress(ConnectionError):
-                    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-                writer.close()
-            connection = await s.call()
-            await connection.send(b"still served")
-            assert await connection.receive() == b"still served"
-            await connection.close()
-
-    asyncio.run(play())
+async def test_strangers_guessers_and_callers_of_nobody_get_no_further_than_the_door() -> None:
+    async with scene() as s:
+        other = RunAuthority.create(Identity.generate(), RunId("pipes"), time.time())
+        strange = replace(s.credentials(Role.WORKER, other), authority_pem=s.authority.certificate_pem)
+        for peer in (s.member.peer_id, s.relay_credentials.peer_id):  # a place, too, is for members of the run
+            with contextlib.suppress(Unreachable):  # TLS 1.3 lets a client believe that it is in until it reads
+                connection = await Transport(strange).dial(f"{HOST}:{s.relay.port}", peer)
+                assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
+                await connection.close()
+        assert not s.taken and len(s.relay._places) == 1
+        with pytest.raises(Unreachable):
+            await Transport(s.credentials(Role.WORKER)).dial(f"{HOST}:{s.relay.port}", Identity.generate().peer_id)
+        for opening in (PipeAnswer(bytes(16)).to_bytes(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
+            reader, writer = await asyncio.open_connection(HOST, s.relay.port)
+            writer.write(opening)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+        connection = await s.call()
+        await connection.send(b"still served")
+        assert await connection.receive() == b"still served"
+        await connection.close()
 
 
-def test_a_barred_member_is_not_reached_any_more_and_holds_no_place() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            s.barred.add(s.member.peer_id)
-            with pytest.raises(Unreachable):
-                await s.call()
-            s.holder.keep({})
-            await until(lambda: not s.relay._places, "the place is given up")
-            s.holder.keep({s.relay_credentials.peer_id: f"{HOST}:{s.relay.port}"})
-            await asyncio.sleep(0.5)
-            assert not s.relay._places
-
-    asyncio.run(play())
+async def test_a_barred_member_is_not_reached_any_more_and_holds_no_place() -> None:
+    async with scene() as s:
+        s.barred.add(s.member.peer_id)
+        with pytest.raises(Unreachable):
+            await s.call()
+        s.holder.keep({})
+        await until(lambda: not s.relay._places, "the place is given up")
+        s.holder.keep({s.relay_credentials.peer_id: f"{HOST}:{s.relay.port}"})
+        await asyncio.sleep(0.5)
+        assert not s.relay._places
 
 
-def test_a_place_is_kept_for_as_long_as_its_connection_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_place_is_kept_for_as_long_as_its_connection_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """And taken again after the relay was away."""
     monkeypatch.setattr(relay_book, "PIPES", replace(relay_book.PIPES, reservation_s=0.4))
-
-    async def play() -> None:
-        async with scene() as s:
-            await asyncio.sleep(1.0)
-            await (await s.call()).close()
-            port = s.relay.port
-            await s.relay.close()
-            s.relay = PipeRelay(s.relay_credentials)
-            s.relay.listen(HOST, port)
-            await until(lambda: bool(s.relay._places), "the member has come back")
-            connection = await s.call()
-            assert connection.peer.peer_id == s.member.peer_id
-            await connection.close()
-            s.holder.keep({})
-            await until(lambda: not s.relay._places, "the place is given up")
-            with pytest.raises(Unreachable):
-                await s.call()
-
-    asyncio.run(play())
+    async with scene() as s:
+        await asyncio.sleep(1.0)
+        await (await s.call()).close()
+        port = s.relay.port
+        await s.relay.close()
+        s.relay = PipeRelay(s.relay_credentials)
+        s.relay.listen(HOST, port)
+        await until(lambda: bool(s.relay._places), "the member has come back")
+        connection = await s.call()
+        assert connection.peer.peer_id == s.member.peer_id
+        await connection.close()
+        s.holder.keep({})
+        await until(lambda: not s.relay._places, "the place is given up")
+        with pytest.raises(Unreachable):
+            await s.call()
 
 
-def test_a_pipe_ends_at_the_limit_of_its_ledger_and_further_pipes_are_refused() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            small = RelayBook(RelayLimits(circuit_bytes_max=1 << 20, circuits_per_member_max=1))
-            (place,) = s.relay._places.values()
-            s.relay._places = {name: replace(place, book=small) for name in s.relay._places}
-            small.reserve(s.member.peer_id, time.monotonic())
-            connection = await s.call()
-            with pytest.raises(Unreachable):
-                await s.call()
-            with pytest.raises((Unreachable, AssertionError)):
-                got = await exchanged(connection)
-                assert got == FRAMES
-            assert small.refused >= 2
-
-    asyncio.run(play())
+async def test_a_pipe_ends_at_the_limit_of_its_ledger_and_further_pipes_are_refused() -> None:
+    async with scene() as s:
+        small = RelayBook(RelayLimits(circuit_bytes_max=1 << 20, circuits_per_member_max=1))
+        (place,) = s.relay._places.values()
+        s.relay._places = {name: replace(place, book=small) for name in s.relay._places}
+        small.reserve(s.member.peer_id, time.monotonic())
+        connection = await s.call()
+        with pytest.raises(Unreachable):
+            await s.call()
+        with pytest.raises((Unreachable, AssertionError)):
+            got = await exchanged(connection)
+            assert got == FRAMES
+        assert small.refused >= 2
 
 
-def test_callers_that_say_nothing_are_bounded_and_give_up_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callers_that_say_nothing_are_bounded_and_give_up_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipes, "OPENING_S", 0.5)
-
-    async def play() -> None:
-        async with scene() as s:
-            silent = [socket.create_connection((HOST, s.relay.port)) for _ in range(pipes.CALLERS_PER_HOST + 8)]
-            await until(lambda: s.relay._openings[HOST] == pipes.CALLERS_PER_HOST, "as many as may wait")
-            await until(lambda: not s.relay._openings, "they were hung up on")
-            connection = await s.call()
-            await connection.close()
-            for one in silent:
-                one.close()
-
-    asyncio.run(play())
+    async with scene() as s:
+        silent = [socket.create_connection((HOST, s.relay.port)) for _ in range(pipes.CALLERS_PER_HOST + 8)]
+        await until(lambda: s.relay._openings[HOST] == pipes.CALLERS_PER_HOST, "as many as may wait")
+        await until(lambda: not s.relay._openings, "they were hung up on")
+        connection = await s.call()
+        await connection.close()
+        for one in silent:
+            one.close()
 
 
-def test_a_relay_that_is_closed_as_a_caller_comes_leaves_no_socket_open() -> None:
+async def test_a_relay_that_is_closed_as_a_caller_comes_leaves_no_socket_open() -> None:
     """pytest makes an error of the warning with which a socket goes that nobody closed."""
-
-    async def play() -> None:
-        relay = Scene().relay
-        with socket.create_connection((HOST, relay.port), timeout=WAIT_S) as caller:
-            while not relay._openings:
-                await asyncio.sleep(0)
-            await relay.close()  # what serves the caller has not begun
-            assert caller.recv(1) == b""
-        gc.collect()
-
-    asyncio.run(play())
+    relay = Scene().relay
+    with socket.create_connection((HOST, relay.port), timeout=WAIT_S) as caller:
+        while not relay._openings:
+            await asyncio.sleep(0)
+        await relay.close()  # what serves the caller has not begun
+        assert caller.recv(1) == b""
+    gc.collect()

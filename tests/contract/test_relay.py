@@ -29,6 +29,7 @@ from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.identity import Identity, RunAuthority
 from tests.certificates import issued
+from tests.contract.fleet import until
 from tests.patience import WAIT_S
 
 PING, IDENTIFY, DCUTR = "/ipfs/ping/1.0.0", "/ipfs/id/1.0.0", "/libp2p/dcutr"
@@ -76,59 +77,45 @@ async def lab(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
             await transport.close()
 
 
-async def until(holds: Callable[[], object], what: str) -> None:
-    for _ in range(int(WAIT_S / 0.05)):
-        if holds():
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail(f"expected {what} within {WAIT_S:.0f} s")
+async def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lab(monkeypatch) as made:
+        asked = made.own.peer_id, made.address
+        for of, is_answered in ((issued(made.authority), True), (issued(authority()), False)):
+            caller = Nat(of)
+            made.transports.append(caller)
+            await caller.serve(HostOptions("127.0.0.1"))
+            p2p = caller._p2p
+            assert p2p is not None
+            for protocol, sent in ((PING, b"x" * 32), (IDENTIFY, b""), (DCUTR, b"")):
+                answer = await p2p._thread.call(partial(ask, p2p._host, asked, protocol, sent))
+                assert bool(answer) == (is_answered and protocol != DCUTR), (protocol, is_answered)
 
 
-def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        async with lab(monkeypatch) as made:
-            asked = made.own.peer_id, made.address
-            for of, is_answered in ((issued(made.authority), True), (issued(authority()), False)):
-                caller = Nat(of)
-                made.transports.append(caller)
-                await caller.serve(HostOptions("127.0.0.1"))
-                p2p = caller._p2p
-                assert p2p is not None
-                for protocol, sent in ((PING, b"x" * 32), (IDENTIFY, b""), (DCUTR, b"")):
-                    answer = await p2p._thread.call(partial(ask, p2p._host, asked, protocol, sent))
-                    assert bool(answer) == (is_answered and protocol != DCUTR), (protocol, is_answered)
-
-    asyncio.run(scene())
-
-
-def test_members_alone_have_places_and_one_that_is_dialled_back_vouches_for_no_other(
+async def test_members_alone_have_places_and_one_that_is_dialled_back_vouches_for_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scene() -> None:
-        async with lab(monkeypatch) as made:
-            own, other, barred = (issued(made.authority) for _ in range(3))
-            made.barred.add(barred.peer_id)
-            stranger, outlaw = made.member(issued(authority())), made.member(barred)
-            transport = Transport(own)
-            port = transport.listen("127.0.0.1", 0)
-            transport.serve(lambda connection: connection.close())
-            try:
-                for of, is_told in ((own, True), (other, False)):
-                    member = made.member(of)  # the second one may forward the port of the first
-                    await until(lambda member=member: member.facts.relays, "a place")  # type: ignore[misc]
-                    p2p, asked = member._p2p, partial(claim, made.own.peer_id, own.peer_id, port)
-                    assert p2p is not None
-                    assert await p2p._thread.call(partial(asked, p2p._host)) == is_told
-                    assert made.met == ({own.peer_id: f"127.0.0.1:{port}"} if is_told else {})
-                    made.met.clear()
-            finally:
-                await transport.close()
-            await until(lambda: stranger.facts.trouble and outlaw.facts.trouble, "both refused")
-            assert (stranger.facts.relays, outlaw.facts.relays) == ((), ())
-            assert set(made.book.reserved_until) == {own.peer_id, other.peer_id}
-            assert "PERMISSION_DENIED" in outlaw.facts.trouble
-
-    asyncio.run(scene())
+    async with lab(monkeypatch) as made:
+        own, other, barred = (issued(made.authority) for _ in range(3))
+        made.barred.add(barred.peer_id)
+        stranger, outlaw = made.member(issued(authority())), made.member(barred)
+        transport = Transport(own)
+        port = transport.listen("127.0.0.1", 0)
+        transport.serve(lambda connection: connection.close())
+        try:
+            for of, is_told in ((own, True), (other, False)):
+                member = made.member(of)  # the second one may forward the port of the first
+                await until(lambda member=member: member.facts.relays, "a place")  # type: ignore[misc]
+                p2p, asked = member._p2p, partial(claim, made.own.peer_id, own.peer_id, port)
+                assert p2p is not None
+                assert await p2p._thread.call(partial(asked, p2p._host)) == is_told
+                assert made.met == ({own.peer_id: f"127.0.0.1:{port}"} if is_told else {})
+                made.met.clear()
+        finally:
+            await transport.close()
+        await until(lambda: stranger.facts.trouble and outlaw.facts.trouble, "both refused")
+        assert (stranger.facts.relays, outlaw.facts.relays) == ((), ())
+        assert set(made.book.reserved_until) == {own.peer_id, other.peer_id}
+        assert "PERMISSION_DENIED" in outlaw.facts.trouble
 
 
 async def claim(relay: PeerId, claimed: PeerId, port: int, host: P2pHost) -> bool:
@@ -143,21 +130,19 @@ async def claim(relay: PeerId, claimed: PeerId, port: int, host: P2pHost) -> boo
     return int(answer.dialResponse.status) == int(Message.OK)
 
 
-def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Identify and hole host leave what a peer says of itself in the library's book of addresses."""
-
-    async def scene() -> None:
-        met = asyncio.Event()
-        async with lab(monkeypatch) as made, await asyncio.start_server(lambda *_: met.set(), "127.0.0.1", 0) as victim:
-            member = made.member(issued(made.authority))
-            await until(lambda: member.facts.relays, "a place at the relay, which is dialled")
-            p2p = member._p2p
-            assert p2p is not None
-            port, peer = victim.sockets[0].getsockname()[1], Identity.generate().peer_id
-            await p2p._thread.call(partial(lead_astray, p2p._host, peer, port))
-            assert not met.is_set()
-
-    asyncio.run(scene())
+    met = asyncio.Event()
+    async with lab(monkeypatch) as made, await asyncio.start_server(lambda *_: met.set(), "127.0.0.1", 0) as victim:
+        member = made.member(issued(made.authority))
+        await until(lambda: bool(member.facts.relays), "a place at the relay, which is dialled")
+        p2p = member._p2p
+        assert p2p is not None
+        port, peer = victim.sockets[0].getsockname()[1], Identity.generate().peer_id
+        await p2p._thread.call(partial(lead_astray, p2p._host, peer, port))
+        assert not met.is_set()
 
 
 async def lead_astray(host: P2pHost, peer: PeerId, port: int) -> None:
@@ -189,23 +174,20 @@ async def ask(caller: P2pHost, asked: tuple[PeerId, str], protocol: str, sent: b
     return b""
 
 
-def test_a_circuit_carries_no_chunks_and_ends_where_no_hole_is_punched(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        taken: asyncio.Queue[Connection] = asyncio.Queue()
+async def test_a_circuit_carries_no_chunks_and_ends_where_no_hole_is_punched(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: asyncio.Queue[Connection] = asyncio.Queue()
 
-        async with lab(monkeypatch) as made:
-            target = issued(made.authority)
-            first, second = made.member(issued(made.authority), taken.put), made.member(target, taken.put)
-            await until(lambda: first.facts.relays and second.facts.relays, "places for both")
-            first.punch(target.peer_id, made.own.peer_id)
-            await until(lambda: made.book.circuits, "a circuit on which a hole could be agreed")
-            p2p = first._p2p
-            assert p2p is not None
-            assert await p2p._thread.call(partial(is_refused_an_exchange, p2p._host, target.peer_id))
-            await until(lambda: not made.book.circuits, "the circuit to be closed")
-            assert taken.empty() and made.book.moved_bytes < 100_000
-
-    asyncio.run(scene())
+    async with lab(monkeypatch) as made:
+        target = issued(made.authority)
+        first, second = made.member(issued(made.authority), taken.put), made.member(target, taken.put)
+        await until(lambda: first.facts.relays and second.facts.relays, "places for both")
+        first.punch(target.peer_id, made.own.peer_id)
+        await until(lambda: made.book.circuits, "a circuit on which a hole could be agreed")
+        p2p = first._p2p
+        assert p2p is not None
+        assert await p2p._thread.call(partial(is_refused_an_exchange, p2p._host, target.peer_id))
+        await until(lambda: not made.book.circuits, "the circuit to be closed")
+        assert taken.empty() and made.book.moved_bytes < 100_000
 
 
 async def is_refused_an_exchange(caller: P2pHost, peer: PeerId) -> bool:

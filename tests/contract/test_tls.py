@@ -81,66 +81,57 @@ async def _who_am_i(address: str, peer: PeerId, own: tls.Credentials, timeout_s:
         return str((await stub.Enrol(enrolment_pb2.EnrolRequest(), timeout=timeout_s)).run_id)
 
 
-def test_enrolled_nodes_and_their_coordinator_know_each_other_and_no_stranger_of_another_run() -> None:
-    async def scene() -> None:
-        authority = _authority()
-        async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
-            link = _link(port, authority.identity.peer_id)
-            worker = await enrol(link, Identity.generate(), Role.WORKER)
-            learner = await enrol(link, Identity.generate(), Role.LEARNER)
-        theirs = tls.coordinator_credentials(_authority(), "x:1")
-        stranger = tls.Credentials(
-            theirs.identity, theirs.tls_key_pem, theirs.certificate, worker.authority_pem, RUN, learner.peer_id, "x:1"
-        )  # trusts our authority, shows a certificate of its own
-        for server in (learner, tls.coordinator_credentials(authority, "127.0.0.1:1")):
-            async with _serving(_WhoAmI(), tls.server_credentials(server)) as port:
-                address = f"127.0.0.1:{port}"
-                assert await _who_am_i(address, server.peer_id, worker) == f"{worker.peer_id} worker"
-                with pytest.raises(grpc.aio.AioRpcError):  # another's port is not the worker's
-                    await _who_am_i(address, worker.peer_id, worker, 3)
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await _who_am_i(address, server.peer_id, stranger, 3)
-
-    asyncio.run(scene())
+async def test_enrolled_nodes_and_their_coordinator_know_each_other_and_no_stranger_of_another_run() -> None:
+    authority = _authority()
+    async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
+        link = _link(port, authority.identity.peer_id)
+        worker = await enrol(link, Identity.generate(), Role.WORKER)
+        learner = await enrol(link, Identity.generate(), Role.LEARNER)
+    theirs = tls.coordinator_credentials(_authority(), "x:1")
+    stranger = tls.Credentials(
+        theirs.identity, theirs.tls_key_pem, theirs.certificate, worker.authority_pem, RUN, learner.peer_id, "x:1"
+    )  # trusts our authority, shows a certificate of its own
+    for server in (learner, tls.coordinator_credentials(authority, "127.0.0.1:1")):
+        async with _serving(_WhoAmI(), tls.server_credentials(server)) as port:
+            address = f"127.0.0.1:{port}"
+            assert await _who_am_i(address, server.peer_id, worker) == f"{worker.peer_id} worker"
+            with pytest.raises(grpc.aio.AioRpcError):  # another's port is not the worker's
+                await _who_am_i(address, worker.peer_id, worker, 3)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await _who_am_i(address, server.peer_id, stranger, 3)
 
 
-def test_wrong_pin_token_role_and_address_each_say_so() -> None:
-    async def scene() -> None:
-        authority = _authority()
-        pinned = authority.identity.peer_id
-        async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
-            other = Identity.generate().peer_id
-            with pytest.raises(TrustError, match=f"expected the peer {other}"):
-                await enrol(_link(port, other), Identity.generate(), Role.WORKER)
-            with pytest.raises(BadToken, match="known token"):
-                await enrol(_link(port, pinned, "bad"), Identity.generate(), Role.WORKER)
-        wrong_role = _Enrolment(authority, role=Role.OPERATOR)
-        async with _serving(wrong_role, tls.enrolment_server_credentials(authority)) as port:
-            with pytest.raises(TrustError, match="expected the role worker, got operator"):
-                await enrol(_link(port, pinned), Identity.generate(), Role.WORKER)
-        with pytest.raises(Unreachable, match="expected an answer within 2 s"):
-            await enrol(_link(port, pinned), Identity.generate(), Role.WORKER, timeout_s=2)
-
-    asyncio.run(scene())
+async def test_wrong_pin_token_role_and_address_each_say_so() -> None:
+    authority = _authority()
+    pinned = authority.identity.peer_id
+    async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
+        other = Identity.generate().peer_id
+        with pytest.raises(TrustError, match=f"expected the peer {other}"):
+            await enrol(_link(port, other), Identity.generate(), Role.WORKER)
+        with pytest.raises(BadToken, match="known token"):
+            await enrol(_link(port, pinned, "bad"), Identity.generate(), Role.WORKER)
+    wrong_role = _Enrolment(authority, role=Role.OPERATOR)
+    async with _serving(wrong_role, tls.enrolment_server_credentials(authority)) as port:
+        with pytest.raises(TrustError, match="expected the role worker, got operator"):
+            await enrol(_link(port, pinned), Identity.generate(), Role.WORKER)
+    with pytest.raises(Unreachable, match="expected an answer within 2 s"):
+        await enrol(_link(port, pinned), Identity.generate(), Role.WORKER, timeout_s=2)
 
 
-def test_authority_that_is_not_the_pinned_peers_is_refused() -> None:
+async def test_authority_that_is_not_the_pinned_peers_is_refused() -> None:
     class Swapped(_Enrolment):
         async def Enrol(self, request: Any, context: Any) -> Any:
             reply = await super().Enrol(request, context)
             reply.authority_pem = _authority().certificate_pem
             return reply
 
-    async def scene() -> None:
-        authority = _authority()
-        async with _serving(Swapped(authority), tls.enrolment_server_credentials(authority)) as port:
-            with pytest.raises(TrustError, match="expected the peer"):
-                await enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
-        with pytest.raises(PortBusy, match=r"192\.0\.2\.1"):
-            credentials = tls.server_credentials(tls.coordinator_credentials(authority, "x:1"))
-            tls.bind_server(tls.new_server(LEARNER), "192.0.2.1:7000", credentials)
-
-    asyncio.run(scene())
+    authority = _authority()
+    async with _serving(Swapped(authority), tls.enrolment_server_credentials(authority)) as port:
+        with pytest.raises(TrustError, match="expected the peer"):
+            await enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
+    with pytest.raises(PortBusy, match=r"192\.0\.2\.1"):
+        credentials = tls.server_credentials(tls.coordinator_credentials(authority, "x:1"))
+        tls.bind_server(tls.new_server(LEARNER), "192.0.2.1:7000", credentials)
 
 
 def test_keys_and_credentials_are_kept_for_their_owner_alone(tmp_path: Path) -> None:
@@ -226,7 +217,7 @@ def test_a_secret_of_another_user_is_named_with_its_owner(tmp_path: Path) -> Non
         os.seteuid(0)
 
 
-def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_connections_stay(
+async def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_connections_stay(
     tmp_path: Path,
 ) -> None:
     authority = _authority()
@@ -245,30 +236,25 @@ def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_
 
         return NodeCertificate.parse(await asyncio.to_thread(look)).pem
 
-    async def main() -> None:
-        server = tls.new_server(LEARNER)
-        handler = grpc.unary_unary_rpc_method_handler(_echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-        server.add_registered_method_handlers("t.T", {"Echo": handler})
-        port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(server_side))
-        await server.start()
-        async with tls.open_channel(f"127.0.0.1:{port}", authority.identity.peer_id, client) as channel:
-            call = channel.unary_unary("/t.T/Echo")
-            first, second = (ProbeBlock(data=text).SerializeToString() for text in (b"before", b"after"))
-            assert await call(first) == first
-            before = server_side.certificate.pem
-            assert await shown(port) == before
-            fresh = tls.coordinator_credentials(authority, "")
-            server_side.renew(fresh.tls_key_pem, fresh.certificate)
-            assert await shown(port) == fresh.certificate.pem != before
-            assert await call(second) == second
-        stranger = tls.coordinator_credentials(
-            RunAuthority.create(Identity.generate(), RunId("run-1"), time.time()), ""
-        )
-        with pytest.raises(TrustError):
-            server_side.renew(stranger.tls_key_pem, stranger.certificate)
-        await server.stop(None)
-
-    asyncio.run(main())
+    server = tls.new_server(LEARNER)
+    handler = grpc.unary_unary_rpc_method_handler(_echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+    server.add_registered_method_handlers("t.T", {"Echo": handler})
+    port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(server_side))
+    await server.start()
+    async with tls.open_channel(f"127.0.0.1:{port}", authority.identity.peer_id, client) as channel:
+        call = channel.unary_unary("/t.T/Echo")
+        first, second = (ProbeBlock(data=text).SerializeToString() for text in (b"before", b"after"))
+        assert await call(first) == first
+        before = server_side.certificate.pem
+        assert await shown(port) == before
+        fresh = tls.coordinator_credentials(authority, "")
+        server_side.renew(fresh.tls_key_pem, fresh.certificate)
+        assert await shown(port) == fresh.certificate.pem != before
+        assert await call(second) == second
+    stranger = tls.coordinator_credentials(RunAuthority.create(Identity.generate(), RunId("run-1"), time.time()), "")
+    with pytest.raises(TrustError):
+        server_side.renew(stranger.tls_key_pem, stranger.certificate)
+    await server.stop(None)
 
 
 async def _echo(request: ProbeBlock, _: object) -> ProbeBlock:

@@ -15,20 +15,14 @@ import pytest
 from echo2.base.errors import Unreachable
 from echo2.base.hosts import joined
 from echo2.base.ids import RunId
-from echo2.base.rng import derived_rng
 from echo2.broadcast.connection import CLOSE_S, Connection
 from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.reachability import LinkKind
 from echo2.broadcast.transport import Transport
-from echo2.outside import entered
-from echo2.sim.memory_net import MemoryNet
-from echo2.sim.process import Process, VirtualMachine
-from echo2.sim.virtual_files import VirtualDisk
-from echo2.sim.virtual_loop import VirtualLoop
-from echo2.sim.wires import AccessLink, Wires
 from echo2.trust import tls
 from echo2.trust.identity import Identity, RunAuthority
 from tests.certificates import issued
+from tests.contract.test_net import play_on_wires
 from tests.patience import WAIT_S
 
 RUN = RunId("contract")
@@ -39,20 +33,6 @@ Scene = Callable[[], Awaitable[None]]
 
 def on_sockets(scene: Scene, folder: Path) -> None:
     asyncio.run(scene())  # type: ignore[arg-type]
-
-
-def on_wires(scene: Scene, folder: Path) -> None:
-    loop = VirtualLoop()
-    wires = Wires(loop, derived_rng(1, "network"))
-    machine = VirtualMachine("one", HOST, AccessLink(1e8, 1e8, 0.02), VirtualDisk(folder / "disk"), 1)
-    wires.names[machine.host] = machine.name
-    process = Process(machine, loop, lambda owner: MemoryNet(owner, wires, lambda name, error: None))
-    try:
-        with entered(process):
-            loop.run_until_complete(scene())
-    finally:
-        loop.close()
-    assert not loop.errors
 
 
 @dataclass
@@ -135,7 +115,7 @@ def play(request: Any, tmp_path: Path) -> Play:
             finally:
                 await world.close()
 
-        (on_wires if request.param == "simulator" else on_sockets)(run, tmp_path)
+        (play_on_wires if request.param == "simulator" else on_sockets)(run, tmp_path)
 
     return whole
 

@@ -21,10 +21,11 @@ import grpc.aio
 from echo2.base.ids import GroupId, PeerId, RunId
 from echo2.coordinator.leases.lease import lease_id_of
 from echo2.trust import tls
-from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Role, RunAuthority, TlsKey
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket
+from tests.certificates import issued
 from tests.redteam.grammar import Grammar
 
 
@@ -54,12 +55,7 @@ class Scene:
         return self.authority.run_id
 
     def identity(self, role: Role = Role.WORKER) -> tls.Credentials:
-        identity, key = Identity.generate(), TlsKey.generate()
-        certificate = self.authority.issue(certificate_request(identity, key), role, time.time())
-        return tls.Credentials(
-            identity, key.to_pem(), certificate, self.authority.certificate_pem, self.run_id,
-            self.authority.identity.peer_id, self.coordinator.address,
-        )  # fmt: skip
+        return issued(self.authority, role, self.coordinator.address)
 
     def channel(self, target: Target, credentials: tls.Credentials) -> grpc.aio.Channel:
         return tls.open_channel(target.address, target.peer_id, credentials, [("grpc.use_local_subchannel_pool", 1)])

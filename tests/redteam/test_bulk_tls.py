@@ -140,115 +140,99 @@ class Watch:
         monkeypatch.setattr(TlsStream, "buffer_updated", timed)
 
 
-def test_new_keys_again_and_again_end_the_connection_and_are_the_peers_fault(
+async def test_new_keys_again_and_again_end_the_connection_and_are_the_peers_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        async with receiving(tmp_path) as received:
-            await received.connection
-            watch = Watch(monkeypatch)
-            sending = send_soon(received, received.records.key_updates(4000))
-            error = await asyncio.wait_for(received.end, WAIT_S)
-            assert isinstance(error, MalformedMessage) and "without any" in str(error)
-            assert watch.seconds < 0.02, "the first few dozen were looked at"
-            received.sender.socket.close()
-            await sending
-
-    asyncio.run(scene())
+    async with receiving(tmp_path) as received:
+        await received.connection
+        watch = Watch(monkeypatch)
+        sending = send_soon(received, received.records.key_updates(4000))
+        error = await asyncio.wait_for(received.end, WAIT_S)
+        assert isinstance(error, MalformedMessage) and "without any" in str(error)
+        assert watch.seconds < 0.02, "the first few dozen were looked at"
+        received.sender.socket.close()
+        await sending
 
 
-def test_a_few_new_keys_and_data_in_between_pass(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with receiving(tmp_path, reads=False) as received:
-            connection = await received.connection
-            made = received.records
-            frame = HEAD.pack(3) + b"abc"
-            await send_soon(
-                received, made.key_updates(3) + made.sealed(frame) + made.key_updates(2) + made.sealed(frame)
-            )
-            assert [await asyncio.wait_for(connection.receive(), WAIT_S) for _ in range(2)] == [b"abc"] * 2
-
-    asyncio.run(scene())
+async def test_a_few_new_keys_and_data_in_between_pass(tmp_path: Path) -> None:
+    async with receiving(tmp_path, reads=False) as received:
+        connection = await received.connection
+        made = received.records
+        frame = HEAD.pack(3) + b"abc"
+        await send_soon(received, made.key_updates(3) + made.sealed(frame) + made.key_updates(2) + made.sealed(frame))
+        assert [await asyncio.wait_for(connection.receive(), WAIT_S) for _ in range(2)] == [b"abc"] * 2
 
 
 @pytest.mark.parametrize("what", ["records", "frames"])
-def test_records_and_frames_of_a_byte_take_the_peers_share_and_no_more(
+async def test_records_and_frames_of_a_byte_take_the_peers_share_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async def scene() -> None:
-        async with receiving(tmp_path) as received:
-            await received.connection
-            made = received.records
-            if what == "records":
-                data = b"".join(made.sealed(piece) for piece in [HEAD.pack(600_000)] + [b"x"] * 600_000)
-            else:
-                frames = (HEAD.pack(1) + b"x") * 3200
-                data = b"".join(made.sealed(frames) for _ in range(400))
-            watch, begun = Watch(monkeypatch), time.monotonic()
-            sending = send_soon(received, data)
-            await asyncio.sleep(2.0)
-            assert FairShare.SHARE <= 0.05
-            allowed_s = 0.05 * (time.monotonic() - begun) + FairShare.BURST_S
-            assert watch.seconds < allowed_s + 0.05, "one read more"
-            received.sender.socket.close()
-            await sending
-
-    asyncio.run(scene())
+    async with receiving(tmp_path) as received:
+        await received.connection
+        made = received.records
+        if what == "records":
+            data = b"".join(made.sealed(piece) for piece in [HEAD.pack(600_000)] + [b"x"] * 600_000)
+        else:
+            frames = (HEAD.pack(1) + b"x") * 3200
+            data = b"".join(made.sealed(frames) for _ in range(400))
+        watch, begun = Watch(monkeypatch), time.monotonic()
+        sending = send_soon(received, data)
+        await asyncio.sleep(2.0)
+        assert FairShare.SHARE <= 0.05
+        allowed_s = 0.05 * (time.monotonic() - begun) + FairShare.BURST_S
+        assert watch.seconds < allowed_s + 0.05, "one read more"
+        received.sender.socket.close()
+        await sending
 
 
-def test_what_waits_is_counted_with_what_it_takes_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_is_counted_with_what_it_takes_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Frames of two bytes take twenty times as much while they wait."""
+    monkeypatch.setattr(FairShare, "pause_s", lambda *_: 0.0)  # it would stop such a sender before memory does
+    async with receiving(tmp_path, reads=False) as received:
+        await received.connection
+        frames = (HEAD.pack(2) + b"xy") * 2700
+        records = [received.records.sealed(frames) for _ in range(1000)]  # more than the kernel's buffers take
+        sent, before = 0, -1
 
-    async def scene() -> None:
-        monkeypatch.setattr(FairShare, "pause_s", lambda *_: 0.0)  # it would stop such a sender before memory does
-        async with receiving(tmp_path, reads=False) as received:
-            await received.connection
-            frames = (HEAD.pack(2) + b"xy") * 2700
-            records = [received.records.sealed(frames) for _ in range(1000)]  # more than the kernel's buffers take
-            sent, before = 0, -1
+        def send() -> None:
+            nonlocal sent
+            with suppress(OSError):
+                for record in records:
+                    received.sender.socket.sendall(record)
+                    sent += 1
 
-            def send() -> None:
-                nonlocal sent
-                with suppress(OSError):
-                    for record in records:
-                        received.sender.socket.sendall(record)
-                        sent += 1
-
-            received.sender.socket.settimeout(WAIT_S)
-            tracemalloc.start()
-            try:
-                sending = asyncio.get_running_loop().run_in_executor(None, send)
-                while before != sent < len(records):
-                    before = sent
-                    await asyncio.sleep(0.5)
-                assert sent < len(records), "the sender was stopped"
-                assert tracemalloc.get_traced_memory()[1] < 6 * UNREAD_BYTES_MAX, "and the rest of a read"
-            finally:
-                tracemalloc.stop()
-            received.sender.socket.shutdown(socket.SHUT_RDWR)
-            await sending
-
-    asyncio.run(scene())
+        received.sender.socket.settimeout(WAIT_S)
+        tracemalloc.start()
+        try:
+            sending = asyncio.get_running_loop().run_in_executor(None, send)
+            while before != sent < len(records):
+                before = sent
+                await asyncio.sleep(0.5)
+            assert sent < len(records), "the sender was stopped"
+            assert tracemalloc.get_traced_memory()[1] < 6 * UNREAD_BYTES_MAX, "and the rest of a read"
+        finally:
+            tracemalloc.stop()
+        received.sender.socket.shutdown(socket.SHUT_RDWR)
+        await sending
 
 
-def test_a_host_from_which_a_banned_peer_comes_again_is_refused_before_its_handshake(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            victim = f.members[1]
-            credentials, bulk = await hostile(f, victim)
-            await bulk.send(b"\xff\xff not a message")
-            await until(lambda: credentials.peer_id in victim.node.stats().banned, "it is banned")
-            await bulk.close()
-            again = Transport(credentials)
-            late = await again.dial(address_of(victim.node), victim.node.peer_id)
-            assert await asyncio.wait_for(late.receive(), WAIT_S) is None
-            await late.close()
-            connections = victim.node._connections
-            assert not connections._is_refused("127.0.0.1"), "an honest peer is linked from there"
-            connections.links.clear()
-            assert connections._is_refused("127.0.0.1") and not connections._is_refused("127.0.0.2")
-
-    asyncio.run(scene())
+async def test_a_host_from_which_a_banned_peer_comes_again_is_refused_before_its_handshake(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        victim = f.members[1]
+        credentials, bulk = await hostile(f, victim)
+        await bulk.send(b"\xff\xff not a message")
+        await until(lambda: credentials.peer_id in victim.node.stats().banned, "it is banned")
+        await bulk.close()
+        again = Transport(credentials)
+        late = await again.dial(address_of(victim.node), victim.node.peer_id)
+        assert await asyncio.wait_for(late.receive(), WAIT_S) is None
+        await late.close()
+        connections = victim.node._connections
+        assert not connections._is_refused("127.0.0.1"), "an honest peer is linked from there"
+        connections.links.clear()
+        assert connections._is_refused("127.0.0.1") and not connections._is_refused("127.0.0.2")
 
 
 def test_hosts_of_banned_peers_are_forgotten() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +24,7 @@ from tests.contract.test_connections import TlsByHand
 from tests.contract.test_pipes import FRAMES, HOST, Scene, exchanged, scene
 from tests.patience import WAIT_S
 from tests.redteam.target import ELSEWHERE
+from tests.unit.broadcast.test_frames import tls_hello
 
 GARBAGE = b"no record of TLS"
 _Caller = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -33,11 +32,7 @@ _Caller = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 def hello_for(peer: PeerId) -> bytes:
     """A whole TLS hello that names a peer, as any client makes it."""
-    context = ssl.create_default_context()
-    said = ssl.MemoryBIO()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), said, server_hostname=dns_name_of(peer)).do_handshake()
-    return said.read()
+    return tls_hello(dns_name_of(peer))
 
 
 @asynccontextmanager
@@ -80,136 +75,103 @@ def with_limits(s: Scene, limits: RelayLimits) -> RelayBook:
 
 
 @pytest.mark.parametrize("has_splice", [True, False])
-def test_a_caller_that_stays_behind_the_members_end_holds_no_pipe(
+async def test_a_caller_that_stays_behind_the_members_end_holds_no_pipe(
     has_splice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipes, "ENDING_S", 0.2)
     if not has_splice:
         monkeypatch.setattr(pipes, "_splice", None)
-
-    async def play() -> None:
-        async with scene() as s:
-            book = with_limits(s, RelayLimits(circuits_per_member_max=8))
-            async with callers(s, hello_for(s.member.peer_id) + GARBAGE, 4) as those:
-                for reader, _ in those:  # the member sees the garbage and hangs up; the caller does not
-                    await asyncio.wait_for(reader.read(), WAIT_S)
-                await until(lambda: not book.circuits, "the relay has ended the other direction as well")
-                assert await is_served(s)
-
-    asyncio.run(play())
-
-
-def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            book = with_limits(s, RelayLimits(circuit_s_max=0.5))
-            connection = await s.call()
-            assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
-            await connection.close()
-            assert book.refused == 1, "the log says which limit it was"
-
-    asyncio.run(play())
-
-
-def test_hellos_for_the_relay_itself_that_go_no_further_have_the_share_of_their_address() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            hello = hello_for(s.relay_credentials.peer_id)
-            async with callers(s, hello, pipes.CALLERS_PER_HOST) as those:
-                for reader, _ in those:
-                    await asyncio.wait_for(reader.readexactly(1), WAIT_S)  # the relay has begun the handshake
-                async with callers(s, hello, 8) as more:
-                    await until_left(more, 0, 3.0)
-                assert await is_served(s) and len(s.relay._places) == 1
-
-    asyncio.run(play())
-
-
-def test_pipes_and_places_stay_where_strangers_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "PIPES", replace(PIPES, stranger_s=1.5))
-
-    async def play() -> None:
-        async with scene() as s:
-            place, connection = s.relay._places.copy(), await s.call()
-            async with callers(s, b"", 1) as those:
-                await until_left(those, 0)
-            assert await exchanged(connection) == FRAMES
-            assert s.relay._places == place
-            await connection.close()
-
-    asyncio.run(play())
-
-
-def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "PIPES", replace(PIPES, connections_cap=16))
-
-    async def play() -> None:
-        async with scene() as s:
-            async with callers(
-                s, hello_for(s.member.peer_id), 12
-            ) as those:  # each has a pipe until the member gives it up
-                await until_left(those, 8)
-                assert await is_served(s)
-            await until(lambda: not s.relay._connected[ELSEWHERE], "they have left")
-
-    asyncio.run(play())
-
-
-def test_an_address_gets_half_of_a_members_pipes() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            with_limits(s, RelayLimits(circuits_per_member_max=4))
-            async with callers(s, hello_for(s.member.peer_id), 6) as those:
-                await until_left(those, 2)
-                assert await is_served(s)
-            await until(lambda: not s.relay._piped, "they have left")
-
-    asyncio.run(play())
-
-
-def test_a_members_second_place_ends_its_first_however_often() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            worker = Transport(s.credentials(Role.WORKER))
-            made: list[Connection] = []
-            for count in range(12):
-                made.append(await worker.dial(joined(HOST, s.relay.port), s.relay_credentials.peer_id))
-                await until(lambda: len(s.relay._places) == 2, "it holds a place")
-                if count:
-                    assert await asyncio.wait_for(made[-2].receive(), WAIT_S) is None
-            await until(lambda: s.relay._connected[HOST] == 2, "one of the worker, one of the member")
-            assert not made[-1].ended.is_set() and len(s.relay._places) == 2
+    async with scene() as s:
+        book = with_limits(s, RelayLimits(circuits_per_member_max=8))
+        async with callers(s, hello_for(s.member.peer_id) + GARBAGE, 4) as those:
+            for reader, _ in those:  # the member sees the garbage and hangs up; the caller does not
+                await asyncio.wait_for(reader.read(), WAIT_S)
+            await until(lambda: not book.circuits, "the relay has ended the other direction as well")
             assert await is_served(s)
-            for one in made:
-                await one.close()
-
-    asyncio.run(play())
 
 
-def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over() -> None:
+    async with scene() as s:
+        book = with_limits(s, RelayLimits(circuit_s_max=0.5))
+        connection = await s.call()
+        assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
+        await connection.close()
+        assert book.refused == 1, "the log says which limit it was"
+
+
+async def test_hellos_for_the_relay_itself_that_go_no_further_have_the_share_of_their_address() -> None:
+    async with scene() as s:
+        hello = hello_for(s.relay_credentials.peer_id)
+        async with callers(s, hello, pipes.CALLERS_PER_HOST) as those:
+            for reader, _ in those:
+                await asyncio.wait_for(reader.readexactly(1), WAIT_S)  # the relay has begun the handshake
+            async with callers(s, hello, 8) as more:
+                await until_left(more, 0, 3.0)
+            assert await is_served(s) and len(s.relay._places) == 1
+
+
+async def test_pipes_and_places_stay_where_strangers_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes, "PIPES", replace(PIPES, stranger_s=1.5))
+    async with scene() as s:
+        place, connection = s.relay._places.copy(), await s.call()
+        async with callers(s, b"", 1) as those:
+            await until_left(those, 0)
+        assert await exchanged(connection) == FRAMES
+        assert s.relay._places == place
+        await connection.close()
+
+
+async def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes, "PIPES", replace(PIPES, connections_cap=16))
+    async with scene() as s:
+        async with callers(s, hello_for(s.member.peer_id), 12) as those:  # each has a pipe until the member gives it up
+            await until_left(those, 8)
+            assert await is_served(s)
+        await until(lambda: not s.relay._connected[ELSEWHERE], "they have left")
+
+
+async def test_an_address_gets_half_of_a_members_pipes() -> None:
+    async with scene() as s:
+        with_limits(s, RelayLimits(circuits_per_member_max=4))
+        async with callers(s, hello_for(s.member.peer_id), 6) as those:
+            await until_left(those, 2)
+            assert await is_served(s)
+        await until(lambda: not s.relay._piped, "they have left")
+
+
+async def test_a_members_second_place_ends_its_first_however_often() -> None:
+    async with scene() as s:
+        worker = Transport(s.credentials(Role.WORKER))
+        made: list[Connection] = []
+        for count in range(12):
+            made.append(await worker.dial(joined(HOST, s.relay.port), s.relay_credentials.peer_id))
+            await until(lambda: len(s.relay._places) == 2, "it holds a place")
+            if count:
+                assert await asyncio.wait_for(made[-2].receive(), WAIT_S) is None
+        await until(lambda: s.relay._connected[HOST] == 2, "one of the worker, one of the member")
+        assert not made[-1].ended.is_set() and len(s.relay._places) == 2
+        assert await is_served(s)
+        for one in made:
+            await one.close()
+
+
+async def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "STILL_HERE_S", 0.2)
     monkeypatch.setattr(connection, "SILENT_S", 1.0)
-
-    async def play() -> None:
-        async with scene() as s:
-            mine = s.credentials(Role.WORKER)
-            silent = await asyncio.to_thread(TlsByHand, mine, s.relay.port, s.relay_credentials.peer_id)
-            with silent.socket:
-                await asyncio.to_thread(silent.shake_hands)
-                await until(lambda: s.relay.holds(mine.peer_id), "it holds a place")
-                await until(lambda: not s.relay.holds(mine.peer_id), "it has lost it", 5.0)
-                assert s.relay.holds(s.member.peer_id), "that one says it is still here"
-                assert await is_served(s)
-
-    asyncio.run(play())
+    async with scene() as s:
+        mine = s.credentials(Role.WORKER)
+        silent = await asyncio.to_thread(TlsByHand, mine, s.relay.port, s.relay_credentials.peer_id)
+        with silent.socket:
+            await asyncio.to_thread(silent.shake_hands)
+            await until(lambda: s.relay.holds(mine.peer_id), "it holds a place")
+            await until(lambda: not s.relay.holds(mine.peer_id), "it has lost it", 5.0)
+            assert s.relay.holds(s.member.peer_id), "that one says it is still here"
+            assert await is_served(s)
 
 
-def test_a_relay_that_is_closed_at_once_listens_no_longer() -> None:
-    async def play() -> None:
-        relay = Scene().relay
-        port = relay.port
-        await relay.close()
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(HOST, port)
-
-    asyncio.run(play())
+async def test_a_relay_that_is_closed_at_once_listens_no_longer() -> None:
+    relay = Scene().relay
+    port = relay.port
+    await relay.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(HOST, port)

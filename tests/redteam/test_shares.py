@@ -26,7 +26,7 @@ from echo2.coordinator.streams import CoordinatorService
 from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares, Pace
 from echo2.trust import calls, tls
-from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
 from echo2.trust.ports import (
     CALL_S,
     HANDSHAKE_S,
@@ -41,6 +41,7 @@ from echo2.trust.ports import (
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
+from tests.certificates import issued
 from tests.contract.fleet import until
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
@@ -53,15 +54,6 @@ Served = Callable[[], grpc.aio.Channel]
 MIB = 1 << 20
 
 
-def member_of(authority: RunAuthority) -> tls.Credentials:
-    identity, key = Identity.generate(), TlsKey.generate()
-    issued = authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
-    own = authority.identity.peer_id
-    return tls.Credentials(
-        identity, key.to_pem(), issued, authority.certificate_pem, authority.run_id, own, "127.0.0.1:0"
-    )
-
-
 @contextlib.asynccontextmanager
 async def served(limits: PortLimits, method: grpc.RpcMethodHandler[ProbeBlock, ProbeBlock]) -> AsyncIterator[Served]:
     """A server of one call, `/test.Service/Call`, for members of a run; opens channels of new members to it."""
@@ -71,7 +63,7 @@ async def served(limits: PortLimits, method: grpc.RpcMethodHandler[ProbeBlock, P
     credentials = tls.server_credentials(tls.coordinator_credentials(authority, "127.0.0.1:0"))
     address = f"127.0.0.1:{tls.bind_server(server, '127.0.0.1:0', credentials)}"
     await server.start()
-    yield lambda: tls.open_channel(address, authority.identity.peer_id, member_of(authority))
+    yield lambda: tls.open_channel(address, authority.identity.peer_id, issued(authority))
     await server.stop(0)
 
 

@@ -29,43 +29,40 @@ def broken(*arguments: Any, **named: Any) -> Any:
     raise OverflowError("planted")
 
 
-def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream_and_nobody_else(
+async def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream_and_nobody_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            hub = daemon.hub
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            operator = await Node.join(daemon, Role.OPERATOR)
-            await learner.hello(open_groups=[group("g1")])
-            monkeypatch.setattr(WorkerStream, "_on_heartbeat", broken)
-            with caplog.at_level(logging.ERROR):
-                for _ in range(5):
-                    await worker.hello()
-                    await worker.say(heartbeat=pb.Heartbeat())
-                    assert (await worker.until("refusal")).code == "MalformedMessage"
-            said = [record for record in caplog.records if "unforeseen" in record.message]
-            assert len(said) == 1 and worker.credentials.peer_id in said[0].message
-            monkeypatch.setattr(planning, "broadcast_nodes", broken)
-            ticks, tick = 0, hub.tick
+    async with running(options(tmp_path)) as daemon:
+        hub = daemon.hub
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        operator = await Node.join(daemon, Role.OPERATOR)
+        await learner.hello(open_groups=[group("g1")])
+        monkeypatch.setattr(WorkerStream, "_on_heartbeat", broken)
+        with caplog.at_level(logging.ERROR):
+            for _ in range(5):
+                await worker.hello()
+                await worker.say(heartbeat=pb.Heartbeat())
+                assert (await worker.until("refusal")).code == "MalformedMessage"
+        said = [record for record in caplog.records if "unforeseen" in record.message]
+        assert len(said) == 1 and worker.credentials.peer_id in said[0].message
+        monkeypatch.setattr(planning, "broadcast_nodes", broken)
+        ticks, tick = 0, hub.tick
 
-            def counted() -> None:
-                nonlocal ticks
-                ticks += 1
-                tick()
-                broken()
+        def counted() -> None:
+            nonlocal ticks
+            ticks += 1
+            tick()
+            broken()
 
-            hub.tick = counted  # type: ignore[method-assign]
-            hub.broadcast_needed.set()
-            await until(lambda: ticks >= 3, "the clock goes on")
-            hub.money.sums = broken  # type: ignore[method-assign]
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")(b"", timeout=WAIT_S)
-            assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-            for node in (learner, worker):
-                assert (await node.hello()).WhichOneof("kind") == "welcome"
-
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+        hub.tick = counted  # type: ignore[method-assign]
+        hub.broadcast_needed.set()
+        await until(lambda: ticks >= 3, "the clock goes on")
+        hub.money.sums = broken  # type: ignore[method-assign]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")(b"", timeout=WAIT_S)
+        assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+        for node in (learner, worker):
+            assert (await node.hello()).WhichOneof("kind") == "welcome"
 
 
 async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(
@@ -113,9 +110,10 @@ async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours
 async def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as f:
         learner, worker = (member.node for member in f.members)
-        worker.exchange._on_message = broken  # type: ignore[method-assign]
+        before = worker.exchange.links[learner.peer_id]
+        worker.exchange.on_header = broken  # type: ignore[method-assign]
         await learner.publish(ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p", 1 << 20)
-        await until(lambda: not worker.stats().links or worker._dialling.targets != {}, "the link has ended")
+        await until(lambda: worker.exchange.links.get(learner.peer_id) is not before, "the link has ended")
         await asyncio.sleep(0.5)
         assert worker.exchange.error is None
         assert not worker.stats().banned, "what nobody foresaw is no guilt"

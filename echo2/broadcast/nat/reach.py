@@ -30,7 +30,7 @@ from echo2.broadcast.transport import Accept
 from echo2.broadcast.uplink import local_end
 from echo2.outside import here, monotonic, unix_now
 from echo2.outside.guard import cancel_all
-from echo2.outside.net import EVERY_ADDRESS, check_free
+from echo2.outside.net import EVERY_ADDRESS, check_free, listened, listening_socket
 from echo2.trust.enrolment import fetch_certificate
 from echo2.trust.identity import JoinLink, NodeCertificate, dns_name_of
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, error_of, open_enrolment_channel
@@ -281,9 +281,12 @@ async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, time
             await writer.drain()
         writer.close()
 
+    every = listening_socket(EVERY_ADDRESS)
     try:
-        listener = await asyncio.start_server(greet, sock=_listening(port))
+        every.bind((listened(EVERY_ADDRESS), port))
+        listener = await asyncio.start_server(greet, sock=every)
     except OSError as error:
+        every.close()
         raise PortBusy(
             f"expected to listen on port {port}: {os.strerror(error.errno) if error.errno else error}"
         ) from None
@@ -299,14 +302,6 @@ async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, time
     dialled = tried if reply.is_dialled else 0
     seen = Seen(local_end(link.port), (reply.host, reply.port), dialled, reply.has_relay)
     return OwnLink(seen, tried, reply.failure, skew_s, reply.role, reply.token_problem)
-
-
-def _listening(port: int) -> socket.socket:
-    """A listening socket at every address of this machine, including IPv6 if available."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 is switched off; a busy port fails again below
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
 
 
 async def _download(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:

@@ -1,5 +1,4 @@
-"""The bridge between asyncio and trio: calls are bounded and cancelled together, and libp2p is started until it runs. What passes a
-hole: test_transport."""
+"""libp2p is started until it runs, and leaves nothing behind. What passes a hole: test_transport; its calls: test_relay."""
 
 from __future__ import annotations
 
@@ -12,53 +11,10 @@ from typing import Any
 import pytest
 import trio
 
-from echo2.base.errors import EchoError, LimitExceeded, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat import libp2p, reach
-from echo2.broadcast.nat.libp2p import CALLS_MAX, TrioThread
 from echo2.broadcast.nat.reach import Nat
 from tests.patience import WAIT_S
-
-
-def test_a_call_runs_in_trio_and_ends_with_its_value_its_error_its_caller_or_the_thread() -> None:
-    async def main() -> None:
-        thread = TrioThread("test-trio")
-        await thread.start()
-        seen, ended = asyncio.Event(), asyncio.Event()
-
-        async def value() -> str:
-            await trio.lowlevel.checkpoint()
-            return trio.lowlevel.current_task().name
-
-        async def error() -> None:
-            raise EchoError("of trio")
-
-        async def endless() -> None:
-            thread.to_asyncio(seen.set)
-            try:
-                await trio.sleep_forever()
-            finally:
-                thread.to_asyncio(ended.set)
-
-        assert "_perform" in await thread.call(value)
-        with pytest.raises(EchoError, match="of trio"):
-            await thread.call(error)
-        task = asyncio.create_task(thread.call(endless))
-        await seen.wait()
-        task.cancel()
-        await asyncio.wait_for(ended.wait(), 5)
-        others = [asyncio.create_task(thread.call(trio.sleep_forever)) for _ in range(CALLS_MAX)]
-        await asyncio.sleep(0)
-        with pytest.raises(LimitExceeded, match=str(CALLS_MAX)):
-            await thread.call(value)
-        await thread.stop()
-        for other in others:
-            with pytest.raises(Unreachable):
-                await other
-        with pytest.raises(Unreachable):
-            await thread.call(value)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 @pytest.mark.parametrize("is_closed_amid", [False, True])

@@ -9,7 +9,6 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.broadcast.connection import Connection
-from echo2.broadcast.connections import _beside
 from echo2.broadcast.transport import NEXT_ADDRESS_S, first_of, hosts_of
 from echo2.sim.virtual_loop import VirtualLoop
 
@@ -74,16 +73,7 @@ def test_where_none_answers_the_error_says_why() -> None:
         played({"a": -0.01, "b": -0.02})
 
 
-def test_addresses_of_both_families_are_tried_beside_one_another_and_circuits_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    known = ("10.0.0.1:7", "[2001:db8::1]:7", "10.0.0.2:7", "/p2p/R/p2p-circuit")
-    for address, expected in (
-        ("10.0.0.1:7", ["10.0.0.1:7", "[2001:db8::1]:7"]),
-        ("[2001:db8::1]:7", ["[2001:db8::1]:7", "10.0.0.1:7"]),
-        ("/p2p/R/p2p-circuit", ["/p2p/R/p2p-circuit"]),
-    ):
-        assert _beside(address, known) == expected
+def test_a_names_addresses_of_both_families_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ("10.0.0.1", "10.0.0.2", "10.0.0.1", "fe80::1%eth0", "2001:db8::1")
 
     async def found(self: object, host: str, port: int, **options: object) -> list[tuple[object, ...]]:

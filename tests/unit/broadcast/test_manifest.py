@@ -11,14 +11,14 @@ from echo2.broadcast.artifact import ArtifactKey, Chunk
 from echo2.trust.identity import Identity
 
 PUBLISHER, OTHER = Identity.generate(), Identity.generate()
-CHUNK = Chunk.make(ArtifactKey(bytes(16)), 3, False, b"weights", PUBLISHER)
+CHUNK = Chunk.signed(ArtifactKey(bytes(16)), 3, False, b"weights", PUBLISHER)[0]
 CHANGED = {
     "payload": replace(CHUNK, payload=b"weighTs"),
     "place": replace(CHUNK, index=4),
     "end of a block": replace(CHUNK, ends_block=True),
     "artifact": replace(CHUNK, key=ArtifactKey(bytes([1, *bytes(15)]))),
     "signature": replace(CHUNK, signature=bytes([CHUNK.signature[0] ^ 1, *CHUNK.signature[1:]])),
-    "signer": Chunk.make(CHUNK.key, 3, False, b"weights", OTHER),
+    "signer": Chunk.signed(CHUNK.key, 3, False, b"weights", OTHER)[0],
 }
 
 

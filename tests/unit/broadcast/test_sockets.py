@@ -92,8 +92,7 @@ def test_connections_change_their_congestion_control_and_get_their_own_back(pair
     assert control_of(client) == b"reno"
     watch.use(Control.FAST)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as later:
-        watch.expect_new()
-        watch.look()
+        watch.look(expects_new=True)
         assert control_of(later) == control_of(client)
 
 

@@ -289,7 +289,7 @@ def test_a_signed_ticket_comes_back_whole_and_a_forgers_another_runs_and_another
 
 KEY = ArtifactKey(bytes(range(16)))
 IDENTITY = Identity.from_private_bytes(bytes(32))
-PLAIN = bw.chunk_to_bytes(Chunk.make(KEY, 3, True, b"payload", IDENTITY))
+PLAIN = bw.chunk_to_bytes(Chunk.signed(KEY, 3, True, b"payload", IDENTITY)[0])
 
 
 @given(
@@ -300,7 +300,7 @@ PLAIN = bw.chunk_to_bytes(Chunk.make(KEY, 3, True, b"payload", IDENTITY))
 def test_a_chunk_written_and_read_by_hand_is_protobufs_wherever_its_route_stands(
     index: int, ends_block: bool, payload: bytes, route: Route | None, is_answer: bool
 ) -> None:
-    chunk = Chunk.make(KEY, index, ends_block, payload, IDENTITY)
+    chunk = Chunk.signed(KEY, index, ends_block, payload, IDENTITY)[0]
     record, beside = bw.chunk_to_bytes(chunk), bw.beside(route, is_answer)
     message = FRAME(
         chunk=broadcast_pb2.ChunkFrame(
