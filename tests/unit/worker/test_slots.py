@@ -139,14 +139,16 @@ SlotTraffic.TestCase.settings = settings(max_examples=40, stateful_step_count=40
 TestSlotTraffic = SlotTraffic.TestCase
 
 
-def said_by(table: SlotTable, request: GenerateRequest, tokens: list[int]) -> tuple[int, ...]:
-    """Runs the request to its end; all its tokens."""
+def said_by(table: SlotTable, request: GenerateRequest, tokens: list[int], *, swaps: bool = False) -> tuple[int, ...]:
+    """Runs the request to its end, `swaps`: under other weights after each token; all its tokens."""
     table.submit(request)
     table.admit()
     table.next_copies()
     table.filled(table.next_fills(1000))
     (sequence,) = table.decodable()
     while table.extend(sequence, tokens[sequence.completion_count]) is FinishReason.UNFINISHED:
+        if swaps:
+            table.weights_changed(keep_kv=True)
         table.decodable()
     table.release(sequence)
     return tuple(sequence.tokens)
@@ -183,8 +185,11 @@ def test_the_next_turn_computes_only_what_is_new_and_nothing_of_other_weights() 
         "the last sampled, never fed, and the next"
     )
     table.weights_changed(keep_kv=True)
-    said_by(table, GenerateRequest("third", (*said, 52), (), SamplingParams(max_new_tokens=2), "other"), [1, 2])
+    third = GenerateRequest("third", (*said, 52), (), SamplingParams(max_new_tokens=2), "other")
+    mixed, shared = said_by(table, third, [1, 2], swaps=True), table.shared_prompt_tokens
     assert table.prefilled_tokens - before == 2 + len(said), "what other weights computed is computed anew"
+    said_by(table, GenerateRequest("fourth", (*mixed, 53), (), SamplingParams(max_new_tokens=2), "other"), [1, 2])
+    assert table.shared_prompt_tokens == shared, "what began under other weights is kept for nobody"
 
 
 def test_the_chat_that_goes_on_keeps_its_cache_where_others_must_go() -> None:
