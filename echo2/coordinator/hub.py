@@ -330,7 +330,7 @@ class Hub:
             session.refuse(NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}"))
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
-        member = self.membership.set(peer_id, setting, reason, self.clock.now())
+        member = self.membership.set(peer_id, setting, reason)
         if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
             self._want([member], self.plan.pool, self.plan.reason)
         self.state.save("members", peer_id, member)

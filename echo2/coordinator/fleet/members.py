@@ -77,14 +77,8 @@ NO_LIMIT = PriceLimit()  # until one is set (costs)
 
 WINDOW = 7  # heartbeats: a median of these ignores three outliers
 OF_BEAT = (
-    "rollouts_per_s",
-    "tokens_per_s",
-    "rollout_s_mean",
-    "rollout_s_p95",
-    "apply_s",
-    "swap_s",
-    "running_sequences",
-)
+    "rollouts_per_s", "tokens_per_s", "rollout_s_mean", "rollout_s_p95", "apply_s", "swap_s", "running_sequences",
+)  # fmt: skip
 OF_LINK = ("uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
 
 
@@ -307,7 +301,7 @@ class Membership:
         member = self.members[peer_id]
         member.has_left, member.cut_at = True, now
 
-    def set(self, peer_id: PeerId, setting: OperatorSetting, reason: str, now: float) -> Member:
+    def set(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> Member:
         """Applies an operator setting. NotAllowed for a peer that never joined."""
         member = self.members.get(peer_id)
         if member is None:

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from echo2.base.ids import LeaseId, PeerId, Version
+from echo2.base.rollout import GroupSpec
 from echo2.control.waits import ceiling_s
 from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivery
 
@@ -263,7 +264,7 @@ class WorkerRecords:
             return
         if not record.episode:
             record.episode_at, record.is_stop = now, False
-        record.episode.append(_digest(group))
+        record.episode.append(prompt_digest(group.spec))
         record.is_stop |= not record.held
         self._settling.add(worker_id)
 
@@ -271,13 +272,14 @@ class WorkerRecords:
         """The learner closed a group. It counts as finished only if the learner holds it completely."""
         if reason != COMPLETE:
             return
-        if self.prompts and (prompt := self.prompts.pop(_digest(group), None)) and prompt.is_at_fault:
+        digest = prompt_digest(group.spec)
+        if (prompt := self.prompts.pop(digest, None)) and prompt.is_at_fault:
             for giver, count in prompt.charges.items():  # it can be finished after all
                 self.of(giver).picks += count
         if group.last_worker is None:
             return
         record = self.of(group.last_worker)
-        if group.phase is GroupPhase.QUEUED and record.episode and (digest := _digest(group)) in record.episode:
+        if group.phase is GroupPhase.QUEUED and digest in record.episode:
             record.episode.remove(digest)  # it handed back a whole group
         record.finished += 1
         record.finished_since += 1
@@ -388,6 +390,6 @@ class WorkerRecords:
         return "it has delivered nothing yet: the learner must admit one of its rollouts before it gets more"
 
 
-def _digest(group: OpenGroup) -> str:
+def prompt_digest(spec: GroupSpec) -> str:
     """A digest of the prompt, the same in every group."""
-    return hashlib.sha256(array("Q", group.spec.prompt_token_ids).tobytes()).hexdigest()[:12]
+    return hashlib.sha256(array("Q", spec.prompt_token_ids).tobytes()).hexdigest()[:12]

@@ -19,7 +19,6 @@ still come.
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
-from echo2.coordinator.fleet.record import WorkerRecords
+from echo2.coordinator.fleet.record import WorkerRecords, prompt_digest
 from echo2.coordinator.leases.lease import Lease, LeaseRequest, OpenGroup
 from echo2.staleness.rule import may_begin
 
@@ -116,11 +115,6 @@ PROMPTS_MAX = 20_000  # two megabytes; of larger data sets a prompt seldom comes
 BLEND = 0.3  # the last five groups of a prompt make up five sixths of its average
 
 
-def prompt_key(spec: GroupSpec) -> bytes:
-    """A digest of the prompt, 16 bytes."""
-    return hashlib.sha256(b",".join(b"%d" % token for token in spec.prompt_token_ids)).digest()[:16]
-
-
 @dataclass(slots=True)
 class ExpectedLength:
     """Guesses how many tokens a group will take. Longest first keeps the end of a step short, so the queue is ordered by this
@@ -128,7 +122,7 @@ class ExpectedLength:
 
     Moving averages (exponential) of tokens per rollout, by prompt; the least recently used prompts are forgotten first."""
 
-    _by_prompt: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    _by_prompt: OrderedDict[str, float] = field(default_factory=OrderedDict)
     _overall: float = 0.0
 
     def learn(self, spec: GroupSpec, tokens: int, rollouts: int) -> None:
@@ -137,7 +131,7 @@ class ExpectedLength:
         if rollouts <= 0:
             return
         each = min(tokens / rollouts, float(spec.sampling.max_new_tokens))
-        key = prompt_key(spec)
+        key = prompt_digest(spec)
         before = self._by_prompt.pop(key, each)
         self._by_prompt[key] = before + BLEND * (each - before)
         self._overall = self._overall + BLEND * (each - self._overall) if self._overall else each
@@ -146,7 +140,7 @@ class ExpectedLength:
 
     def guess(self, spec: GroupSpec) -> float:
         """Expected tokens of the whole group, bounded by the token limit."""
-        each = self._by_prompt.get(prompt_key(spec), self._overall)
+        each = self._by_prompt.get(prompt_digest(spec), self._overall)
         return min(each, float(spec.sampling.max_new_tokens)) * spec.rollout_count
 
     def rest(self, spec: GroupSpec, tokens: int, finished_rollouts: int) -> float:

@@ -236,7 +236,7 @@ async def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_ask
             patched.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
             with pytest.raises(TrustError, match="expected one for the key that we sent"):
                 await renew(worker.credentials)
-        daemon.hub.membership.set(after.peer_id, OperatorSetting.BANNED, "the test says so", 0.0)
+        daemon.hub.membership.set(after.peer_id, OperatorSetting.BANNED, "the test says so")
         with pytest.raises(NotAllowed, match="banned: the test says so"):
             await renew(worker.credentials)
         assert worker.credentials.certificate.pem == after.pem

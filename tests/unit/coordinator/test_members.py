@@ -95,21 +95,21 @@ def test_the_operators_word_goes_before_the_plan_and_a_ban_holds_over_a_restart_
     member = join(fleet)
     member.is_wanted = False
     for setting in ("automatic", "active", "draining", "quarantined", "banned"):
-        fleet.set(A, OperatorSetting(setting), "bad rollouts", 1.0)
+        fleet.set(A, OperatorSetting(setting), "bad rollouts")
         assert member.activation is Activation(setting.replace("automatic", "standby"))
     again = membership()
     again.restore([member], 2.0)
     assert list(again.banned) == [A]
     with pytest.raises(NotAllowed, match="bad rollouts"):
         join(again)
-    again.set(A, OperatorSetting.AUTOMATIC, "", 3.0)
+    again.set(A, OperatorSetting.AUTOMATIC, "")
     join(again)
     assert not again.banned
     join(again, "b")
     with pytest.raises(LimitExceeded, match="2 workers at most"):
         join(again, "c")
     with pytest.raises(NotAllowed, match="expected a worker of this run"):
-        again.set(PeerId("nobody"), OperatorSetting.ACTIVE, "", 1.0)
+        again.set(PeerId("nobody"), OperatorSetting.ACTIVE, "")
 
 
 # ---- newcomers
@@ -170,7 +170,7 @@ def test_a_plan_is_made_of_what_was_delivered_and_no_claim_of_a_newcomer_is_in_i
     fleet.on_trial(1.0)
     assert believed_rate(liars[1]) < 1.0
     assert len(set(fleet.plan().pool) & set(before.pool)) >= 3, "a little buys a little"
-    fleet.membership.set(liars[0].peer_id, OperatorSetting.ACTIVE, "", 0.0)
+    fleet.membership.set(liars[0].peer_id, OperatorSetting.ACTIVE, "")
     fleet.membership.change_of(liars[0], 0.0)
     assert liars[0].peer_id in fleet.plan().pool, "the operator's word takes it in"
 
@@ -266,7 +266,7 @@ def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alon
     assert not member.asks_too_much
     member.price_limit = limit_of(member, fleet, cap=5.0)
     assert member.activation is Activation.STANDBY and "the operator may activate it" in member.activation_reason
-    fleet.set(A, OperatorSetting.ACTIVE, "agreed", 0.0)
+    fleet.set(A, OperatorSetting.ACTIVE, "agreed")
     assert member.activation is Activation.ACTIVE
     member.hello.price_usd_per_hour = 6.1
     assert member.activation is Activation.STANDBY
