@@ -124,6 +124,27 @@ def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> 
     assert not {"delta 0->1", "delta 1->2"} & names and not held.trouble
 
 
+def test_a_newcomers_way_is_not_given_up_for_a_delta_that_has_no_room(tmp_path: Path) -> None:
+    held = library(tmp_path, 14_000)
+    keyframe = added(held, header_of(1), 10_000)
+    with pytest.raises(DiskFull):
+        added(held, header_of(2, 1), 8_000)
+    assert held.entries[keyframe].is_complete and held.frame(keyframe, 9) is not None
+
+
+@pytest.mark.parametrize("is_sealed_last", [True, False])
+def test_what_the_publisher_sealed_wrongly_is_dropped_with_its_last_part(tmp_path: Path, is_sealed_last: bool) -> None:
+    dropped, header = list[ArtifactKey](), header_of(1)
+    held = Library(ChunkStore(tmp_path, 1 << 20), RUN, "delta 1", on_drop=dropped.append)
+    (made,) = signed_chunks(1000, LEARNER, header.key, 0, bytes(500))
+    wrong = Seal(header.key, 1, 500, b"x" * 32, "")
+    held.add_header(header)
+    parts = [lambda: held.add_chunk(*made), lambda: held.add_seal(header.key, wrong)]
+    first, last = parts if is_sealed_last else reversed(parts)
+    assert first() and not last()
+    assert dropped == [header.key] and not held.entries and not list(tmp_path.iterdir())
+
+
 def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: Path) -> None:
     """Else the learner's second keyframe ends the run, and a worker's is fetched for ever."""
     held = library(tmp_path, 14_000)

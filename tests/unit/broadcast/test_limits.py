@@ -125,6 +125,10 @@ def test_a_relay_refuses_beyond_each_of_its_limits_and_names_it() -> None:
     first = members.open(A, B, 0.0)
     with pytest.raises(LimitExceeded, match="1 circuits"):
         members.open(B, A, 0.0)
+    members.reserve(C, 0.0)
+    for source, target in ((C, B), (B, C), (C, A)):
+        with pytest.raises(LimitExceeded, match="1 circuits"):  # of whoever is at either end
+            members.open(source, target, 0.0)
     members.close(first)
     members.open(B, A, 0.0)
     circuits = book(circuits_max=1, circuit_bytes_max=100, circuit_s_max=10.0)

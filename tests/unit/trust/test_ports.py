@@ -24,6 +24,7 @@ from echo2.trust.ports import (
     Floods,
     PortLimits,
     overdue,
+    overweight,
     shut_out,
 )
 
@@ -84,6 +85,22 @@ def test_the_slow_go_first_and_those_that_have_proven_stay() -> None:
     more = [*fresh, *(stranger(300 + number, now - 0.5) for number in range(10))]
     gone = ended(more, now)
     assert len(gone) == 10 and more[:16] == [one for one in more if one not in gone][:16] and more[-1] not in gone
+
+
+def test_of_too_many_connections_of_a_peer_the_newest_stay() -> None:
+    """A worker that comes back after its network was cut still has the old ones."""
+    held = [replace(stranger(number, float(number)), peer="p") for number in range(LIMITS.per_peer + 3)]
+    gone = overdue(held, LIMITS, 100.0)
+    assert gone == {f"more than {LIMITS.per_peer} connections of a peer": held[:3]}
+
+
+def test_where_all_peers_together_hold_too_much_those_that_hold_most_go_first() -> None:
+    sizes = [40, 47, 44, 10, 46, 42]  # MiB: 229 in all, 192 at most
+    callers = [
+        Caller(1, (f"10.0.0.{size}", 1), 0.0, f"p{size}", received_bytes=size << 20, in_flight_max=48 << 20)
+        for size in sizes
+    ]
+    assert [caller.peer for caller in overweight(callers, 1.0)] == ["p47"]
 
 
 @contextlib.contextmanager
