@@ -57,6 +57,7 @@ ADVICE = {
     "task": "correct task.name, task.args or the files that they name",
     "rewards": "remove task.trusted_rewards, unless nothing but your own models' text can ever reach this learner",
     "disk": "free space, or point --folder at another disk",
+    "folder": "point --folder at one that you may write in",
     "disk speed": "point --folder at a local disk: chunks and the journal are written as they come",
     "clock": "switch time synchronisation on (timedatectl set-ntp true): certificates and leases go by the clock",
 }
@@ -268,7 +269,7 @@ def _disk_speed(folder: Path) -> Finding:
             os.fsync(file.fileno())
             rate = DISK_PROBE_BYTES / (time.perf_counter() - began)
     except OSError as error:
-        return Finding("disk", f"{folder}: expected to be able to write there, got: {error}", is_good=False)
+        return Finding("folder", f"{folder}: expected to be able to write there, got: {error}", is_good=False)
     text = f"{format_bytes(int(rate))}/s written and synced"
     if rate < DISK_SLOW_BYTES_PER_S:
         return Finding("disk speed", f"{text}: expected at least {DISK_SLOW_BYTES_PER_S / 1e6:.0f} MB/s", is_good=False)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import echo2
 from echo2.base.errors import EchoError, ResourceError, StateError
+from echo2.cli import options
 from echo2.cli.options import Parser, add_config_arguments, check_options, config_of, require_extra, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, ended_by_interrupt, report_error
 
@@ -122,8 +123,8 @@ def _add_checks(commands: Commands) -> None:
     add("--json", action="store_true", help="print the findings as JSON")
     text = "write a run's newest checkpoint as a Hugging Face folder"
     add = add_command(commands, "export", "main:export", text, needs_learner="echo2 export").add_argument
-    add("run", type=Path, help="the run's folder (RUNS/NAME), finished or not")
-    add("target", type=Path, help="folder to write; new or empty")
+    add("run", type=Path, metavar="RUN", help="the run's folder (RUNS/NAME), finished or not")
+    add("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
     add("--model", default="", help="the base model, if it has moved since the run began")
 
 
@@ -144,8 +145,8 @@ def _add_run_folders(commands: Commands) -> None:
     add("run", metavar="RUN", help=RUN)
     text = "who may join with it (default: worker)"
     add("--role", choices=["worker", "learner", "operator"], default="worker", help=text)
-    add("--lifetime", default="7d", help="how long it lets anyone join, such as 12h (default: 7d)")
-    add("--uses", type=int, default=0, help="how many machines may join with it; 0: up to 10,000 (default: 0)")
+    add("--lifetime", type=options.seconds, default="7d", help="how long it serves, such as 12h (default: 7d)")
+    add("--uses", type=options.count, default=0, help="how many may join with it; 0: up to 10,000 (default: 0)")
     add("--label", default="", help="a note for the list of tokens")
     text = "change a run that goes on: budget, cap, S, pause, stop, workers"
     add = add_command(commands, "ctl", "operator:control", text).add_argument
@@ -174,11 +175,12 @@ def _add_plans(commands: Commands) -> None:
     add("--usd-per-hour-max", type=float, default=math.inf, metavar="USD", help="no dearer machines")
     text = "by USD per token, by price or by speed"
     add("--sort", choices=["price", "speed", "tokens"], default="tokens", help=text)
-    add("--rows", type=int, help="so many lines, 0: all (default: the best of each kind of GPU)")
+    add("--rows", type=options.count, help="so many lines, 0: all (default: the best of each kind of GPU)")
     fetching = parser.add_mutually_exclusive_group()
     fetching.add_argument("--refresh", action="store_true", help="fetch prices now, or fail")
     fetching.add_argument("--offline", action="store_true", help="open no connection")
-    add("--max-age", default="1h", metavar="AGE", help="fetch where kept prices are older (default: 1h)")
+    text = "fetch where kept prices are older (default: 1h)"
+    add("--max-age", type=options.seconds, default="1h", metavar="AGE", help=text)
     fetching.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded catalogue instead of the market")
     add("--record", type=Path, metavar="FILE", help="keep what was found in a file, for --recorded")
     add("--json", action="store_true", help="print them as JSON")

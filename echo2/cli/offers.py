@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from echo2.base.errors import ConfigError
-from echo2.base.units import format_duration, parse_duration_s
+from echo2.base.units import format_duration
 from echo2.cli.options import config_of
 from echo2.cli.plan import load_catalogue, question_of
 from echo2.cli.sizing import lengths_of
@@ -26,11 +26,11 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     config = config_of(own.files, own.preset, rest)
     gpus = load_catalogue(own.catalogue)
     question, origin = question_of(config, {}, gpus, own.billions)
-    size, age_max_s = question.model, parse_duration_s(own.max_age)
+    size = question.model
     if own.recorded is not None:
         found = recorded(own.recorded)
     else:
-        found = newest(kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=age_max_s)
+        found = newest(kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=own.max_age)
     if own.record is not None:
         keep(found, own.record)
     spot = True if own.spot else False if own.on_demand else None

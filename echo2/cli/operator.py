@@ -20,7 +20,6 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from echo2.base.errors import ConfigError, MalformedMessage, Unreachable
-from echo2.base.units import parse_duration_s
 from echo2.cli.options import link_text
 from echo2.cli.processes import held_by_hand, holders_of
 from echo2.trust.enrolment import enrol, find_coordinator
@@ -139,8 +138,7 @@ def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
 
 def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 link`: prints a new join link, which cannot be shown again; returns the exit code."""
-    lifetime_s = parse_duration_s(own.lifetime)
-    body = {"role": own.role, "lifetime_s": lifetime_s, "use_limit": own.uses, "label": own.label}
+    body = {"role": own.role, "lifetime_s": own.lifetime, "use_limit": own.uses, "label": own.label}
     print(answered(own.run, lambda operator: operator.act("tokens", body))["join_link"])
     return 0
 

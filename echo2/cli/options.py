@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from echo2.base.errors import ConfigError
+from echo2.base.units import parse_duration_s
 
 if TYPE_CHECKING:
     from echo2.config.run import RunConfig
@@ -38,7 +39,22 @@ class Parser(argparse.ArgumentParser):
             return f"expected {found[1]}, got none; {self.prog} --help explains it"
         if found := re.fullmatch(r"argument (\S+): invalid (\w+) value: (.*)", message):
             return f"{found[1]}: expected {_KINDS.get(found[2], found[2])}, got {found[3]}"
-        return message
+        return message.removeprefix("argument ")
+
+
+def count(text: str) -> int:
+    """For `type`: how many."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """For `type`: how long."""
+    try:
+        return parse_duration_s(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("duration: ")) from error
 
 
 def all_options(parser: argparse.ArgumentParser) -> list[str]:
@@ -55,6 +71,8 @@ def unknown(words: Iterable[str], known: Iterable[str]) -> str:
     first, known = next(iter(words)), list(known)
     if (name := first.partition("=")[0]) in known:
         return f"no such option: {name} is another command's; put --help after this command for its own"
+    if not first.startswith("-"):
+        return f"expected no further argument, got {first!r}"
     return f"no such option: {first}{_perhaps(name, known)}"
 
 

@@ -39,7 +39,7 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["demo", "--stalness", "3"], 2, "no such option: --stalness \\(did you mean --staleness\\?\\)"),
         (main, ["plan", "--config", "x.toml"], 2, "no such option: --config is another command's"),
         (main, ["demo", "--steps", "many"], 2, "command line: --steps: expected a whole number, got 'many'"),
-        (main, ["export"], 2, "expected run, target, got none; echo2 export --help explains it"),
+        (main, ["export"], 2, "expected RUN, FOLDER, got none; echo2 export --help explains it"),
         (main, ["export", "/proc/nope", "/tmp/x"], 8, "/proc/nope"),
         (worker, ["join", "LINK", "--nmae", "x"], 2, "no such option: --nmae \\(did you mean --name\\?\\)"),
         (worker, ["joyn"], 2, "got 'joyn' \\(did you mean join\\?\\)"),
@@ -57,6 +57,9 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["status", "runs/no"], 2, "runs/no: expected a run's folder .* found no such folder"),
         (main, ["plan", "--billions", "-4"], 2, "billions: expected a number above 0, got -4"),
         (main, ["offers", "--offline", "--billions", "0"], 2, "billions: expected a number above 0, got 0"),
+        (main, ["offers", "--rows", "-1"], 2, "line: --rows: expected a whole number from 0, got '-1'"),
+        (main, ["offers", "--max-age", "soon"], 2, "line: --max-age: expected .* got 'soon'"),
+        (worker, ["status", "/nowhere"], 2, "expected no further argument, got '/nowhere'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_one_line_that_says_what_was_meant(

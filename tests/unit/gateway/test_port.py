@@ -182,6 +182,15 @@ def test_a_reward_of_four_hundred_digits_is_refused_and_the_episode_goes_on(gate
     assert gateway.post(HI)[0] == 200
 
 
+def test_an_episodes_key_opens_no_other_episode() -> None:
+    with served() as gateway:
+        gateway.episodes.open_problem("a2", 1, {})
+        other = gateway.episodes.take_seat("")
+        path = f"/v1/sessions/{other.session_id}/reward"
+        assert gateway.post({"reward": 1.0}, path)[0] == 401
+        assert gateway.post({"reward": 1.0}, path, other.key)[0] == 200
+
+
 def test_an_error_that_nobody_foresaw_is_one_answer_and_nothing_stays_behind(
     gateway: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
