@@ -198,16 +198,13 @@ class _TokenReader:
 
     def __init__(self, forward: Callable[[TokensToScore], Tensor], device: torch.device, config: Any) -> None:
         self._forward, self._device = forward, device
-        # Layers that carry a state along need a cache of their kinds; attention needs one that can be cut at any place.
+        # Layers that carry a state along need a cache of their kinds.
         self._config = None if is_packable(config) else config
         self._cache: DynamicCache | None = None
 
     def columns(self, reading: Reading) -> Tensor:
-        if reading.keeps:
-            if reading.begin == 0 or self._cache is None:
-                self._cache = DynamicCache(config=self._config)
-            elif (later := self._cache.get_seq_length() - reading.begin) > 0:
-                self._cache.crop(-later)
+        if reading.keeps and (reading.begin == 0 or self._cache is None):
+            self._cache = DynamicCache(config=self._config)
         tokens = torch.tensor(reading.token_ids, device=self._device)
         numbers = torch.tensor(reading.numbers, dtype=torch.float64, device=self._device)
         past = self._cache if reading.keeps else None
