@@ -70,7 +70,7 @@ class Bill:
                 case "fall silent":
                     self.heard.discard(peer_id)
                 case "automatic" | "active" | "standby" | "draining" | "quarantined" | "banned":
-                    self.fleet.set(peer_id, SETTINGS[what], "", self.now)
+                    self.fleet.set(peer_id, SETTINGS[what], "")
         if what != "restart":
             self.judge()
 
