@@ -205,6 +205,9 @@ def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_order_
         exchange.trust(LEARNER.peer_id)
         for number in order:
             exchange.on_header(PeerId("peer"), made[number])
+        exchange.on_header(
+            PeerId("peer"), header_of(2, run=RunId("another"))
+        )  # signed by our publisher, of no use here
         exchange.stop_timer()
 
     asyncio.run(scene())

@@ -57,6 +57,20 @@ def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_n
     assert room(1e12, 256 << 10) == RelayWindow.LARGEST_PLANNED
 
 
+def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_it_works() -> None:
+    window = RelayWindow(0.15, GBIT * LAP_AND_SLACK_S)
+    given = [(b"k", number) for number in range(10)]
+    for ref in given:
+        window.given(ref, 256 << 10, True, 0.0)
+    assert window.suspend(1.0) == given and not window.has_room(2.0)
+    window.resume()
+    count = 0
+    while window.has_room(2.0):
+        window.given((b"l", count), 256 << 10, True, 2.0)
+        count += 1
+    assert count == RelayWindow.SMALLEST
+
+
 @pytest.mark.parametrize("chunk_s", [0.05, 0.15, 0.3])
 def test_a_relay_is_kept_busy_and_its_queue_is_short(chunk_s: float) -> None:
     """It takes `chunk_s` to forward a chunk, at first a quarter of that; one way to it takes 40 ms."""
