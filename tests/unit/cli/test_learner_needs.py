@@ -133,5 +133,6 @@ def test_what_the_learner_needs_names_its_copies_and_those_that_do_not_fit_the_g
         config = load_config([], None, {"learner.replicas": replicas})
         assert text in learner_line(config, size, LearnerMachine(8, 80 << 30))
         here = learner_finding(machine(8), config, size)
-        assert here.is_good is not False or replicas == "3", here.text
-    assert here.is_good is False, "such a learner does not start"
+        assert (here.is_good is False) == (replicas == "3"), here.text
+    small = learner_finding(machine(8), config, built_in_models()["qwen3-0.6b"])
+    assert small.is_good is False and "Too little" not in small.text, "it would fit, and does not start"
