@@ -1,7 +1,7 @@
 """How two nodes get a link: direct, reverse, hole-punched or relayed. A pure rule over known facts.
 
 Guarantees: both ends arrive at the same kind; every answer carries its reason, in words for the operator. Leaves to
-others: finding the facts (nat), dialling (dialling), what a link is used for (plan).
+others: finding the facts (nat), dialling (connections), what a link is used for (plan).
 """
 
 from __future__ import annotations
