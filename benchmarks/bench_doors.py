@@ -55,7 +55,7 @@ class InstantFleet:
             stop_strings=SimpleNamespace(pieces_of=lambda texts: ((), ())),
         )  # fmt: skip
         nothing: Any = SimpleNamespace(
-            rules=SimpleNamespace(questions=0, is_driven=False), rewards={}, append=lambda record: None
+            questions=0, is_driven=False, rewards={}, append=lambda record: None, commit=lambda: asyncio.sleep(0)
         )
         history: Any = SimpleNamespace(cursor=0, opened_in={})
         groups = OpenGroups(GroupRules(4, 64, 1, VOCABULARY), Ledger(4))
