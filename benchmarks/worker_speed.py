@@ -75,7 +75,7 @@ def by_bare_loop(base: Staged, asked: list[Ask], batch: int) -> float:
     weights = LiveWeights(read_shape(CONFIG))
     loop = StepLoop(weights, partial(CachedDecoder, weights), batch, CONTEXT_TOKENS, Nowhere())
     with torch.inference_mode():
-        loop.warm_up()
+        loop._forward.warm_up()
         loop.swap(LiveSwap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         began = time.process_time()

@@ -70,7 +70,7 @@ def swap_share(base: Staged, mode: SwapMode, swaps: int, interval_s: float, grou
     load = Load(loop, group_size)
     extra_s = 0.0
     with torch.inference_mode():
-        loop.warm_up()
+        loop._forward.warm_up()
         loop.swap(LiveSwap(base.version, None, weights.checked(base), SwapMode.KEEP_KV))
         loop.run_commands()
         for version in range(1, swaps + 1):
@@ -122,7 +122,7 @@ class Witness:
         self._loop = StepLoop(
             self._weights, partial(CachedDecoder, self._weights), SEQUENCES, CONTEXT_TOKENS, self._box
         )
-        self._loop.warm_up()
+        self._loop._forward.warm_up()
         self.swap(base, SwapMode.KEEP_KV)
         for number, one in enumerate(said):
             sampling = SamplingParams(max_new_tokens=400)

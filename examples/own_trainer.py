@@ -21,10 +21,10 @@ import echo2
 def main() -> None:
     config_path, link = sys.argv[1:3]
     with echo2.Run(config_path, link) as run:
-        options = run.options.trainer
-        torch.set_num_threads(options.threads)
-        model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=torch.float32)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99))
+        config = run.options.config
+        torch.set_num_threads(run.options.trainer.threads)
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=config.learner.lr, betas=(0.9, 0.99))
         mine = run.options.folder / "mine"
         if run.resume_step:
             kept = torch.load(mine / f"{run.resume_step}.pt", weights_only=True)

@@ -50,7 +50,8 @@ class Hook:
 def main() -> None:
     config_path, link = sys.argv[1:3]
     with echo2.Run(config_path, link) as run:
-        path, config = run.options.trainer.model_path, run.options.config
+        config = run.options.config
+        path = config.model.path
         size = config.learner.rollouts_per_step
         hook = Hook(run)
         trainer = GRPOTrainer(
@@ -65,7 +66,7 @@ def main() -> None:
                 per_device_train_batch_size=size,
                 num_generations=config.learner.rollouts_per_prompt,
                 max_completion_length=config.sampling.max_new_tokens,
-                learning_rate=run.options.trainer.lr,
+                learning_rate=config.learner.lr,
                 beta=0.0,
                 logging_steps=1,
                 save_strategy="no",

@@ -109,6 +109,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
     return TrainerOptions(
         LossConfig(loss(config).value, *learner.clip, learner.correction, kl_coefficient=learner.kl_coefficient),
         token_budget(config).value, gradient_checkpointing(config).value, threads(available_cores()),
+        model_path=config.model.path, lr=learner.lr,
     )  # fmt: skip
 
 

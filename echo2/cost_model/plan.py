@@ -73,7 +73,8 @@ class Plan:
     most rollouts that may be offered and not yet trained on. broadcast_s: T_bcast, including encode and apply; transfer_s: the
     part of it that occupies the links. over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s:
     since when the pool has been slightly short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers
-    charge for traffic. usd_to_finish: what the steps left cost, 0 if their number is unknown.
+    charge for traffic. utilisation_spread: standard deviation of the utilisation over time, as machines are lost and replaced.
+    usd_to_finish: what the steps left cost, 0 if their number is unknown.
     """
 
     kappa: int
@@ -94,6 +95,7 @@ class Plan:
     over_provisioned_since_s: float | None = None
     short_since_s: float | None = None
     egress_usd_per_hour: float = 0.0
+    utilisation_spread: float = 0.0
     usd_to_finish: float = 0.0
 
     @property
@@ -158,6 +160,7 @@ def plan_of(
         reason=_reason(found, config, binding, len(pool), is_feasible, why),
         egress_usd_per_hour=learner.sent_gib_per_hour(found.kappa)
         * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(found.chosen).tolist()),
+        utilisation_spread=found.spread,
         usd_to_finish=usd_to_finish(snapshot, found),
         over_provisioned_since_s=over_provisioned_since_s,
         short_since_s=short_since_s,

@@ -15,7 +15,8 @@ from echo2.learner.training.loss import LossConfig
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
     """What the training step takes beside the run file: what rules made of "auto" on this machine, and limits of ours.
-    `row_tokens`: length of rows with a mask; 0: from the model's width."""
+    `row_tokens`: length of rows with a mask; 0: from the model's width. `model_path`, `lr`: as the run file has them, for own
+    trainers' scripts."""
 
     loss: LossConfig = field(default_factory=LossConfig)
     token_budget: int = 16384
@@ -24,6 +25,8 @@ class TrainerOptions:
     row_tokens: int = 0
     grad_clip: float = 1.0
     nonfinite_steps_max: int = 5
+    model_path: str = ""
+    lr: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
