@@ -148,7 +148,7 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
         "model_digest": team.model.digest(),
         "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
         "weights_dtype": config.model.weights_dtype,
-        "lora_rank": config.model.lora_rank,
+        "lora": [config.model.lora_rank, 0],  # alpha: 0 is twice the rank
         # Masters on the host leave the state that float32 leaves.
         "optimizer_state": "8bit" if config.learner.optimizer_state == "8bit" else "float32",
         "task": config.task.name,
@@ -316,7 +316,7 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     model_path = model_path or str(identity.get("model_path", ""))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
-    adapter = adapter_of(int(identity["lora_rank"]))
+    adapter = adapter_of(int(identity["lora"][0]))
     model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, adapter=adapter)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)

@@ -128,6 +128,23 @@ async def test_a_caller_that_only_asks_whether_the_port_is_open_raises_no_alarm(
     ]
 
 
+async def test_whoever_shows_no_certificate_is_let_go(tmp_path: Path) -> None:
+    """In TLS 1.3 a client hears of its refusal with its first read."""
+
+    def is_ended(port: int) -> bool:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
+            try:
+                with context.wrap_socket(raw) as connection:
+                    return connection.recv(1) == b""
+            except ssl.SSLError:
+                return True
+
+    async with fleet(tmp_path, 0) as f:
+        assert await asyncio.to_thread(is_ended, port_of(f.members[0].node))
+
+
 async def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "STALLED_S", 0.3)
     monkeypatch.setattr(connection_module, "STILL_HERE_S", 0.1)

@@ -263,7 +263,7 @@ def test_lengths_are_means_of_equal_shares_of_the_newest_rollouts() -> None:
     assert lengths[0] < 13 and lengths[-1] > 205
 
 
-WANTED = {"seed": 0, "task": "sums", "lora_rank": 0}
+WANTED = {"seed": 0, "task": "sums", "lora": [0, 0]}
 
 
 def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:

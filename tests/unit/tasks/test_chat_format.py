@@ -88,6 +88,13 @@ def test_the_next_prompt_begins_with_prompt_and_sampled_ids_and_reads_as_the_tem
         check_tree(FAMILIES[name], seed)
 
 
+@pytest.mark.soak
+def test_ten_thousand_random_trees_over_all_families() -> None:
+    for seed in range(10_000 // len(FAMILIES)):
+        for family in FAMILIES.values():
+            check_tree(family, 1000 + seed)
+
+
 def test_text_prompts_are_chats_where_the_model_has_a_template_unless_they_are_to_stay_plain() -> None:
     tokenizer = tokenizer_of("qwen3")
     options = ChatOptions("Be brief.", {"enable_thinking": False})
