@@ -7,15 +7,18 @@ compares.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
+import socket
 import statistics
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -352,16 +355,41 @@ def gauge_name(name: str) -> str:
     return "echo2_learner_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-class _Server(WSGIServer):
-    """One request at a time, on loopback: whoever connects and stays silent keeps the others waiting for `_Handler.timeout`."""
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread a connection, 16 at most, each ended after 10 s: prometheus_client's own server lets whoever connects and stays
+    silent, or sends a byte now and then, hold a thread for ever."""
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(16)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        def end() -> None:
+            with contextlib.suppress(OSError):  # already closed
+                request.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(10.0, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: a request that ended early is the client's affair."""
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = 2.0  # a scrape takes milliseconds
-
     def log_message(self, format: str, *arguments: object) -> None:
         """Logs nothing: scrapes are too frequent to log."""
 

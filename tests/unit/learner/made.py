@@ -80,7 +80,8 @@ def config_of(
 
 def new_trainer(path: Path | str, weights_dtype: str = "bfloat16", temperature: float = 1.0, **given: Any) -> Trainer:
     """`given`: fields of `TrainerOptions`, and what `config_of` takes."""
-    options = {field.name: given.pop(field.name) for field in fields(TrainerOptions) if field.name in given}
+    own = {field.name for field in fields(TrainerOptions)} - {"model_path", "lr"}  # these are the run's
+    options = {name: given.pop(name) for name in own & given.keys()}
     config = config_of(path, weights_dtype, **given)
     torch.manual_seed(0)  # draws the adapter
     model = PolicyModel(
