@@ -53,7 +53,7 @@ async def listening(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter]
 async def seen_from(host: str, address: str) -> AsyncIterator[str]:
     """An address here whose connections reach `address` as if they came from `host`."""
     there, _, port = address.rpartition(":")
-    pumps: set[asyncio.Task[None]] = set()
+    pumps, ends = set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -66,7 +66,9 @@ async def seen_from(host: str, address: str) -> AsyncIterator[str]:
             writer.close()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends.append(writer)
         onward, back = await asyncio.open_connection(there, int(port), local_addr=(host, 0))
+        ends.append(back)
         pumps.update((asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(onward, writer))))
 
     async with listening(forward) as bound:
@@ -74,6 +76,8 @@ async def seen_from(host: str, address: str) -> AsyncIterator[str]:
     for one in pumps:
         one.cancel()
     await asyncio.gather(*pumps, return_exceptions=True)
+    for end in ends:
+        end.close()  # a pump that was ended before it began has closed none
     await asyncio.sleep(0)  # the loop lets go of what was closed
 
 
