@@ -180,10 +180,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kinds, by commas; their rows replace the old ones")
     own = parser.parse_args()
     if own.serve:
-        asyncio.run(serve(*own.serve[:3], Path(own.serve[3])))
+        name, address, hub, folder = own.serve
+        asyncio.run(serve(name, address, hub, Path(folder)))
         return
     if own.send:
-        asyncio.run(send(*own.send[:2], Path(own.send[2])))
+        address, hub, folder = own.send
+        asyncio.run(send(address, hub, Path(folder)))
         return
     missing = reason_unavailable()
     rows: list[dict[str, object]] = []

@@ -128,7 +128,7 @@ class SimWorker:
         self._said = asyncio.Queue()
         tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._writes())]
         try:
-            while order is not grpc.aio.EOF:
+            while order is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 match order.WhichOneof("kind"):
                     case "welcome":
                         backoff.succeeded()
@@ -284,7 +284,7 @@ class SimLearner:
         await self._write(pb.LearnerMessage(hello=hello))
         tasks = [asyncio.create_task(self._offer()), asyncio.create_task(self._step())]
         try:
-            while (order := await self._call.read()) is not grpc.aio.EOF:
+            while (order := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 if order.WhichOneof("kind") == "wanted":
                     await self._write(pb.LearnerMessage(shown=self._shown(order.wanted)))
                 if order.WhichOneof("kind") == "refusal":

@@ -45,7 +45,7 @@ class Handler:
     """
 
     answer: Callable[[Body], bytes]
-    prepare: Callable[[Body], object] = bool  # nothing to prepare
+    prepare: Callable[[Body], object] = lambda body: None
 
 
 class _Program(ctypes.Structure):

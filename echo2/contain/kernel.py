@@ -182,10 +182,12 @@ class Namespaces:
     def fork(self) -> int:
         """As os.fork; the child is outside of this process's PID namespace, and must call `settle`."""
         if not self.are_own:
-            for entry in list(
-                os.scandir(SCRATCH)
-            ):  # what this process left; a run's were removed, or ended this process
-                shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else Path(entry).unlink()
+            # What this process left; what a run left was removed, or ended this process.
+            for entry in list(os.scandir(SCRATCH)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry)
+                else:
+                    Path(entry).unlink()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those with a handler would arrive
             return os.fork()
         _call("unshare", _NEW_PIDS)  # for the next child, not for this process

@@ -97,6 +97,12 @@ def test_the_loss_follows_the_staleness_bound_unless_it_is_named(
     assert ("learner.loss" in resolved(config)) is ("learner.loss" not in told)
 
 
+def test_scripts_of_own_trainers_find_the_model_and_the_rate(tmp_path: Path) -> None:
+    config = load_config([], None, {"model.path": "somewhere", "learner.lr": "0.25"})
+    trainer = learner_options(config, "", tmp_path).trainer
+    assert (trainer.model_path, trainer.lr) == ("somewhere", 0.25)
+
+
 def test_settings_of_the_loss_reach_the_trainer(tmp_path: Path) -> None:
     told = {
         "learner.correction": "tis_token", "learner.kl_coefficient": "0.5", "learner.clip": "[0.5, 0.75]",

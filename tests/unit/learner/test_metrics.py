@@ -295,6 +295,10 @@ def test_an_optimiser_of_another_state_is_refused(
             folder.release()
 
     begin("one", "host")
+    kept = json.loads((tmp_path / "one" / "run.json").read_text())
+    assert kept["lora"] == [0, 0] and {"model_path", "weights_dtype"} <= kept.keys(), (
+        "export reads these of older folders too"
+    )
     begin("one", "float32")
     with pytest.raises(StateError, match='expected optimizer_state "float32" as when the run began, got "8bit"'):
         begin("one", "8bit")
