@@ -6,17 +6,19 @@ Guarantees: modules are found by reading source, so that imports inside function
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import importlib.util
 import re
 import sys
 import sysconfig
-from modulefinder import ModuleFinder
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from echo2.contain.box import package_folders
 from echo2.tasks.task import TaskSpec, texts_in
 
+FILES_MAX = 2_000  # source files read at most for one task; modules found after that need `task.readable`
 _MODULE_MISSING = re.compile(r"No module named '([\w.]+)'")  # Python's text of ModuleNotFoundError
 # Python's texts of FileNotFoundError and PermissionError.
 _FILE_MISSING = re.compile(r"(?:No such file or directory|Permission denied)[^']*'([^']+)'")
@@ -25,15 +27,20 @@ _FILE_MISSING = re.compile(r"(?:No such file or directory|Permission denied)[^']
 def own_modules(name: str) -> list[str]:
     """Top-level modules that `module:Class` needs and that are not installed in this Python: its own first."""
     first = name.partition(":")[0]
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = {Path(path).resolve() for path in (*map(sysconfig.get_path, kinds), *package_folders())}
-    own_folders = [
-        path or "." for path in sys.path if not any(Path(path).resolve().is_relative_to(folder) for folder in installed)
-    ]
-    finder = ModuleFinder(own_folders, excludes=["echo2"])
-    with contextlib.suppress(ImportError, SyntaxError):  # it is installed, or whoever imports it gets to know
-        finder.import_hook(first)
-    return list(dict.fromkeys(module.partition(".")[0] for module in (first, *finder.modules)))
+    top = first.partition(".")[0]
+    found, waiting, read = {top: None}, [first], set[Path]()
+    while waiting and len(read) < FILES_MAX:
+        module = waiting.pop()
+        if module.partition(".")[0] != top and _is_installed(module.partition(".")[0]):
+            continue
+        file = _source_of(module)
+        if file is None or file in read:
+            continue
+        read.add(file)
+        found[module.partition(".")[0]] = None
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        waiting.extend(_imports(file, package))
+    return list(found)
 
 
 def own_files(spec: TaskSpec) -> list[str]:
@@ -45,8 +52,7 @@ def remedy(message: str) -> str:
     """What to do about a reward's failure, if it lacks something that this machine has; else empty."""
     path: Path | None = None
     if (missing := _MODULE_MISSING.search(message)) is not None:
-        spec = importlib.util.find_spec(missing[1].partition(".")[0])
-        path = Path(spec.origin) if spec is not None and spec.origin else None
+        path = _source_of(missing[1].partition(".")[0])
         path = path.parent if path is not None and path.name == "__init__.py" else path
     elif (missing := _FILE_MISSING.search(message)) is not None:
         path = Path(missing[1]).absolute()
@@ -62,3 +68,61 @@ def _names_a_path(text: str) -> bool:
         return bool(text) and (path.is_file() or ("/" in text and path.is_dir()))
     except (OSError, ValueError, RuntimeError):  # too long, or not a path at all
         return False
+
+
+@lru_cache(maxsize=1)
+def _installed() -> tuple[Path, ...]:
+    """Folders of the standard library and of installed packages."""
+    paths = [sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple({Path(path).resolve() for path in (*paths, *package_folders())})
+
+
+def _is_installed(top: str) -> bool:
+    if top in sys.stdlib_module_names or top == "echo2":
+        return True
+    return any(path.resolve().is_relative_to(folder) for path in _locations(top) for folder in _installed())
+
+
+def _locations(top: str) -> list[Path]:
+    """The folders of a package, or the file of a module; nothing if it cannot be found."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    if spec.submodule_search_locations:
+        return [Path(path) for path in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
+
+
+def _source_of(module: str) -> Path | None:
+    """The source file of a dotted module name, found without importing anything."""
+    top, *rest = module.split(".")
+    for location in _locations(top):
+        path = location.joinpath(*rest)
+        candidates = (path,) if location.is_file() else (path.with_name(path.name + ".py"), path / "__init__.py")
+        file = next((one for one in candidates if one.is_file() and one.suffix == ".py"), None)
+        if file is not None:
+            return file
+    return None
+
+
+def _imports(file: Path, package: str) -> Iterator[str]:
+    """Dotted names of all modules that the file imports, and of the packages around them."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # whoever imports it gets to know
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in filter(None, names):
+            parts = name.split(".")
+            yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
