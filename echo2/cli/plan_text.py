@@ -100,7 +100,9 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
     """Returns the plan and its inputs, for programs."""
     told = dataclasses.asdict(answer)
     told["binding"] = answer.binding.value
-    told["terms"] = [{**term, "limit_kind": term["limit_kind"].value} for term in told["terms"]]
+    for term in told["terms"]:
+        kind = term["limit_kind"]
+        term |= {"limit_kind": kind.value, "formula": kind.formula}
     told["pool_by_kind"] = pool_by_kind(answer)
     told["machines"] = [
         dict(zip(FIT_COLUMNS, row, strict=True))

@@ -31,6 +31,21 @@ class Limit(enum.Enum):
     USD_PER_HOUR = "usd_per_hour"
     USD_BUDGET = "usd_budget"
 
+    @property
+    def formula(self) -> str:
+        """The term in the model's symbols."""
+        return _FORMULAS[self]
+
+
+_FORMULAS = {
+    Limit.THROUGHPUT: "mu_pool >= target*R/T_train",
+    Limit.REWARDS: "rewards/s >= target*R/T_train",
+    Limit.BROADCAST: "transfer <= kappa*T_train",
+    Limit.STALENESS: "T_bcast + L_roll + R/mu_pool <= (S-kappa+1)*T_train",
+    Limit.USD_PER_HOUR: "pool price",
+    Limit.USD_BUDGET: "spent + steps left",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Term:

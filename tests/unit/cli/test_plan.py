@@ -61,6 +61,8 @@ def test_the_answer_names_the_pool_the_alternatives_and_the_whole_price(
     asked = (*fleet, "--what-if", "uplink=1gbit,S=4", "--learner.steps=100")
     found = told(capsys, *asked)
     assert found["is_feasible"] and found["staleness_bound"] == 4
+    formulas = {term["limit_kind"]: term["formula"] for term in found["terms"]}
+    assert formulas["staleness"] == "T_bcast + L_roll + R/mu_pool <= (S-kappa+1)*T_train" and all(formulas.values())
     assert sum(found["pool_by_kind"].values()) == len(found["pool"]) > 0
     others = found["alternatives"]
     assert {"cheapest", "fastest", "fewest workers"} <= set(others)
