@@ -30,8 +30,8 @@ from echo2.coordinator.fleet.tokens import token_hash
 from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.learner import LearnerReachability
 from echo2.coordinator.leases.book import is_quiet, moves, pace_of
-from echo2.coordinator.money.offers import MakeProvider, Renting, load_offers, make_provider
 from echo2.coordinator.money.providers.machine_setup import SetupService
+from echo2.coordinator.money.provisioner import MakeProvider, Renting, load_offers, make_provider
 from echo2.coordinator.operator import Commands, OperatorService
 from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore

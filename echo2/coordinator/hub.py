@@ -15,13 +15,13 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from echo2.base.clock import Clock
-from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed
+from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed, RunFinished
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
@@ -45,8 +45,6 @@ from echo2.coordinator.money.costs import Money, meter
 from echo2.coordinator.planning.board import Corrections, LearnerBoard
 from echo2.coordinator.planning.input import PlanParts
 from echo2.coordinator.planning.pool_plan import PlanProcess
-from echo2.coordinator.run_end import RunEnding
-from echo2.coordinator.sessions import StreamSession
 from echo2.coordinator.store import LoggedEvent, PaidAction, SqlStore, StateSnapshot, StateWriter
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import is_spent
@@ -58,6 +56,7 @@ from echo2.wire.rollout import Ticket, group_to_message, sign_ticket
 
 if TYPE_CHECKING:
     from echo2.broadcast.nat.reach import Nat
+    from echo2.coordinator.streams import WorkerSession
 
 
 # The section's rules of timing, which `timed_section` overrides.
@@ -95,13 +94,11 @@ def timed_section(**values: Any) -> CoordinatorSection:
     return section
 
 
-WorkerSession = StreamSession[pb.WorkerOrder]
 MEMBERS_KEPT_TICKS = 60
 """The telemetry of a sixtieth of the workers is saved at each tick: saving all at once would delay leases, and telemetry that is
 half a minute old is good enough after a restart. What must not be lost (joins, operator commands, money) is saved at once."""
 WORKERS_MAX = 20_000  # 4,000 heartbeats a second; measured are 2,000 workers, by make bench-coordinator
 TOKENS_MAX = 10_000  # revoked and expired ones count; one for each rented machine
-EVENTS_MAX = 5_000  # what the page's log can show, and a day of a large fleet's joins
 BUDGET_TICKS = 10  # five seconds: a fleet of 1,000 USD an hour spends a dollar beyond the budget
 PREEMPTION_WORD = "preemption"
 """Marks the reason of a worker that leaves because its cloud preempts it."""
@@ -132,7 +129,7 @@ class Hub:
         self.tokens = TokenBook(TOKENS_MAX)
         self.money = Money(self.membership, self.tokens, clock)
         self.board = LearnerBoard()
-        self.state = StateWriter(store, self.tokens, EVENTS_MAX)
+        self.state = StateWriter(store, self.tokens)
         self.workers: dict[PeerId, WorkerSession] = {}
         self.corrections = Corrections(self.board)
         self.proven = MetAddresses()
@@ -506,3 +503,90 @@ def _order_of(grant: le.Grant, run_id: RunId, identity: Identity) -> pb.WorkerOr
             is_renewal=grant.is_renewal,
         )
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """When the learner reported the end, after how many steps, what ended it before the last one (empty if nothing did), and how
+    many steps it was to make (0: not recorded). `is_stopped`: the operator ended it."""
+
+    unix_s: float
+    step: int
+    cause: str = ""
+    step_limit: int = 0
+    is_stopped: bool = False
+
+
+class RunEnding:
+    """Ends the run: once the learner has finished, nothing that costs money continues. `finish`: None while the run goes on.
+
+    Guarantees: a run ends only when the learner reports that it has finished, so killing or stopping a learner does not end it; the
+    end is saved before any node is told; workers leave and are told why, and one that connects later is refused before anything
+    changes. A learner that comes back with steps left reopens the run, and so does a coordinator started for more steps than the
+    learner had: else workers that come before their learner would be sent home."""
+
+    def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
+        self._hub = hub
+        self.finish = RunEnd(**json.loads(meta["finished"])) if meta.get("finished") else None
+        steps = hub.config.learner.steps
+        if self.finish is not None and steps > max(self.finish.step, self.finish.step_limit):
+            self._reopen(f"{steps} steps are asked for, {self.finish.step} were made")
+
+    @property
+    def text(self) -> str:
+        """A sentence for people; empty while the run goes on."""
+        if self.finish is None:
+            return ""
+        if self.finish.cause:
+            return f"run {self._hub.options.run_id} ended at step {self.finish.step}: {self.finish.cause}"
+        return f"run {self._hub.options.run_id} is finished after {self.finish.step} steps"
+
+    @property
+    def _refusal(self) -> RunFinished:
+        return RunFinished(f"{self.text}; no work is left for workers")
+
+    def check_open(self) -> None:
+        if self.finish is not None:
+            raise self._refusal
+
+    def check_learner(self) -> None:
+        """Raises RunFinished while the operator's word ends the run: only that can reopen it."""
+        if self.finish is not None and self.finish.is_stopped:
+            raise self._refusal
+
+    def resume(self) -> None:
+        if self.finish is not None and self.finish.is_stopped:
+            self._reopen("resumed by the operator")
+
+    def reopen_for(self, hello: pb.LearnerHello) -> None:
+        """Reopens a finished run if the learner that came has steps left."""
+        if self.finish is not None and hello.step < hello.step_limit:
+            self._reopen(f"step {hello.step} of {hello.step_limit}")
+
+    def _reopen(self, why: str) -> None:
+        self.finish = None
+        self._hub.state.meta("finished", "")
+        self._hub.state.require_sync()
+        self._hub.note("run", f"goes on: {why}; workers may join again")
+
+    def finish_run(self, cause: str = "", is_stopped: bool = False) -> None:
+        """Saves the end and its cause, closes all groups, and dismisses every worker. Idempotent."""
+        hub = self._hub
+        if self.finish is not None:
+            return
+        limit = hub.board.hello.step_limit if hub.board.hello is not None else 0
+        self.finish = RunEnd(hub.clock.now(), int(hub.board.report.step), cause, limit, is_stopped)
+        hub.state.meta("finished", json.dumps(asdict(self.finish)))
+        hub.state.require_sync()  # no node would report it again
+        hub.note("run", f"{self.text}: workers are sent home, rented machines are given back")
+        hub.handle(hub.book.sync, ())
+        for member in list(hub.membership.living()):
+            hub.dismiss(member.peer_id, "the run is finished", self._refusal)
+        hub.state.meta("usd_standby", f"{hub.money.standby_usd():.6f}")
+        hub.flush_now()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the run is finished, no worker is connected and no machine is rented."""
+        is_idle = not self._hub.workers and not any(one.is_open for one in self._hub.money.machines.values())
+        return self.finish is not None and is_idle

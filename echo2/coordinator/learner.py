@@ -24,7 +24,6 @@ from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.planning.board import LearnerBoard, Totals
-from echo2.coordinator.sessions import StreamSession, check_hello
 from echo2.coordinator.store import CurvePoint
 from echo2.outside import monotonic
 from echo2.trust.identity import Role
@@ -35,6 +34,7 @@ from echo2.wire.rollout import group_from_message, group_id_from_wire
 
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
+    from echo2.coordinator.streams import StreamSession
 
 ASKED_MAX = 8  # each answer may carry a whole rollout
 ANSWER_S = 10.0  # a busy learner answers between two messages
@@ -119,16 +119,13 @@ class LearnerStream:
         if self.session is not None:
             self.session.end()
 
-    async def on_hello(
-        self, peer_id: PeerId, first: pb.LearnerMessage, session: StreamSession[pb.LearnerOrder]
-    ) -> None:
+    async def on_hello(self, peer_id: PeerId, said: pb.LearnerHello, session: StreamSession[pb.LearnerOrder]) -> None:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
         hub, whose = self._hub, f"learner {peer_id}"
-        check_hello(first, hub.options.run_id, whose)
-        groups = tuple(map(group_from_message, first.hello.open_groups))
-        first.hello.ClearField("open_groups")
+        groups = tuple(map(group_from_message, said.open_groups))
+        said.ClearField("open_groups")
         hello = pb.LearnerHello()
-        hello.CopyFrom(first.hello)  # a part of a message keeps the whole of it in memory
+        hello.CopyFrom(said)  # a part of a message keeps the whole of it in memory
         if not 1 <= hello.rollouts_per_group <= hello.rollouts_per_step:
             raise MalformedMessage(
                 f"batch of {whose}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "

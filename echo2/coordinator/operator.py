@@ -22,19 +22,13 @@ import grpc
 from pydantic_core import to_json
 
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, RunFinished, TrustError
-from echo2.base.ids import PeerId
-from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
+from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import LABEL_CHARS_MAX, Token
 from echo2.coordinator.hub import Hub
-from echo2.coordinator.leases.waits import slowest, waits
-from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.providers.machine_setup import join_command
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
-from echo2.coordinator.planning.advice import LONG_S_MIN, RunAdvice, RunNow, advise, idle_text
-from echo2.coordinator.planning.input import is_measured, plan_config
-from echo2.coordinator.web.state import EVENTS_SHOWN, command_of, machine_value
-from echo2.cost_model.snapshot import is_spent
+from echo2.coordinator.web.state import StateView, command_of, machine_value
 from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import peer_of
@@ -45,10 +39,6 @@ LINE_CHARS_MAX = 300  # a line or two in the log
 TEXT_CHARS_MAX = 1000  # no reason, name or id is longer
 PEERS_AT_ONCE = 1000  # what fits in the body of a request (web/page)
 MACHINES_QUOTED_MAX = 1000  # as many as an offer may have
-SILENT_BEATS = 3  # as many as make a worker suspect
-SETTLING_S = 5.0  # until the next plan
-IDLE_S = 30.0
-"""A worker on standby for less than this may just be between two plans."""
 MACHINE_TOKEN_S = 30 * 86_400.0
 """Lifetime of a machine's token: long enough for the machine to be preempted and come back; it is revoked when the machine ends."""
 Body = dict[str, Any]
@@ -67,6 +57,7 @@ class Commands:
     ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
         self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
+        self.view = StateView(hub, self.provisioner)
 
     def _machine_link(self, label: str) -> tuple[Token, str]:
         return self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, 1)
@@ -104,20 +95,9 @@ class Commands:
         """Carries out what the planner advises; returns how many machines were rented or released."""
         return {"count": await self.provisioner.carry_out("approved by the operator")}
 
-    def idle_workers(self) -> list[Member]:
-        """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""
-        hub, now = self.hub, self.hub.clock.now()
-        rented = hub.money.rented_workers()
-        return [
-            member
-            for member in hub.membership.living()
-            if member.last_activation is Activation.STANDBY and member.peer_id not in rented
-            and not member.is_newcomer and now - member.activation_since >= IDLE_S
-        ]  # fmt: skip
-
     def dismiss_idle(self) -> int:
         """Dismisses the idle workers: their processes exit with code 0. Returns how many."""
-        idle = self.idle_workers()
+        idle = self.hub.money.idle_workers()
         for member in idle:
             self.hub.dismiss(member.peer_id, "the operator sends it home: the run does not need it")
         self.hub.flush_now()
@@ -154,104 +134,6 @@ class Commands:
         if self.hub.learner.session is not None:
             self.hub.learner.session.refuse(RunFinished(self.hub.ending.text))
         self.hub.flush_now()
-
-    # ---- looking
-
-    def advice(self, money: FleetCosts | None = None) -> RunAdvice:
-        """What stops or limits the run, and what to do, as things are now."""
-        hub, board, money = self.hub, self.hub.board, money or self.hub.money.sums()
-        section, plan, advice, now = hub.config.coordinator, hub.plan, self.provisioner.advice, hub.clock.now()
-        report, silent_s = board.report, now - board.heard_at
-        members, idle, finish = list(hub.membership.living()), self.idle_workers(), hub.ending.finish
-        active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
-        # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
-        settling = {one.peer_id for one in members if now - one.activation_since < SETTLING_S}
-        wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in advice.rent]
-        wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in advice.release]
-        return advise(
-            RunNow(
-                finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
-                open_machines=sum(one.is_open for one in hub.money.machines.values()),
-                hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
-                silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
-                waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
-                tokens_max=hub.config.sampling.max_new_tokens, plan=plan,
-                plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
-                alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
-                idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
-                is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
-                spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
-                surplus=len(active - set(plan.pool)) if plan is not None and plan.is_feasible else 0, wishes="; ".join(wishes),
-                may_act=section.planner_mode == "auto", corrected=hub.corrections.reason,
-                unmeasured=sum(one.peer_id in active and not is_measured(one) for one in members),
-            )
-        )  # fmt: skip
-
-    @property
-    def _silent_s_max(self) -> float:
-        """Of the learner: beyond it something is wrong, not merely busy."""
-        return max(LONG_S_MIN, SILENT_BEATS * self.hub.config.coordinator.heartbeat_interval)
-
-    def _name_of(self, peer_id: PeerId) -> str:
-        member = self.hub.membership.members.get(peer_id)
-        return f"worker {member.name}" if member else peer_id
-
-    def waits(self) -> list[tuple[str, float]]:
-        """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""
-        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
-        if hub.ending.finish is not None:
-            return []
-        found = waits(hub.book, now, self._name_of)
-        if not board.is_connected:
-            since = board.changed_at or hub.started_at
-            found.append(("the coordinator waits for the learner to connect", since))
-        elif now - board.heard_at > self._silent_s_max:
-            text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
-            found.append((text, board.heard_at))
-        elif board.report.waits_for:
-            on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
-            text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
-            found.append((text, board.heard_at - board.report.waits_since_s))
-        if hub.plan_waits_for:
-            found.append((f"the planner waits for {hub.plan_waits_for}", hub.started_at))
-        for member in hub.membership.living():
-            if member.heartbeat.waits_for:
-                text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
-                found.append((text, member.heartbeat_at - member.heartbeat.waits_since_s))
-        newest = board.newest
-        if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
-            names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
-            text = f"version {newest.published.version} is not live yet on {len(newest.waiting)} workers: {names}"
-            found.append((text, newest.published_at))
-        return sorted(found, key=lambda wait: wait[1])
-
-    def status(self) -> pb.RunStatus:
-        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
-        members, money = hub.membership.members.values(), hub.money.sums()
-        events = list(hub.state.events)[-EVENTS_SHOWN:]
-        status = pb.RunStatus(
-            run_id=hub.options.run_id, unix_s=now, learner_is_connected=board.is_connected, plan=hub.plan_update,
-            plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
-            queued_groups=hub.book.queued, usd_spent=money.usd_spent, usd_useful=money.usd_useful,
-            usd_per_hour=money.usd_per_hour, usd_useful_per_hour=money.usd_useful_per_hour, finished=hub.ending.text,
-            artifact_bytes_published=board.totals.artifact_bytes,
-            full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
-            learner=board.report, learner_hello=board.hello,
-            events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],
-            workers=[self._worker(member, now) for member in members],
-            waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self.waits()],
-        )  # fmt: skip
-        if board.newest_complete is not None and board.newest_complete.complete_s is not None:
-            status.measured_broadcast_s = board.newest_complete.complete_s
-        return status
-
-    def _worker(self, member: Member, now: float) -> pb.WorkerStatus:
-        return pb.WorkerStatus(
-            peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
-            activation=member.activation.value, hello=member.hello, heartbeat=member.heartbeat,
-            heartbeat_age_s=max(0.0, now - member.heard_at),
-            leases=len(self.hub.book.leases_of(member.peer_id)), usd_spent=member.usd_spent,
-        )  # fmt: skip
 
     # ---- requests as JSON
 
@@ -350,7 +232,7 @@ class Commands:
                 raise MalformedMessage(f"count: expected 1 to {MACHINES_QUOTED_MAX} machines, got {count:g}")
             return {"quote": self.provisioner.quote(offer, int(count))}
         machine = await self.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
-        return {**machine_value(machine, self), "command": command_of(machine)}
+        return {**machine_value(machine, self.hub.money), "command": command_of(machine)}
 
     def _act_machine_command(self, body: Body) -> Body:
         machine = self.provisioner.machines.get(_text(body, "machine_id"))
@@ -376,7 +258,7 @@ ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] |
     "machines/approve": lambda commands, body: commands.approve(), "run/settings": Commands._act_change_settings,
     "run/pause": lambda commands, body: commands.pause(_reason(body)), "run/resume": lambda commands, body: commands.resume(),
     "run/stop": lambda commands, body: commands.stop_run(_reason(body)),
-    "run/advice": lambda commands, body: asdict(commands.advice()),
+    "run/advice": lambda commands, body: asdict(commands.view.advice()),
 }  # fmt: skip
 """What the page and `echo2 ctl` can ask for, by name."""
 
@@ -411,9 +293,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
         async with _for_operators(context):
-            status, headline = self._commands.status(), self._commands.advice().headline
-            status.headline, status.headline_kind = headline.text, headline.kind
-        return status
+            return self._commands.view.status()
 
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
         async with _for_operators(context):

@@ -12,12 +12,16 @@ is removed while it is open is written back by the next `checkpoint`.
 
 from __future__ import annotations
 
-import dataclasses
+import errno
+import json
+import logging
+import os
 import sqlite3
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -34,7 +38,6 @@ from echo2.base.errors import DiskFull, EchoError, StateError
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token, TokenBook
-from echo2.coordinator.last_transaction import LastTransactionFile
 from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.outside import here
@@ -42,12 +45,13 @@ from echo2.outside import here
 SCHEMA_VERSION = 7  # of the tables and of what their JSON holds
 CHECKPOINT_TRIES = 3  # writes during a try remain in the log; the next checkpoint comes two seconds later anyway
 LOG_PAGES_MAX = 16_384  # 64 MiB: such a log is folded in by `write` itself, in case `checkpoint` is not called
-EVENTS_LOADED = 5_000  # as many as the page and the status can ever show
+EVENTS_MAX = 5_000  # what the page's log can show, and a day of a large fleet's joins
 # Transactions between two deletions of old log lines: each deletion scans the log, which may grow by this many lines in between.
 PRUNE_EVERY_FLUSHES = 2_000
 # What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode.
 _DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
 _DAMAGE_WORDS = ("malformed", "not a database", "decode")  # in SQLite's own messages
+_log = logging.getLogger("echo2.coordinator")
 _metadata = sa.MetaData()
 _serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _meta = sa.Table(
@@ -67,8 +71,7 @@ _lines = sa.Table(
 
 # ---- what is saved, and the changes to it
 
-# Samples of the run's curves in memory and in the store: a step a minute for three days.
-SAMPLES_MAX = 4_000
+SAMPLES_MAX = 4_000  # of the run's curves, in memory and in the store: a step a minute for three days
 
 RowKind = Literal["groups", "leases", "members", "tokens", "token_peers", "machines", "meta"]
 LogKind = Literal["events", "samples", "paid"]
@@ -136,9 +139,6 @@ class StateChanges:
     log: list[tuple[LogKind, LogLine]] = field(default_factory=list)
     must_last: bool = False
 
-    def is_empty(self) -> bool:
-        return not (self.rows or self.log)
-
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
@@ -170,8 +170,7 @@ class _RowForm:
 
     def __init__(self, of: Callable[..., Any], *left_out: str) -> None:
         self._of, hints = of, get_type_hints(of)
-        names = [one.name for one in dataclasses.fields(of) if one.name not in left_out]  # type: ignore[arg-type]
-        self._names = names
+        self._names = names = [one.name for one in fields(of) if one.name not in left_out]  # type: ignore[arg-type]
         self._model = pydantic.create_model("Row", **{name: (_read_as(hints[name]), ...) for name in names})  # type: ignore[call-overload]
 
     def to_json(self, row: object) -> str:
@@ -210,6 +209,149 @@ _LOGS = {"events": _RowForm(LoggedEvent), "samples": _RowForm(CurvePoint), "paid
 
 def _sum_of(kind: str, key: str, text: str) -> str:
     return xxhash.xxh3_64_hexdigest(f"{kind}\0{key}\0{text}".encode())
+
+
+# ---- the mark beside the database: the number of its last transaction shows that a database is missing or too old
+
+MARK_BYTES = 256  # room for two numbers of 20 digits and two ids of up to 64 characters
+
+
+@dataclass(frozen=True, slots=True)
+class LastTransaction:
+    """The content of the mark's file. `written`: number of committed transactions; `safe`: how many of these are synced to disk;
+    `boot`: the machine's boot id, which tells a kill from a power cut; `is_closed`: the database was closed cleanly."""
+
+    store_id: str
+    written: int
+    safe: int
+    boot: str
+    is_closed: bool
+
+
+class LastTransactionFile:
+    """A small file beside the database with the number of its last transaction. After a kill every transaction must be there; after
+    a power cut those since the last checkpoint (`safe`) may be missing. The file is rewritten in place, `MARK_BYTES` in one write:
+    a kill leaves the old or the new content. Once open, thread-safe. `where`: the database, for messages."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        self._path, self._where = path, where
+        self._boot = "".join(filter(str.isalnum, here().files.boot_id()))[:64]
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._mark = _read_mark(path)
+
+    def check_is_there(self, database: Path) -> None:
+        """StateError if there is a mark but no database. Call it before SQLite creates an empty one."""
+        if self._mark is not None and not (database.exists() and database.stat().st_size):
+            raise self._lost("the database that was there", "none")
+
+    def check(self, store_id: str, written: int) -> None:
+        """Compares the mark with the database's `store_id` (empty if it has none) and `written`; StateError if data is missing."""
+        mark = self._mark
+        if mark is None:
+            return
+        if store_id != mark.store_id:
+            raise self._lost(f"database {mark.store_id}", f"database {store_id}" if store_id else "an empty one")
+        may_lack_the_end = not mark.is_closed and mark.boot != self._boot
+        if written < (mark.safe if may_lack_the_end else mark.written):
+            raise self._lost(f"all of {mark.written} changes", f"the first {written}")
+        if written < mark.written:
+            _log.warning(
+                "%s: the machine went down and the last %d changes of %d with it; learner and workers tell them again",
+                self._where, mark.written - written, mark.written,
+            )  # fmt: skip
+
+    def open(self, written: int, store_id: str) -> str:
+        """Opens the file and writes a mark for the database as it is. Returns the database's id: a new one if `store_id` is
+        empty."""
+        safe = min(written, self._mark.safe) if self._mark is not None else 0
+        mark = LastTransaction(
+            store_id or f"{here().rng.getrandbits(64):016x}", written, safe, self._boot, is_closed=False
+        )
+        self._create()
+        self._write(mark, is_synced=True)
+        return mark.store_id
+
+    def note(self, written: int, *, is_safe: bool) -> None:
+        """Call it after each commit."""
+        with self._lock:
+            mark = self._now()
+            self._write(replace(mark, written=written, safe=written if is_safe else mark.safe), is_synced=False)
+
+    def note_safe(self, safe: int) -> None:
+        """Call it after the database has synced everything up to `safe`."""
+        with self._lock:
+            if safe > self._now().safe:
+                self._write(replace(self._now(), safe=safe), is_synced=True)
+
+    def write_back(self) -> str:
+        """Makes the file again if it was removed; returns that in words."""
+        with self._lock:
+            if self._file is None or self._path.exists():
+                return ""
+            os.close(self._file)
+            self._create()
+            self._write(self._now(), is_synced=True)
+        return f"{self._path} was removed while the coordinator ran; it was written again"
+
+    def close(self) -> None:
+        """Call it after the database was closed cleanly."""
+        with self._lock:
+            if self._file is None:
+                return
+            self._write(replace(self._now(), safe=self._now().written, is_closed=True), is_synced=True)
+            os.close(self._file)
+            self._file = None
+
+    def _now(self) -> LastTransaction:
+        assert self._mark is not None, "open comes first"
+        return self._mark
+
+    def _create(self) -> None:
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _write(self, mark: LastTransaction, *, is_synced: bool) -> None:
+        assert self._file is not None, "open comes first"
+        self._mark = mark
+        fields_of = {name: getattr(mark, name) for name in mark.__slots__}  # asdict takes ten times as long
+        text = json.dumps(fields_of).encode()
+        data = b"%08x %s" % (zlib.crc32(text), text)
+        assert len(data) < MARK_BYTES, "ids and numbers are short"
+        try:
+            here().files.write_at(self._file, [data.ljust(MARK_BYTES - 1) + b"\n"], 0)
+            if is_synced:
+                here().files.sync(self._file)
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _lost(self, expected: str, came: str) -> StateError:
+        return StateError(
+            f"{self._where}: expected {expected}, found {came}; bans, revoked tokens and money spent may be missing. "
+            f"Restore a backup of the database (docs/runbook.md). To go on with what is there, remove {self._path}"
+        )
+
+    def _error(self, error: OSError) -> DiskFull | StateError:
+        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StateError
+        return kind(f"{self._path}: expected to write it, got: {error.strerror}")
+
+
+def _read_mark(path: Path) -> LastTransaction | None:
+    if not path.exists():
+        return None
+    try:
+        data = path.read_bytes()
+        checksum, text = data[:8], data[9:].rstrip()
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise ValueError("its checksum differs")
+        return LastTransaction(**json.loads(text))
+    except (OSError, ValueError, TypeError) as error:
+        raise StateError(
+            f"{path}: expected the coordinator's mark of its database, found it damaged ({error}). If the database beside "
+            "it is whole, remove the mark; else restore both from a backup"
+        ) from None
 
 
 class SqlStore:
@@ -281,10 +423,9 @@ class SqlStore:
 
     def write(self, changes: StateChanges) -> None:
         """DiskFull or StateError if the changes cannot be written."""
-        if changes.is_empty():
-            return
-        with self._writing:
-            self._write(changes)
+        if changes.rows or changes.log:
+            with self._writing:
+                self._write(changes)
 
     def _write(self, changes: StateChanges) -> None:
         rows, dropped = [], []
@@ -483,7 +624,7 @@ def _set_meta(connection: Connection, **values: str) -> None:
 
 def _newest(connection: Connection, kind: str) -> list[str]:
     newest = sa.select(_lines.c.json).where(_lines.c.kind == kind).order_by(_lines.c.id.desc())
-    texts = connection.execute(newest.limit(SAMPLES_MAX if kind == "samples" else EVENTS_LOADED)).scalars()
+    texts = connection.execute(newest.limit(SAMPLES_MAX if kind == "samples" else EVENTS_MAX)).scalars()
     return list(texts)[::-1]
 
 
@@ -501,13 +642,13 @@ class StateWriter:
     """Collects changes until `flush`, which returns only once everything noted before it is saved, in one transaction. Rows are
     noted by reference, so an object that changes again is written as it is then."""
 
-    def __init__(self, store: SqlStore, tokens: TokenBook, events_max: int) -> None:
-        self.store, self._tokens, self._events_max = store, tokens, events_max
+    def __init__(self, store: SqlStore, tokens: TokenBook) -> None:
+        self.store, self._tokens = store, tokens
         self._changes = StateChanges()
         self._flushes = 0
-        self.events: deque[LoggedEvent] = deque(maxlen=events_max)
+        self.events: deque[LoggedEvent] = deque(maxlen=EVENTS_MAX)
         self.samples: deque[CurvePoint] = deque(maxlen=SAMPLES_MAX)
-        self.paid: deque[PaidAction] = deque(maxlen=events_max)
+        self.paid: deque[PaidAction] = deque(maxlen=EVENTS_MAX)
 
     def restore(self, saved: StateSnapshot) -> None:
         """Takes over what an earlier process wrote."""
@@ -556,4 +697,4 @@ class StateWriter:
         self.store.write(changes)
         self._flushes += 1
         if self._flushes % PRUNE_EVERY_FLUSHES == 0:
-            self.store.prune(self._events_max, SAMPLES_MAX)
+            self.store.prune(EVENTS_MAX, SAMPLES_MAX)

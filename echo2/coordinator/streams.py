@@ -12,20 +12,27 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, Protocol
+from typing import Any, Concatenate, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from echo2.base.errors import ConfigError, EchoError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
-from echo2.base.ids import LeaseId, PeerId, Version
+from echo2.base.errors import (
+    ConfigError,
+    EchoError,
+    LimitExceeded,
+    MalformedMessage,
+    NotAllowed,
+    Unreachable,
+    VersionMismatch,
+)
+from echo2.base.ids import LeaseId, PeerId, RunId, Version
 from echo2.broadcast.reachability import NAMED_MAX, Access, dialable
-from echo2.coordinator.fleet.enrolment import caller_host
+from echo2.coordinator.fleet.enrolment import caller_host, check_protocol
 from echo2.coordinator.fleet.members import OF_LINK, Activation
 from echo2.coordinator.fleet.tokens import RateLimiter
-from echo2.coordinator.hub import WORKERS_MAX, Hub, WorkerSession
+from echo2.coordinator.hub import WORKERS_MAX, Hub
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.leases.waits import bar_text
-from echo2.coordinator.sessions import Order, StreamSession, check_hello, refusal_of
+from echo2.coordinator.planning.advice import bar_text
 from echo2.outside import monotonic
 from echo2.outside.guard import FairShare, FairShares, Refusals, cancel_all, handling
 from echo2.trust.identity import PeerIdentity, Role
@@ -45,7 +52,50 @@ HELLOS_PER_S = 1.0  # of a peer, because each hello writes a line in the event l
 HELLOS_BURST = 30  # of a peer on a link that breaks again and again
 LINK_CHANGE = 0.2  # of a measured rate; less is its fluctuation
 TICKETS_AT_ONCE = 16  # signatures checked before others have their turn: two milliseconds
+Order = TypeVar("Order")
 _log = logging.getLogger("echo2.coordinator")
+
+
+def refusal_of(error: EchoError) -> pb.Refusal:
+    """The error as a message: its class name and its text."""
+    return pb.Refusal(code=type(error).__name__, message=str(error)[:2000])
+
+
+class StreamSession(Generic[Order]):
+    """One node's stream as the hub sees it: a bounded queue of orders, of which None ends it. `send` never blocks; a node that
+    reads so slowly that SEND_QUEUE_MAX orders wait is disconnected and must reconnect, so that it costs bounded memory and delays
+    no other. `as_order`: turns a refusal into an order."""
+
+    def __init__(self, peer_id: PeerId, as_order: Callable[[pb.Refusal], Order]) -> None:
+        self.peer_id = peer_id
+        self.orders: asyncio.Queue[Order | None] = asyncio.Queue()
+        self.is_open = True
+        self._as_order = as_order
+
+    def send(self, order: Order) -> None:
+        if not self.is_open:
+            return
+        if self.orders.qsize() >= SEND_QUEUE_MAX:
+            self.refuse(LimitExceeded(f"{self.peer_id}: expected at most {SEND_QUEUE_MAX} unread orders; read faster"))
+            return
+        self.orders.put_nowait(order)
+
+    def refuse(self, error: EchoError) -> None:
+        """Ends the stream with the reason. Drops waiting orders, because the node starts anew when it reconnects."""
+        if not self.is_open:
+            return
+        while not self.orders.empty():
+            self.orders.get_nowait()
+        self.orders.put_nowait(self._as_order(refusal_of(error)))
+        self.end()
+
+    def end(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.orders.put_nowait(None)
+
+
+WorkerSession = StreamSession[pb.WorkerOrder]
 
 
 class NodeStreams(Protocol[Order]):
@@ -54,7 +104,7 @@ class NodeStreams(Protocol[Order]):
 
     role: Role
 
-    async def on_hello(self, peer_id: PeerId, first: Any, session: StreamSession[Order]) -> None: ...
+    async def on_hello(self, peer_id: PeerId, said: Any, session: StreamSession[Order]) -> None: ...
     def on_message(self, peer_id: PeerId, message: Any) -> None: ...
     def on_end(self, peer_id: PeerId, session: StreamSession[Order]) -> None: ...
 
@@ -74,12 +124,11 @@ class WorkerStream:
         self._left_out: tuple[str, ...] = ()
         self._bar_text = ""
 
-    async def on_hello(self, peer_id: PeerId, first: pb.WorkerMessage, session: WorkerSession) -> None:
-        check_hello(first, self._hub.options.run_id, f"worker {first.hello.name or peer_id}")
-        held = await self._held_leases(peer_id, first.hello.held_tickets)
-        first.hello.ClearField("held_tickets")
+    async def on_hello(self, peer_id: PeerId, said: pb.WorkerHello, session: WorkerSession) -> None:
+        held = await self._held_leases(peer_id, said.held_tickets)
+        said.ClearField("held_tickets")
         hello = pb.WorkerHello()
-        hello.CopyFrom(first.hello)  # a part of a message keeps the whole of it in memory
+        hello.CopyFrom(said)  # a part of a message keeps the whole of it in memory
         hello.addresses[:] = self._dialable(Access(addresses=tuple(hello.addresses)), peer_id).addresses
         self._join(peer_id, hello, held, session)
 
@@ -256,9 +305,10 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 )
             if caller.role is Role.WORKER:
                 self._hub.tokens.greet(caller.token_id, caller.peer_id)
-            session = StreamSession(caller.peer_id, SEND_QUEUE_MAX, as_order)
+            session = StreamSession(caller.peer_id, as_order)
             with handling("a hello", caller.peer_id):
-                await node.on_hello(caller.peer_id, first, session)
+                _check_hello(first, self._hub.options.run_id, caller)
+                await node.on_hello(caller.peer_id, first.hello, session)
         except TimeoutError:
             late = Unreachable(f"expected a hello within {HELLO_TIMEOUT_S:.0f} s, got none")
             await context.write(as_order(refusal_of(late)))
@@ -317,6 +367,16 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         except EchoError as error:
             self._refusals.warn("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)
             session.refuse(error)
+
+
+def _check_hello(first: Any, run_id: RunId, caller: PeerIdentity) -> None:
+    """MalformedMessage unless a stream's first message is a hello; VersionMismatch for another protocol or another run."""
+    whose = f"{caller.role.value} {getattr(first.hello, 'name', '') or caller.peer_id}"
+    if first.WhichOneof("kind") != "hello":
+        raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
+    check_protocol(first.hello.protocol_version, whose)
+    if first.hello.run_id != run_id:
+        raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {first.hello.run_id!r}")
 
 
 async def _write(context: Any, session: StreamSession[Order]) -> None:

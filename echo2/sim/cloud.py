@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.rng import derived_rng
-from echo2.coordinator.money.offers import Renting
+from echo2.coordinator.money.provisioner import Renting
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, Provider
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from echo2.broadcast.route import FORGOTTEN_S
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.record import COMPLETE
 from echo2.coordinator.leases.lease import Lease
-from echo2.coordinator.leases.waits import waits
+from echo2.coordinator.planning.advice import lease_waits
 from echo2.coordinator.store import StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.rollouts.admission import OpenGroups
@@ -157,7 +157,7 @@ class Inspector:
             if known is None or not known.is_open:
                 since_s, what = self._lasts_s(life, "rented", machine_id), f"machine {machine_id}, which costs money"
                 self._truth.waits_since("coordinator", since_s, UNKNOWN_S, f"{what}, to be known")
-        told = waits(hub.book, now)
+        told = lease_waits(hub.book, now)
         self._truth.waits("coordinator", hub.book.queued > 0, told[0][0] if told else "")
         for peer, record in hub.book.records.workers.items():
             if record.barred_until > now and peer in self._truth.liar_ids:

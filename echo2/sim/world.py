@@ -30,7 +30,7 @@ from echo2.broadcast.node import BroadcastNode, NodeCalls
 from echo2.config.run import LearnerSection, RunConfig, RunSection, StalenessSection
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.hub import CoordinatorOptions, timed_section
-from echo2.coordinator.money.offers import make_provider
+from echo2.coordinator.money.provisioner import make_provider
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions

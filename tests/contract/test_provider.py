@@ -17,11 +17,11 @@ import pytest
 
 from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, Unreachable
 from echo2.base.ids import RunId
-from echo2.coordinator.money.offers import Renting, load_offers, make_provider
 from echo2.coordinator.money.providers import command
 from echo2.coordinator.money.providers.command import CommandProvider, LocalProvider
 from echo2.coordinator.money.providers.machine_setup import ManualProvider, running_wheel
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
+from echo2.coordinator.money.provisioner import Renting, load_offers, make_provider
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, Provider, machine_prefix
 from tests.contract.command_cloud import CommandCloud
 from tests.contract.sky_double import ClusterStatus, Sky

@@ -14,7 +14,7 @@ from typing import Any
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.fleet.record import PICKS_MAX
-from echo2.coordinator.leases.waits import waits
+from echo2.coordinator.planning.advice import lease_waits
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
@@ -278,7 +278,7 @@ async def test_a_worker_that_hands_back_hard_prompts_gets_none_for_a_while_and_o
         held_back, before = sum(record.ways.values()), run.done
         await run.until(lambda: run.done >= before + 48)
         assert sum(record.ways.values()) == held_back, "it was given nothing since"
-        told = [what for what, _ in waits(run.hub.book, run.hub.clock.now())]
+        told = [what for what, _ in lease_waits(run.hub.book, run.hub.clock.now())]
         assert any(f"{picky.credentials.peer_id} is given no leases for" in what for what in told), told
         assert run.hub.book.records.of(honest.credentials.peer_id).picks == 0
         assert all(run.made_by[name] is honest for name in run.handed_back)

@@ -104,9 +104,9 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/coordinator/{name}.py"
     for name in (
-        "coordinator", "hub", "last_transaction", "learner", "operator", "run_end",
-        "sessions", "store", "streams", "fleet/enrolment", "money/market",
-        "money/costs", "money/offers", "money/provisioner", "money/providers/command", "money/providers/fetch_wheel",
+        "coordinator", "hub", "learner", "operator",
+        "store", "streams", "fleet/enrolment", "money/market",
+        "money/costs", "money/provisioner", "money/providers/command", "money/providers/fetch_wheel",
         "money/providers/machine_setup", "money/providers/skypilot",
          "planning/pool_plan", "planning/service",
         "web/page", "web/state",

@@ -17,7 +17,7 @@ from echo2.base.ids import RunId
 from echo2.cli.learner import learner_options
 from echo2.config.load import load_config
 from echo2.config.run import LearnerSection, WorkerSection
-from echo2.coordinator.money import offers
+from echo2.coordinator.money import provisioner
 from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.provisioning import MachineOffer
 from echo2.cost_model.sizing import Fit
@@ -54,12 +54,12 @@ def test_a_provider_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     class OfTheTest(ManualProvider):
         name = "of-the-test"
 
-    monkeypatch.setitem(offers.PROVIDERS, "of-the-test", lambda offer, run: OfTheTest(offer, run.model_path))
+    monkeypatch.setitem(provisioner.PROVIDERS, "of-the-test", lambda offer, run: OfTheTest(offer, run.model_path))
     file = tmp_path / "offers.toml"
     file.write_text('[[offer]]\nname = "one"\nprovider = "of-the-test"\n')
-    (offer,) = offers.load_offers(file)
+    (offer,) = provisioner.load_offers(file)
     assert offer == MachineOffer("one", "of-the-test")
-    assert isinstance(offers.make_provider(offer, offers.Renting(RunId("r"), tmp_path)), OfTheTest)
+    assert isinstance(provisioner.make_provider(offer, provisioner.Renting(RunId("r"), tmp_path)), OfTheTest)
 
 
 def test_every_correction_has_its_rule_and_its_word_in_the_configuration() -> None:

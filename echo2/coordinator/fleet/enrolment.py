@@ -35,11 +35,10 @@ from echo2.base.errors import (
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
 from echo2.coordinator.fleet.tokens import RateLimiter, Token
 from echo2.coordinator.hub import Hub
-from echo2.coordinator.sessions import check_protocol
 from echo2.outside import monotonic
 from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
-from echo2.trust.tls import peer_of
+from echo2.trust.tls import PROTOCOL_VERSION, peer_of
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc, probe_pb2_grpc
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 
@@ -66,6 +65,14 @@ def caller_address(context: Any) -> tuple[str, int]:
 def caller_host(context: Any) -> str:
     """The caller's host, without the port."""
     return caller_address(context)[0]
+
+
+def check_protocol(version: int, whose: str) -> None:
+    """VersionMismatch for another protocol than this process speaks."""
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {version}: use one release of echo2 everywhere"
+        )
 
 
 class Callers:

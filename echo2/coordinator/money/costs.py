@@ -44,6 +44,8 @@ from echo2.cost_model.snapshot import is_spent
 BUDGET_HOURS = 1.0  # a run that lasts less is no run
 # Providers' prices of one kind of GPU differ by a factor of about four; beyond ten a price is a mistake or a try.
 TYPICAL_TIMES = 10.0
+IDLE_S = 30.0
+"""A worker on standby for less than this may just be between two plans."""
 GPUS_MAX = 8  # of the largest machine that a claim is believed for
 
 
@@ -117,6 +119,16 @@ class Money:
     def rented_workers(self) -> dict[PeerId, str]:
         machines = self.machines.values()
         return {worker.peer_id: one.machine_id for one in machines for worker in self.workers_of(one)}
+
+    def idle_workers(self) -> list[Member]:
+        """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""
+        now, rented = self._clock.now(), self.rented_workers()
+        return [
+            member
+            for member in self._membership.living()
+            if member.last_activation is Activation.STANDBY and member.peer_id not in rented
+            and not member.is_newcomer and now - member.activation_since >= IDLE_S
+        ]  # fmt: skip
 
     def standby_usd(self) -> float:
         """What workers on no rented machine have cost on standby over the whole run, in USD."""

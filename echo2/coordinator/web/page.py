@@ -337,8 +337,8 @@ class Web:
 
     def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
         self._commands, self._csrf, self._stopping = commands, csrf, stopping
-        self._view = StateView(commands)
-        self._changed = ChangedValues(commands, self._view)
+        self._view = commands.view
+        self._changed = ChangedValues(commands.hub, self._view)
         self._streams = OpenStreams()
         self._planning = asyncio.Lock()  # one what-if at a time: the planner's process has its own work
 
@@ -547,8 +547,8 @@ class ChangedValues:
     seen. A worker's row is made anew when its heartbeat or what is decided about it has changed, and else every `ROW_BEATS`
     heartbeats: what it has cost goes on rising."""
 
-    def __init__(self, commands: Commands, view: StateView) -> None:
-        self._commands, self._view = commands, view
+    def __init__(self, hub: Hub, view: StateView) -> None:
+        self._hub, self._view = hub, view
         self._at = float("-inf")
         self._sections: dict[str, tuple[int, str]] = {}
         self._rows: dict[PeerId, tuple[int, str, tuple[Any, ...], float]] = {}
@@ -559,7 +559,7 @@ class ChangedValues:
         """JSON texts of the sections that changed after refresh `seen`, by name; changed workers' rows are under `workers`. A
         refresh that is younger than `fresh_s` will do."""
         async with self._refreshing:
-            if self._commands.hub.clock.now() - self._at >= fresh_s:
+            if self._hub.clock.now() - self._at >= fresh_s:
                 await self._refresh()
         changes = {name: text for name, (serial, text) in self._sections.items() if serial > seen}
         rows = [text for serial, text, _, _ in self._rows.values() if serial > seen]
@@ -569,7 +569,7 @@ class ChangedValues:
 
     async def _refresh(self) -> None:
         """A refresh that is cancelled half-way is done again by the next one, under the same number."""
-        hub, serial, rebuilt = self._commands.hub, self.serial + 1, 0
+        hub, serial, rebuilt = self._hub, self.serial + 1, 0
         now = hub.clock.now()
         for name, value in self._view.sections().items():
             text = to_json(value).decode()

@@ -1,6 +1,6 @@
-"""What the page shows, as JSON values: the run's sections, one row per worker, the curves, a plan and the advice.
+"""The run as it is shown: one message, `RunStatus`, of which `echo2 status` and the page's sections are made; a row a worker.
 
-Guarantees: valid JSON (no infinities or NaN).
+Guarantees: valid JSON (no infinities or NaN). A fact that the message has is read from there, not asked again of the hub.
 """
 
 from __future__ import annotations
@@ -8,20 +8,30 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet.members import Liveness, Member
+from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.coordinator.hub import Hub
 from echo2.coordinator.leases.lease import GroupPhase
-from echo2.coordinator.leases.waits import why_no_lease
-from echo2.coordinator.money.costs import FleetCosts
+from echo2.coordinator.money.costs import FleetCosts, Money
+from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import RentedMachine
+from echo2.coordinator.planning.advice import (
+    LONG_S_MIN,
+    RunAdvice,
+    RunNow,
+    advise,
+    idle_text,
+    lease_waits,
+    slowest,
+    why_no_lease,
+)
 from echo2.coordinator.planning.board import PREDICTED, Corrections, VersionRow
+from echo2.coordinator.planning.input import is_measured, plan_config
 from echo2.cost_model.plan import Plan
+from echo2.cost_model.snapshot import is_spent
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-
-if TYPE_CHECKING:
-    from echo2.coordinator.operator import Commands
 
 
 def finite(value: float | None, digits: int = 6) -> float | None:
@@ -30,6 +40,8 @@ def finite(value: float | None, digits: int = 6) -> float | None:
 
 
 EVENTS_SHOWN = 200  # what a person scrolls through; the CSV and the log have all
+SILENT_BEATS = 3  # as many as make a worker suspect
+SETTLING_S = 5.0  # until the next plan
 TREES_SHOWN_NODES_MAX = 200  # beyond, the picture is a blot
 VERSIONS_SHOWN = 16  # rows of the table
 MACHINES_SHOWN = 50  # newest first
@@ -37,53 +49,84 @@ PAID_SHOWN = 30  # newest last
 
 
 class StateView:
-    def __init__(self, commands: Commands) -> None:
-        self._commands = commands
+    def __init__(self, hub: Hub, provisioner: Provisioner) -> None:
+        self._hub, self._provisioner = hub, provisioner
 
-    def sections(self) -> dict[str, Any]:
-        """All sections except the workers, whose rows `worker` gives."""
-        hub, now = self._commands.hub, self._commands.hub.clock.now()
-        money = hub.money.sums()
-        return {
-            "run": self._run(),
-            "learner": self._learner(),
-            "money": self._money(money),
-            "machines": self._machines(),
-            "advice": self._commands.advice(money),
-            "plan": plan_value(*self._plan_now()) | {"errors": _errors(hub.corrections)},
-            "broadcast": self._broadcast(),
-            "leases": self._leases(),
-            "waits": [{"what": what, "since": round(since, 1)} for what, since in self._commands.waits()],
-            "tokens": self._tokens(now),
-            "events": [
-                {"at": round(event.unix_s, 3), "kind": event.kind, "text": event.text}
+    # ---- the message
+
+    def status(self) -> pb.RunStatus:
+        """The whole state of the run, as `echo2 status` asks for it."""
+        hub, now = self._hub, self._hub.clock.now()
+        status, _, _ = self._facts()
+        status.workers.extend(
+            pb.WorkerStatus(
+                peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
+                activation=member.activation.value, hello=member.hello, heartbeat=member.heartbeat,
+                heartbeat_age_s=max(0.0, now - member.heard_at), leases=hub.book.lease_count(member.peer_id),
+                usd_spent=member.usd_spent,
+            )
+            for member in hub.membership.members.values()
+        )  # fmt: skip
+        return status
+
+    def _facts(self) -> tuple[pb.RunStatus, RunAdvice, FleetCosts]:
+        """The state without the workers, and what it was made with."""
+        hub, board, money = self._hub, self._hub.board, self._hub.money.sums()
+        advice = self.advice(money)
+        status = pb.RunStatus(
+            run_id=hub.options.run_id, unix_s=hub.clock.now(), learner_is_connected=board.is_connected, plan=hub.plan_update,
+            plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
+            queued_groups=hub.book.queued, usd_spent=money.usd_spent, usd_useful=money.usd_useful,
+            usd_per_hour=money.usd_per_hour, usd_useful_per_hour=money.usd_useful_per_hour, finished=hub.ending.text,
+            artifact_bytes_published=board.totals.artifact_bytes, full_bytes_published=board.totals.full_bytes,
+            measured_utilisation=board.report.utilisation, learner=board.report, learner_hello=board.hello,
+            events=[
+                pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text)
                 for event in list(hub.state.events)[-EVENTS_SHOWN:]
             ],
-        }
+            waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self._waits()],
+            headline=advice.headline.text, headline_kind=advice.headline.kind,
+        )  # fmt: skip
+        if board.newest_complete is not None and board.newest_complete.complete_s is not None:
+            status.measured_broadcast_s = board.newest_complete.complete_s
+        return status, advice, money
+
+    def sections(self) -> dict[str, Any]:
+        """All sections of the page except the workers, whose rows `worker` gives."""
+        hub, now = self._hub, self._hub.clock.now()
+        status, advice, money = self._facts()
+        return {
+            "run": {
+                "run_id": status.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
+                "staleness_bound": hub.config.staleness.bound, "staleness_bound_max": hub.learner_bound,
+                "finished": status.finished, "planner_mode": hub.config.coordinator.planner_mode, "paused": hub.paused,
+            },
+            "learner": self._learner(status),
+            "money": self._money(status, money),
+            "machines": self._machines(),
+            "advice": advice,
+            "plan": plan_value(*self._plan_now()) | {"errors": _errors(hub.corrections)},
+            "broadcast": self._broadcast(status),
+            "leases": self._leases(status),
+            "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in status.waits],
+            "tokens": self._tokens(now),
+            "events": [{"at": round(one.unix_s, 3), "kind": one.kind, "text": one.text} for one in status.events],
+        }  # fmt: skip
 
     def _plan_now(self) -> tuple[Plan | None, str, str]:
         """The plan to show, the planner's mode, and what the planner waits for. There is no plan while no worker is alive."""
-        hub, mode = self._commands.hub, self._commands.hub.config.coordinator.planner_mode
+        hub, mode = self._hub, self._hub.config.coordinator.planner_mode
         if hub.ending.finish is not None:
             return None, mode, "nothing: the run is finished"
         is_anybody = any(one.last_liveness is Liveness.ALIVE for one in hub.membership.members.values())
         return (hub.plan, mode, hub.plan_waits_for) if is_anybody else (None, mode, "a worker: none is connected")
 
-    def _run(self) -> dict[str, Any]:
-        hub = self._commands.hub
-        return {
-            "run_id": hub.options.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
-            "staleness_bound": hub.config.staleness.bound, "staleness_bound_max": hub.learner_bound,
-            "finished": hub.ending.text, "planner_mode": hub.config.coordinator.planner_mode, "paused": hub.paused,
-        }  # fmt: skip
-
-    def _learner(self) -> dict[str, Any]:
-        board = self._commands.hub.board
-        hello, report = board.hello, board.report
-        if hello is None:
+    def _learner(self, status: pb.RunStatus) -> dict[str, Any]:
+        board, hello, report = self._hub.board, status.learner_hello, status.learner
+        if not status.HasField("learner_hello"):
             return {"is_known": False}
         return {
-            "is_known": True, "is_connected": board.is_connected, "since": round(board.changed_at, 1),
+            "is_known": True, "is_connected": status.learner_is_connected, "since": round(board.changed_at, 1),
             "model": hello.model_name, "peer_id": board.peer_id, "version": board.newest_version,
             "rollouts_per_step": hello.rollouts_per_step, "rollouts_per_group": hello.rollouts_per_group,
             "step_limit": hello.step_limit, "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
@@ -94,29 +137,24 @@ class StateView:
             "lag_histogram": list(report.lag_histogram), "is_finished": report.is_finished, "audit_s": finite(report.audit_s, 4),
         }  # fmt: skip
 
-    def _money(self, money: FleetCosts) -> dict[str, Any]:
-        hub = self._commands.hub
+    def _money(self, status: pb.RunStatus, money: FleetCosts) -> dict[str, Any]:
+        hub, tokens = self._hub, status.learner.trained_tokens
         return {
-            "spent": finite(money.usd_spent, 4), "per_hour": finite(money.usd_per_hour, 4),
-            "per_mtok": finite(1e6 * money.usd_spent / hub.board.report.trained_tokens, 4)
-            if hub.board.report.trained_tokens else None,
-            "chosen": finite(money.usd_chosen, 4), "useful": finite(money.usd_useful, 4),
+            "spent": finite(status.usd_spent, 4), "per_hour": finite(status.usd_per_hour, 4),
+            "per_mtok": finite(1e6 * status.usd_spent / tokens, 4) if tokens else None,
+            "chosen": finite(money.usd_chosen, 4), "useful": finite(status.usd_useful, 4),
             "cap_per_hour": finite(hub.config.coordinator.usd_per_hour_cap), "budget": finite(hub.config.coordinator.usd_budget),
             "journal": [
                 {
-                    "at": round(one.unix_s, 1), "action": one.action, "whom": self._name_of(one.whom),
+                    "at": round(one.unix_s, 1), "action": one.action, "whom": self._name_of(one.whom, ""),
                     "reason": one.reason, "per_hour": one.usd_per_hour, "spent": finite(one.usd_spent, 4),
                 }
                 for one in list(hub.state.paid)[-PAID_SHOWN:]
             ],
         }  # fmt: skip
 
-    def _name_of(self, whom: str) -> str:
-        member = self._commands.hub.membership.members.get(PeerId(whom))
-        return member.name if member else whom
-
     def _machines(self) -> dict[str, Any]:
-        provisioner = self._commands.provisioner
+        hub, provisioner = self._hub, self._provisioner
         machines = sorted(provisioner.machines.values(), key=lambda one: (not one.is_open, -one.rented_at))
         advice = provisioner.advice
         return {
@@ -129,7 +167,7 @@ class StateView:
                 }
                 for offer in provisioner.offers.values()
             ],
-            "machines": [machine_value(one, self._commands) for one in machines[:MACHINES_SHOWN]],
+            "machines": [machine_value(one, hub.money) for one in machines[:MACHINES_SHOWN]],
             "count": sum(one.is_open for one in machines),
             "advice": {
                 "reason": advice.reason,
@@ -144,11 +182,11 @@ class StateView:
             },
         }  # fmt: skip
 
-    def _broadcast(self) -> dict[str, Any]:
-        hub = self._commands.hub
+    def _broadcast(self, status: pb.RunStatus) -> dict[str, Any]:
+        hub = self._hub
         plan, board = hub.broadcast_plan, hub.board
         value: dict[str, Any] = {
-            "artifact_bytes": board.totals.artifact_bytes, "full_bytes": board.totals.full_bytes,
+            "artifact_bytes": status.artifact_bytes_published, "full_bytes": status.full_bytes_published,
             "versions": [_version(row) for row in list(board.versions.values())[-VERSIONS_SHOWN:]],
             "waiting": [hub.membership.name_of(peer) for peer in sorted(board.newest.waiting)[:20]] if board.newest else [],
         }  # fmt: skip
@@ -169,11 +207,11 @@ class StateView:
                 }
         return value
 
-    def _leases(self) -> dict[str, Any]:
-        book, name_of = self._commands.hub.book, self._commands.hub.membership.name_of
+    def _leases(self, status: pb.RunStatus) -> dict[str, Any]:
+        book, name_of = self._hub.book, self._hub.membership.name_of
         oldest = nsmallest(8, book.leases.values(), key=lambda lease: lease.progress_at)
         return {
-            "open": len(book.leases), "queued": book.queued,
+            "open": status.open_leases, "queued": status.queued_groups,
             "produced": sum(group.phase is GroupPhase.PRODUCED for group in book.groups.values()),
             **asdict(book.counts),
             "slowest": [
@@ -188,7 +226,7 @@ class StateView:
         }  # fmt: skip
 
     def _tokens(self, now: float) -> list[dict[str, Any]]:
-        tokens = sorted(self._commands.hub.tokens.tokens.values(), key=lambda token: -token.created_at)
+        tokens = sorted(self._hub.tokens.tokens.values(), key=lambda token: -token.created_at)
         return [
             {
                 "id": token.token_id, "role": token.role, "label": token.label, "expires": round(token.expires_at),
@@ -199,7 +237,7 @@ class StateView:
         ]  # fmt: skip
 
     def worker(self, member: Member) -> dict[str, Any]:
-        hub, hello, beat, access = self._commands.hub, member.hello, member.heartbeat, member.access
+        hub, hello, beat, access = self._hub, member.hello, member.heartbeat, member.access
         is_gone, version = member.last_liveness is Liveness.GONE, member.version
         return {
             "name": member.name, "state": member.last_liveness.value,
@@ -227,13 +265,13 @@ class StateView:
     def _usd_per_mtok(self, member: Member) -> float | None:
         """A worker's whole bill over the tokens trained on, of which its part is that of the rollouts admitted of it; None while
         nothing of it was trained on."""
-        hub = self._commands.hub
+        hub = self._hub
         tokens = hub.board.report.trained_tokens * hub.book.records.admitted_share(member.peer_id)
         return finite(1e6 * hub.money.bill_of(member) / tokens, 4) if tokens > 0 else None
 
     def _links(self, member: Member) -> list[dict[str, str]]:
         """The worker's links to peers, each with its kind and the reason for it."""
-        name_of, learner = self._commands.hub.membership.name_of, self._commands.hub.board.peer_id
+        name_of, learner = self._hub.membership.name_of, self._hub.board.peer_id
         return [
             {
                 "peer": "learner" if one.peer_id == learner else name_of(one.peer_id),
@@ -243,9 +281,79 @@ class StateView:
             for one in member.heartbeat.links.links
         ]
 
+    # ---- what is said of it
+
+    def advice(self, money: FleetCosts | None = None) -> RunAdvice:
+        """What stops or limits the run, and what to do, as things are now."""
+        hub, board, money = self._hub, self._hub.board, money or self._hub.money.sums()
+        section, plan, advice, now = hub.config.coordinator, hub.plan, self._provisioner.advice, hub.clock.now()
+        report, silent_s = board.report, now - board.heard_at
+        members, idle, finish = list(hub.membership.living()), hub.money.idle_workers(), hub.ending.finish
+        active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
+        # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
+        settling = {one.peer_id for one in members if now - one.activation_since < SETTLING_S}
+        wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in advice.rent]
+        wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in advice.release]
+        return advise(
+            RunNow(
+                finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
+                open_machines=sum(one.is_open for one in hub.money.machines.values()),
+                hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
+                silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
+                waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
+                tokens_max=hub.config.sampling.max_new_tokens, plan=plan,
+                plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, board).target_utilisation,
+                alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
+                idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
+                is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
+                spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
+                surplus=len(active - set(plan.pool)) if plan is not None and plan.is_feasible else 0, wishes="; ".join(wishes),
+                may_act=section.planner_mode == "auto", corrected=hub.corrections.reason,
+                unmeasured=sum(one.peer_id in active and not is_measured(one) for one in members),
+            )
+        )  # fmt: skip
+
+    @property
+    def _silent_s_max(self) -> float:
+        """Of the learner: beyond it something is wrong, not merely busy."""
+        return max(LONG_S_MIN, SILENT_BEATS * self._hub.config.coordinator.heartbeat_interval)
+
+    def _name_of(self, whom: str, kind: str = "worker ") -> str:
+        member = self._hub.membership.members.get(PeerId(whom))
+        return f"{kind}{member.name}" if member else whom
+
+    def _waits(self) -> list[tuple[str, float]]:
+        """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""
+        hub, board, now = self._hub, self._hub.board, self._hub.clock.now()
+        if hub.ending.finish is not None:
+            return []
+        found = lease_waits(hub.book, now, self._name_of)
+        if not board.is_connected:
+            since = board.changed_at or hub.started_at
+            found.append(("the coordinator waits for the learner to connect", since))
+        elif now - board.heard_at > self._silent_s_max:
+            text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
+            found.append((text, board.heard_at))
+        elif board.report.waits_for:
+            on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
+            text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
+            found.append((text, board.heard_at - board.report.waits_since_s))
+        if hub.plan_waits_for:
+            found.append((f"the planner waits for {hub.plan_waits_for}", hub.started_at))
+        for member in hub.membership.living():
+            if member.heartbeat.waits_for:
+                text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
+                found.append((text, member.heartbeat_at - member.heartbeat.waits_since_s))
+        newest = board.newest
+        if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
+            names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
+            text = f"version {newest.published.version} is not live yet on {len(newest.waiting)} workers: {names}"
+            found.append((text, newest.published_at))
+        return sorted(found, key=lambda wait: wait[1])
+
     def samples(self) -> dict[str, list[Any]]:
         """The run's curves as columns, oldest first."""
-        samples = list(self._commands.hub.state.samples)
+        samples = list(self._hub.state.samples)
         return {
             "at": [round(s.unix_s, 2) for s in samples], "step": [s.step for s in samples],
             "reward": [finite(s.reward_mean) for s in samples], "eval": [finite(s.eval_reward) for s in samples],
@@ -270,7 +378,7 @@ def command_of(machine: RentedMachine) -> str:
     return machine.command if machine.is_open else ""
 
 
-def machine_value(machine: RentedMachine, commands: Commands) -> dict[str, Any]:
+def machine_value(machine: RentedMachine, money: Money) -> dict[str, Any]:
     """A machine as the page shows it. `has_command`: there is a command for a person to run; it carries a join link, so only an
     action returns it."""
     return {
@@ -278,7 +386,7 @@ def machine_value(machine: RentedMachine, commands: Commands) -> dict[str, Any]:
         "label": machine.label, "state": machine.state.value, "price": machine.usd_per_hour,
         "since": round(machine.rented_at, 1), "ended": machine.ended_at and round(machine.ended_at, 1),
         "notice": machine.notice, "has_command": bool(command_of(machine)),
-        "workers": [worker.name for worker in commands.hub.money.workers_of(machine)],
+        "workers": [worker.name for worker in money.workers_of(machine)],
     }  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.operator import Commands
 from echo2.coordinator.store import SqlStore
-from echo2.coordinator.web.state import StateView
 from echo2.trust import tls
 from echo2.trust.enrolment import enrol, renew
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
@@ -255,7 +254,7 @@ async def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_words_that_th
         for _ in range(2):
             await barred.say(heartbeat=pb.Heartbeat())
         text = (await barred.until("activation")).reason
-        row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(daemon.hub.membership.members[peer_id])
+        row = Commands(daemon.hub, "127.0.0.1", 1, [], {}).view.worker(daemon.hub.membership.members[peer_id])
         assert text == row["no_lease"] == "given no leases for 30 s: it claims too much"
 
 
@@ -299,7 +298,7 @@ async def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their
                     break
             assert right.credentials.peer_id in plan.neighbours(left.credentials.peer_id)
             assert can_connect(mine, theirs) == is_met
-        row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(
+        row = Commands(daemon.hub, "127.0.0.1", 1, [], {}).view.worker(
             daemon.hub.membership.members[left.credentials.peer_id]
         )
         assert row["links"] == [{"peer": "w", "kind": "hole-punched", "reason": "said by the test"}]

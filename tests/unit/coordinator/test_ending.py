@@ -13,7 +13,6 @@ from echo2.control.session import refusal_error
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.operator import Commands
-from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, WAIT_S, Node, options, running
@@ -65,7 +64,7 @@ async def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused_
     async with running(options(tmp_path, steps=20)) as daemon:  # a coordinator that was started again
         other = Node(other.credentials)
         assert (await other.hello(name="other")).refusal.message == DONE
-        view = StateView(Commands(daemon.hub, "h", 1, [], {})).sections()
+        view = Commands(daemon.hub, "h", 1, [], {}).view.sections()
         assert view["learner"]["reward"] == 0.75 and view["learner"]["is_finished"] and not view["waits"]
         assert view["run"]["finished"] == f"run {RUN} is finished after 20 steps"
     async with running(options(tmp_path, steps=40)) as daemon:  # and one that was started for more steps
@@ -124,7 +123,7 @@ async def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
         daemon.hub.set_worker(idle.credentials.peer_id, OperatorSetting.STANDBY, "too many")
         assert commands.dismiss_idle() == 0, "it may be between two plans"
         daemon.hub.membership.members[idle.credentials.peer_id].activation_since -= 60
-        assert [member.name for member in commands.idle_workers()] == ["idle"]
+        assert [member.name for member in daemon.hub.money.idle_workers()] == ["idle"]
         assert commands.dismiss_idle() == 1
         assert (await idle.until("refusal")).code == "Dismissed"
         assert daemon.hub.money.sums().usd_per_hour == 1.0
@@ -146,5 +145,5 @@ async def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_be
     assert (sums.usd_per_hour, sums.usd_useful_per_hour) == (4.0, 2.0)
     run.hub.close()
     run.begin()
-    for bill in (sums, run.hub.money.sums(), run.commands.status()):
+    for bill in (sums, run.hub.money.sums(), run.commands.view.status()):
         assert (bill.usd_spent, bill.usd_useful) == (pytest.approx(4.0), pytest.approx(2.0))

@@ -14,7 +14,7 @@ from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.requests import ExpectedLength, LeaseRules
-from echo2.coordinator.leases.waits import slowest, waits
+from echo2.coordinator.planning.advice import lease_waits, slowest
 
 BOUND = 4
 TIMEOUT_S = 30.0
@@ -62,7 +62,7 @@ def reminded(one: LeaseBook, name: str, tokens: int, now: float) -> list[LeaseId
 def test_the_most_urgent_group_goes_first_and_a_worker_that_is_too_old_for_it_is_told_why_it_gets_none() -> None:
     one = book(spec("late", 9), spec("soon", 3), spec("next", 5))
     assert [grant.group.group_id for grant in ready(one, A, version=0, free=8)] == ["soon"]
-    assert "it takes version 1 or newer" in waits(one, 0.0)[0][0]
+    assert "it takes version 1 or newer" in lease_waits(one, 0.0)[0][0]
     moved = one.offer(0.5, (spec("late", 4),))
     assert le.Save("groups", "late") in moved, "a new turn"
     assert [(grant.group.group_id, grant.group.consume_step) for grant in grants(moved)] == [("late", 4)]
@@ -202,7 +202,7 @@ def test_a_refused_group_pauses_and_a_recalled_one_moves_once_it_was_handed_back
     one = book(spec("g"))
     (first,) = ready(one, A)
     ends(one, first, EndReason.REFUSED)
-    assert ready(one, A, now=1.1) == [] and "refused" in waits(one, 1.1)[0][0]
+    assert ready(one, A, now=1.1) == [] and "refused" in lease_waits(one, 1.1)[0][0]
     (second,) = grants(one.tick(2.0))
     assert second.attempt == 2
     assert revoked(one.recall(3.0, second.lease_id, "a faster worker is free")) == [second.lease_id]
@@ -215,10 +215,10 @@ def test_leases_that_stand_still_are_told_by_worker_the_longest_first() -> None:
     one = book(spec("g"), spec("h"), spec("i"))
     _, second = ready(one, A, free=8)
     ready(one, B, now=3.0)
-    assert waits(one, TIMEOUT_S / 4) == []
+    assert lease_waits(one, TIMEOUT_S / 4) == []
     one.on_progress(1.0, A, second.lease_id, 0, 7)
     now = TIMEOUT_S / 4 + 4.0
-    assert waits(one, now, lambda peer: f"worker {peer}") == [
+    assert lease_waits(one, now, lambda peer: f"worker {peer}") == [
         ("2 leases on worker a without progress at 7 tokens", 0.0),
         (f"lease {one.leases_of(B)[0].lease_id} on worker b without progress at 0 tokens", 3.0),
     ]

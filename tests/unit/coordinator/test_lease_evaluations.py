@@ -9,7 +9,7 @@ from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.requests import EVALUATION_SHARE, Evaluators, may_take
-from echo2.coordinator.leases.waits import waits
+from echo2.coordinator.planning.advice import lease_waits
 from tests.unit.coordinator.test_lease_book import A, B, C, book, ends, exam, grants, ready, spec
 
 FLEET = [PeerId(f"w{index}") for index in range(10)]
@@ -36,7 +36,7 @@ def test_an_evaluation_goes_before_training_to_workers_at_its_very_version_alone
     one = book(spec("g", 4), exam("e3", 3), exam("e4", 4))
     assert [grant.group.group_id for grant in ready(one, A, version=4, free=8)] == ["e4", "g"], "a single one does both"
     assert ready(one, B, version=5) == []
-    assert "an evaluation of version 3, at which none of 1 willing workers is" in waits(one, 0.0)[0][0]
+    assert "an evaluation of version 3, at which none of 1 willing workers is" in lease_waits(one, 0.0)[0][0]
     assert [grant.group.group_id for grant in ready(one, C, version=3)] == ["e3"]
     assert [may_take(exam("e", 3), Version(version), 4) for version in (2, 3, 4)] == [False, True, False]
 

@@ -32,7 +32,7 @@ from echo2.coordinator.fleet.record import (
     WorkerRecords,
 )
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.leases.waits import waits
+from echo2.coordinator.planning.advice import lease_waits
 from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, A, B, C, book, grants, revoked
 
 ROOM, ALL = 4, 1 << 20
@@ -128,7 +128,7 @@ def test_room_grows_with_what_is_delivered_and_newcomers_hold_a_share_together()
     assert [len(later.asks(PeerId(f"n{number}"))) for number in range(6)] == [1, 1, 1, 0, 0, 0]
     assert TRIAL_SHARE * 12 == 3
     later.tell(later.one.request, PeerId("n5"), ROOM, Version(0))
-    assert "must deliver what they hold" in waits(later.one, 1.0)[0][0]
+    assert "must deliver what they hold" in lease_waits(later.one, 1.0)[0][0]
     assert len(later.asks(A)) == 2 == GROWTH * 4 / 4, "twice what it was heard of at once"
 
     grows = Run()
@@ -242,7 +242,7 @@ def test_a_worker_that_gives_up_every_other_prompt_is_held_back_for_twice_as_lon
         run.passes()
         if run.is_barred(A):
             assert pauses or leases <= 3 * PICKS_MAX
-            (text,) = [what for what, _ in waits(run.one, run.now, str) if "is given no leases" in what]
+            (text,) = [what for what, _ in lease_waits(run.one, run.now, str) if "is given no leases" in what]
             assert "gives up leases one by one" in text and "handed back" in text and str(A) in text
             pauses.append(run.record(A).barred_until - run.record(A).barred_at)
             assert run.gets_none(A) and run.asks(B, ROOM), "A would take it"
