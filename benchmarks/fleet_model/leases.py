@@ -23,7 +23,7 @@ from echo2.base.rng import derived_rng
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.requests import LeaseRules
+from echo2.coordinator.leases.lease import LeaseRules
 from echo2.learner.rollouts.admission import GroupRules
 
 LEASE_TIMEOUT_S = 120.0
@@ -123,7 +123,7 @@ class Generation:
 
     def seek(self, worker: SimWorker) -> None:
         """Tells the book of free slots, once until the next grant or newer version."""
-        known = self.book.requests.wanting.get(worker.peer_id)
+        known = self.book.wanting.get(worker.peer_id)
         if worker.is_active and worker.free_slots > 0 and (known is None or known.version != worker.version):
             self._handle(self.book.request, worker.peer_id, worker.free_slots, worker.version)
 

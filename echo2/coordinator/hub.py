@@ -39,8 +39,7 @@ from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.learner import LearnerStream, restore_board
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.lease import Lease, OpenGroup
-from echo2.coordinator.leases.requests import LeaseRules
+from echo2.coordinator.leases.lease import Lease, LeaseRules, OpenGroup
 from echo2.coordinator.money.costs import Money, meter
 from echo2.coordinator.planning.board import Corrections, LearnerBoard
 from echo2.coordinator.planning.input import PlanParts

@@ -19,16 +19,13 @@ while another worker that may be given leases is not barred. Memory is bounded b
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from echo2.base.ids import LeaseId, PeerId, Version
-from echo2.base.rollout import GroupSpec
 from echo2.control.waits import ceiling_s
-from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivery
+from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivery, prompt_digest
 
 CLAIM_MARGIN = 2.0  # a worker that sometimes waits for work is faster than it could show
 GROWTH = 2.0  # as in slow start of TCP
@@ -388,8 +385,3 @@ class WorkerRecords:
         if used == 0 or (has_earned and len(record.held) < UNPROVEN_GROUPS_MAX):
             return ""
         return "it has delivered nothing yet: the learner must admit one of its rollouts before it gets more"
-
-
-def prompt_digest(spec: GroupSpec) -> str:
-    """A digest of the prompt, the same in every group."""
-    return hashlib.sha256(array("Q", spec.prompt_token_ids).tobytes()).hexdigest()[:12]

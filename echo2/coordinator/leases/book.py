@@ -6,20 +6,25 @@
                              '---- handed back, refused, expired, worker lost or silent; offered again: it was not whole
     from any of them: closed by the learner, or not on its list --> gone
 
+    a worker: silent --wants some, and is allowed--> open --is full, wants none, reconnected, lost--> silent
+                                              '-- no room for now: it holds all that it may, or it is barred (fleet/record)
+
 A requeued group goes on as a continuation: tokens that the learner holds are not sampled again, so each of these paths costs
 little.
 
 Each public method that takes the time is one call from outside and returns the actions that follow, in order. Guarantees: a
 group has at most one lease, and each lease of a group has a higher attempt number than the one before, so the learner can tell
-a late worker from the present one; a worker never gets a group that its version does not allow (queue); a lease without
-progress for `lease_timeout_s` goes to another worker as a continuation, and so does one whose claimed progress does not reach
-the learner; how much a worker may hold depends on what it has delivered and failed (fleet/record); a group that the learner
-does not list is not leased; every change that must outlive the process is saved (`Save`) before its consequences are sent, in
-the order of the actions. `lease_waits` reports why groups wait.
+a late worker from the present one; a worker never gets a group that its version does not allow; a lease without progress for
+`lease_timeout_s` goes to another worker as a continuation, and so does one whose claimed progress does not reach the learner;
+how much a worker may hold depends on what it has delivered and failed (fleet/record); a group that the learner does not list is
+not leased; among the workers that may have a group, the one that will finish its leases soonest gets it; of equals, the one that
+has waited longest; every change that must outlive the process is saved (`Save`) before its consequences are sent, in the order of
+the actions. `lease_waits` (planning/advice) reports why groups wait.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -32,16 +37,22 @@ from echo2.control.waits import ceiling_s
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivery
-from echo2.coordinator.leases.requests import (
+from echo2.coordinator.leases.lease import (
+    Action,
     Evaluators,
     ExpectedLength,
+    GroupPhase,
+    Lease,
     LeaseQueue,
-    LeaseRequests,
+    LeaseRequest,
     LeaseRules,
+    Note,
+    OpenGroup,
+    P,
     Ranking,
+    WorkerDelivery,
     may_take,
-)
+)  # fmt: skip
 from echo2.staleness.rule import may_begin
 
 REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often
@@ -57,7 +68,7 @@ def _from_outside(
 
     @wraps(method)
     def call(self: LeaseBook, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Action]:
-        self.requests.now = now
+        self.now = now
         return list(method(self, now, *args, **kwargs))
 
     return call
@@ -69,11 +80,13 @@ class LeaseBook:
     groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     counts: le.LeaseCounts = field(default_factory=le.LeaseCounts)
-    requests: LeaseRequests = field(init=False)
+    wanting: OrderedDict[PeerId, LeaseRequest] = field(default_factory=OrderedDict)
+    allowed: set[PeerId] = field(default_factory=set)
+    rates: dict[PeerId, float] = field(default_factory=dict)
+    now: float = 0.0
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
     offered_at: float = 0.0
     _queue: LeaseQueue = field(init=False)
-    _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
     _evaluators: Evaluators = field(init=False)
     records: WorkerRecords = field(init=False)
 
@@ -81,13 +94,10 @@ class LeaseBook:
         self._queue = LeaseQueue(self.rules.staleness_bound)
         self._evaluators = Evaluators(self.rules.lease_timeout_s)
         self.records = WorkerRecords(self.rules.lease_timeout_s)
-        self.requests = LeaseRequests(self.rules, self.records, self.lease_count, lambda: self.open_groups)
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
         """Takes over what an earlier process saved. Call it before anything else."""
-        for lease in leases:
-            self.leases[lease.lease_id] = lease
-            self._of_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
+        self.leases = {lease.lease_id: lease for lease in leases}
         for group in groups:
             if group.phase is GroupPhase.LEASED and (group.lease_id is None or group.lease_id not in self.leases):
                 group.phase, group.lease_id = GroupPhase.QUEUED, None
@@ -212,10 +222,12 @@ class LeaseBook:
     @_from_outside
     def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
         """A worker's session began. `held`: the leases that it still holds."""
-        self.requests.wanting.pop(worker_id, None)  # which it has to make anew
-        for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
-            lease = self.leases[lease_id]
-            yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
+        self.wanting.pop(worker_id, None)  # which it has to make anew
+        still = {one.lease_id for one in held}
+        for lease in [one for one in self.leases_of(worker_id) if one.lease_id not in still]:
+            yield Note(
+                "lease", f"{worker_id} came back without lease {lease.lease_id}; its group {lease.group_id} is queued"
+            )
             yield from self._take_back(lease, now, 0.0, MISSING)
         for one in held:
             known = self.leases.get(one.lease_id)
@@ -230,19 +242,24 @@ class LeaseBook:
     @_from_outside
     def allow(self, now: float, worker_id: PeerId, is_allowed: bool) -> Iterator[Action]:
         """Whether a worker may be given new leases. The leases that it holds continue either way."""
-        (self.requests.allowed.add if is_allowed else self.requests.allowed.discard)(worker_id)
+        (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
         yield from self._match(now)
 
     @_from_outside
     def request(self, now: float, worker_id: PeerId, free_rollouts: int, version: Version) -> Iterator[Action]:
-        """How many more rollouts a worker wants to hold now: a level, not an addition."""
-        self.requests.on_request(worker_id, free_rollouts, version)
+        """How many more rollouts a worker wants to hold now: a level, not an addition. The time since when it has been waiting
+        stays: otherwise a worker that repeats its request often would never be first."""
+        known = self.wanting.get(worker_id)
+        if free_rollouts <= 0:
+            self.wanting.pop(worker_id, None)
+        else:
+            self.wanting[worker_id] = LeaseRequest(free_rollouts, version, known.since if known else now)
         yield from self._overtake(now)
         # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
         yield from self._match(now, None if self._queue.has_exact else worker_id)
 
     def rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
-        self.requests.rates[worker_id] = rollouts_per_s
+        self.rates[worker_id] = rollouts_per_s
 
     def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
@@ -304,7 +321,9 @@ class LeaseBook:
     @_from_outside
     def lose(self, now: float, worker_id: PeerId, reason: str) -> Iterator[Action]:
         """The worker is gone or banned: its leases go to others."""
-        self.requests.on_loss(worker_id)
+        self.wanting.pop(worker_id, None)
+        self.allowed.discard(worker_id)
+        self.rates.pop(worker_id, None)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, 0.0, LOST)  # back before another took it, it may have it
@@ -357,7 +376,7 @@ class LeaseBook:
     def _overtake(self, now: float) -> Iterator[Action]:
         """Takes evaluation leases that are overdue from their workers, if another worker at their version wants some."""
         for lease, version in self._evaluators.overdue(self.leases, now):
-            if self.requests.has_another(lease.worker_id, version):
+            if self._has_another(lease.worker_id, version):
                 text = f"it had the question for {now - lease.granted_at:.0f} s, far longer than leases usually take"
                 yield Note("lease", f"evaluation group {lease.group_id} leaves {lease.worker_id}: {text}")
                 self.counts.moved += 1
@@ -371,24 +390,20 @@ class LeaseBook:
         """Hands queued groups to workers that want some, the most urgent group first. `only`: match this worker alone."""
         if not len(self._queue):
             return
-        requests = self.requests.open(only)
+        requests = self.open_requests(only)
         if not requests:
             return
         # With no training work, queued or leased, every willing worker may evaluate.
         trains = self._queue.paced_count or len(self.leases) > len(self._evaluators)
         for version in self._queue.exact_versions({request.version for request in requests.values()}):
-            willing = sorted((w for w, r in requests.items() if r.version == version), key=self.requests.backlog_s)
-            chosen = (
-                self._evaluators.chosen(version, willing, self.requests.allowed, self.requests.rate)
-                if trains
-                else willing
-            )
-            examining = self.requests.ranked({worker_id: requests.pop(worker_id) for worker_id in chosen})
+            willing = sorted((w for w, r in requests.items() if r.version == version), key=self._backlog_s)
+            chosen = self._evaluators.chosen(version, willing, self.allowed, self._rate) if trains else willing
+            examining = self._ranked({worker_id: requests.pop(worker_id) for worker_id in chosen})
             for group_id in self._queue.exact(version):
                 yield from self._hand_out(self.groups[group_id], examining, now)
             requests |= examining.members
         request_count, newest = len(requests), max((r.version for r in requests.values()), default=Version(0))
-        ranking = self.requests.ranked(requests)
+        ranking = self._ranked(requests)
         for step, group_id in self._queue.paced():
             if not requests or not may_begin(newest, step, self.rules.staleness_bound):
                 return  # the queue is sorted by consume_step: all groups behind need the same or a newer version
@@ -400,19 +415,74 @@ class LeaseBook:
         """Leases the group to the best of `requests`, if any may have it. Drops workers from `requests` that can hold no more."""
         if now < group.not_before:
             return
-        worker_id = self.requests.best(group, requests)
+        worker_id = self._best(group, requests)
         if worker_id is None:
             return
         self._queue.remove(group)
         yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
-        self.requests.take(worker_id, group.spec.rollout_count)
-        if worker_id in self.requests.wanting and self.requests.has_room(worker_id):
+        request = self.wanting[worker_id]
+        request.free_rollouts -= group.spec.rollout_count
+        if request.free_rollouts <= 0:
+            del self.wanting[worker_id]
+        if worker_id in self.wanting and self._has_room(worker_id):
             requests.place_again(worker_id)
         else:
             requests.drop(worker_id)
         if self.records.are_trials_full(self.open_groups):  # newcomers hold their share: the others have to wait
-            for full in [w for w in requests.members if not self.requests.has_room(w)]:
+            for full in [w for w in requests.members if not self._has_room(w)]:
                 requests.drop(full)
+
+    # ---- who is next
+
+    def open_requests(self, only: PeerId | None = None) -> dict[PeerId, LeaseRequest]:
+        """Workers that may be given a lease now. `only`: consider this worker alone."""
+        wanting = self.wanting if only is None else {only: self.wanting[only]} if only in self.wanting else {}
+        return {w: request for w, request in wanting.items() if w in self.allowed and self._has_room(w)}
+
+    def _has_another(self, worker_id: PeerId, version: Version) -> bool:
+        """Whether another worker than this may be given an evaluation of `version` now."""
+        return any(
+            request.version == version and other != worker_id and self.records.may_evaluate(other, version, self.now)
+            for other, request in self.open_requests().items()
+        )
+
+    def _ranked(self, requests: dict[PeerId, LeaseRequest]) -> Ranking:
+        return Ranking(requests, lambda w: (self._backlog_s(w), requests[w].since, w))
+
+    def _best(self, group: OpenGroup, requests: Ranking) -> PeerId | None:
+        """The worker in `requests` that gets the group; None if none may have it now."""
+        group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > self.now}
+        warm = group.preferred
+        waits = self.now < group.waits_until and warm in self.allowed and warm not in group.avoid
+        if warm in requests.members and self._may_have(group, warm, requests.members[warm]):
+            return warm
+        if waits:
+            return None
+        return next((w for w in requests if self._may_have(group, w, requests.members[w])), None)
+
+    def _may_have(self, group: OpenGroup, worker_id: PeerId, request: LeaseRequest) -> bool:
+        exact = group.spec.exact_version
+        return (
+            worker_id not in group.avoid and self._has_room(worker_id)
+            and may_take(group.spec, request.version, self.rules.staleness_bound)
+            and (exact is None or self.records.may_evaluate(worker_id, exact, self.now))
+        )  # fmt: skip
+
+    def _backlog_s(self, worker_id: PeerId) -> float:
+        return self.lease_count(worker_id) / (self._rate(worker_id) or 1.0)
+
+    def _rate(self, worker_id: PeerId) -> float:
+        """The rate that the worker claims, as far as its deliveries support it: otherwise a lie would attract all groups."""
+        return self.records.of(worker_id).believed_per_s(self.rates.get(worker_id, 0.0))
+
+    def _has_room(self, worker_id: PeerId) -> bool:
+        return not self.limit_of(worker_id)
+
+    def limit_of(self, worker_id: PeerId) -> str:
+        """What keeps the worker from one more group, in words; empty if nothing does."""
+        if self.lease_count(worker_id) >= self.rules.leases_per_worker_max:
+            return f"it holds {self.rules.leases_per_worker_max} leases, the most that a worker may"
+        return self.records.limit_of(worker_id, self.open_groups, self.allowed, self.now)
 
     # ---- state changes
 
@@ -424,7 +494,6 @@ class LeaseBook:
         lease_id = lease_id or le.lease_id_of(group.spec.group_id, attempt)
         deadline = now + self.rules.lease_timeout_s
         lease = self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
-        self._of_worker.setdefault(worker_id, set()).add(lease_id)
         group.phase, group.lease_id, group.attempts, group.since = GroupPhase.LEASED, lease_id, attempt, now
         group.preferred, group.last_worker = None, worker_id
         self.records.on_grant(worker_id, lease_id, group.spec.rollout_count)
@@ -448,10 +517,6 @@ class LeaseBook:
         del self.leases[lease.lease_id]
         self.records.on_return(lease.worker_id, lease.lease_id, is_finished)
         self._evaluators.on_return(lease.lease_id)
-        held = self._of_worker[lease.worker_id]
-        held.discard(lease.lease_id)
-        if not held:
-            del self._of_worker[lease.worker_id]
         yield le.Save("leases", lease.lease_id)
 
     def _take_back(self, lease: Lease, now: float, avoid_s: float, way: str = "") -> Iterator[Action]:
@@ -473,7 +538,7 @@ class LeaseBook:
 
     def set_staleness_bound(self, bound: int) -> None:
         """From now on groups go to workers by this bound."""
-        self.rules = self.requests.rules = replace(self.rules, staleness_bound=bound)
+        self.rules = replace(self.rules, staleness_bound=bound)
         self._queue.staleness_bound = bound
 
     # ---- questions
@@ -491,13 +556,15 @@ class LeaseBook:
         return None if (first := self._queue.first) is None else self.groups[first]
 
     def has_work_for(self, workers: Iterable[PeerId]) -> bool:
-        return self._queue.has_work_for({self.requests.wanting[worker_id].version for worker_id in workers})
+        return self._queue.has_work_for({self.wanting[worker_id].version for worker_id in workers})
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
-        return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
+        record = self.records.workers.get(worker_id)
+        return [self.leases[lease_id] for lease_id in sorted(record.held)] if record is not None else []
 
     def lease_count(self, worker_id: PeerId) -> int:
-        return len(self._of_worker.get(worker_id, ()))
+        record = self.records.workers.get(worker_id)
+        return len(record.held) if record is not None else 0
 
 
 # Chooses which stragglers would finish faster on another worker, near the end of a step's demand. Pure.
@@ -545,7 +612,7 @@ def pace_of(member: Member) -> WorkerPace:
 
 def is_quiet(book: LeaseBook, now: float) -> bool:
     """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use that room."""
-    idle = book.requests.open()
+    idle = book.open_requests()
     is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
     return is_over and not book.has_work_for(idle)
 
@@ -557,7 +624,7 @@ def moves(
     room that would finish it first."""
     speeds = {worker: pace.tokens_per_s for worker, pace in paces.items()}
     room = {
-        worker: request.free_rollouts for worker, request in book.requests.open().items() if speeds.get(worker, 0) > 0
+        worker: request.free_rollouts for worker, request in book.open_requests().items() if speeds.get(worker, 0) > 0
     }
     if not room or book.has_work_for(room):
         return []
@@ -568,7 +635,7 @@ def moves(
         fit = [
             worker for worker, free in room.items()
             if free >= spec.rollout_count and worker != lease.worker_id
-            and may_take(spec, book.requests.wanting[worker].version, book.rules.staleness_bound)
+            and may_take(spec, book.wanting[worker].version, book.rules.staleness_bound)
         ]  # fmt: skip
         if not fit:
             continue

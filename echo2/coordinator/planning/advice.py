@@ -383,7 +383,7 @@ def lease_waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = 
 def bar_text(book: LeaseBook, worker_id: PeerId, now: float) -> str:
     """For how long the worker is barred by what it failed, and why; empty if it is not."""
     record = book.records.of(worker_id)
-    if now >= record.barred_until or not book.records.is_barred(worker_id, book.requests.allowed, now):
+    if now >= record.barred_until or not book.records.is_barred(worker_id, book.allowed, now):
         return ""
     return f"given no leases for {record.barred_until - record.barred_at:.0f} s: {record.why}"
 
@@ -401,11 +401,11 @@ def why_no_lease(book: LeaseBook, member: Member, now: float) -> str:
         return f"{member.activation.value}: {member.activation_reason}"
     if barred := bar_text(book, worker_id, now):
         return barred
-    request = book.requests.wanting.get(worker_id)
+    request = book.wanting.get(worker_id)
     if request is None:
         held = book.lease_count(worker_id)
         return f"it asks for none: it is full with {_count(held, 'lease')}" if held else "it does not ask for any yet"
-    if limit := book.requests.limit_of(worker_id):
+    if limit := book.limit_of(worker_id):
         return limit
     if not book.queued:
         return "no group waits for a worker"
@@ -429,8 +429,8 @@ def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
 
 
 def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
-    active = book.requests.allowed
-    allowed = [(worker, request) for worker, request in book.requests.wanting.items() if worker in active]
+    active = book.allowed
+    allowed = [(worker, request) for worker, request in book.wanting.items() if worker in active]
     need = group.spec.consume_step - book.rules.staleness_bound
     if now < group.not_before:
         return f"the learner refused the last attempt at {group.spec.group_id}"
@@ -444,6 +444,6 @@ def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
     newest = max(request.version for _, request in allowed)
     if exact is None and newest < need:
         return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
-    if not book.requests.open():
+    if not book.open_requests():
         return f"{len(allowed)} willing workers must deliver what they hold before they are given more"
     return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

@@ -13,7 +13,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.requests import ExpectedLength, LeaseRules
+from echo2.coordinator.leases.lease import ExpectedLength, LeaseRules
 from echo2.coordinator.planning.advice import lease_waits, slowest
 
 BOUND = 4

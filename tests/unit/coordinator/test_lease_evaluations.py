@@ -8,7 +8,7 @@ from echo2.base.ids import PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.requests import EVALUATION_SHARE, Evaluators, may_take
+from echo2.coordinator.leases.lease import EVALUATION_SHARE, Evaluators, may_take
 from echo2.coordinator.planning.advice import lease_waits
 from tests.unit.coordinator.test_lease_book import A, B, C, book, ends, exam, grants, ready, spec
 

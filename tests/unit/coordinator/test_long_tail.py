@@ -10,8 +10,7 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import MOVES_PER_GROUP_MAX, QUIET_S, LeaseBook, WorkerPace, is_quiet, moves
-from echo2.coordinator.leases.lease import LeaseRequest
-from echo2.coordinator.leases.requests import LeaseRules
+from echo2.coordinator.leases.lease import LeaseRequest, LeaseRules
 from tests.unit.coordinator.test_lease_book import ends, grants, ready
 
 SLOW, FAST, THIRD = PeerId("slow"), PeerId("fast"), PeerId("third")
@@ -71,9 +70,7 @@ def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(
     if why == "queued group":
         book.request(now, FAST, 0, Version(0))
         book.offer(now, (spec("h"),))
-        book.requests.wanting[FAST] = LeaseRequest(
-            SIZE, Version(0), now
-        )  # between the word of its room and the next match
+        book.wanting[FAST] = LeaseRequest(SIZE, Version(0), now)  # between the word of its room and the next match
     assert found(book, **({"fast": 5.0} if why == "no faster worker" else {})) == []
 
 

@@ -73,7 +73,7 @@ async def test_when_the_state_cannot_be_saved_nothing_is_told_nothing_later_is_s
             await worker.hello()
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
             store, commands = daemon.hub.state.store, Commands(daemon.hub, "h", 1, [], {})
-            while not daemon.hub.book.requests.wanting:
+            while not daemon.hub.book.wanting:
                 await asyncio.sleep(0.01)
             store.is_full = True
             await learner.say(offer=pb.OfferGroups(groups=[group("g1")]))
