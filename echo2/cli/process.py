@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from echo2.base.clock import Pace
 from echo2.base.errors import DiskFull, EchoError, ResourceError
-from echo2.coordinator.fleet.tokens import RateLimiter
 
 FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 PARENT = "ECHO2_PARENT"  # variable with the process id of the command that started this process and must not outlive
@@ -74,10 +74,10 @@ class LogRateLimit(logging.Filter):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock, self._lines, self._unsaid = clock, RateLimiter(LINES_PER_S, LINES_BURST), 0
+        self._clock, self._lines, self._unsaid = clock, Pace(LINES_PER_S, LINES_BURST), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self._lines.take("", self._clock()) > 0:
+        if self._lines.wait_s("", self._clock()) > 0:
             self._unsaid += 1
             return False
         if self._unsaid:

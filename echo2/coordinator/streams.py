@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from echo2.base.clock import Pace
 from echo2.base.errors import (
     ConfigError,
     EchoError,
@@ -29,8 +30,7 @@ from echo2.base.ids import LeaseId, PeerId, RunId, Version
 from echo2.broadcast.reachability import NAMED_MAX, Access, dialable
 from echo2.coordinator.fleet.enrolment import caller_host, check_protocol
 from echo2.coordinator.fleet.members import OF_LINK, Activation
-from echo2.coordinator.fleet.tokens import RateLimiter
-from echo2.coordinator.hub import WORKERS_MAX, Hub
+from echo2.coordinator.hub import Hub
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.planning.advice import bar_text
 from echo2.outside import monotonic
@@ -275,8 +275,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._rates = RateLimiter(MESSAGES_PER_S, MESSAGES_BURST, WORKERS_MAX)
-        self._hellos = RateLimiter(HELLOS_PER_S, HELLOS_BURST, WORKERS_MAX)
+        self._messages = Pace(MESSAGES_PER_S, MESSAGES_BURST)
+        self._hellos = Pace(HELLOS_PER_S, HELLOS_BURST)
         self._newcomers = FairShares()
         self._refusals = Refusals(_log)
         self._streams: set[asyncio.Task[None]] = set()
@@ -298,7 +298,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             if not isinstance(first, Message):
                 return
-            early_s = self._hellos.take(caller.peer_id, self._hub.clock.now())
+            early_s = self._hellos.wait_s(caller.peer_id, self._hub.clock.now())
             if early_s > 0:
                 raise LimitExceeded(
                     f"{caller.peer_id}: too many streams, expected the next in {early_s:.1f} s or later"
@@ -353,7 +353,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         peer_id = caller.peer_id
         try:
             while isinstance(message := await context.read(), Message):
-                early_s = self._rates.take(peer_id, self._hub.clock.now())
+                early_s = self._messages.wait_s(peer_id, self._hub.clock.now())
                 if early_s > 0:  # back-pressure: the stream's window fills while we do not read
                     await asyncio.sleep(early_s)
                 if not session.is_open:  # a newer stream has replaced this one: its messages are outdated

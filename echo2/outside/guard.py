@@ -117,25 +117,6 @@ class FairShares:
         return known
 
 
-class Pace:
-    """Limits the rate of a caller's calls: BURST at once, then PER_S a second; further calls queue."""
-
-    PER_S, BURST, WAIT_MAX_S = 20.0, 200, 5.0
-
-    def __init__(self) -> None:
-        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def wait_s(self, caller: str, now: float) -> float:
-        """Seconds that the next call must wait. Above WAIT_MAX_S, refuse it after WAIT_MAX_S; it then uses up no turn."""
-        level, at = self._levels.pop(caller, (float(self.BURST), now))
-        level = min(float(self.BURST), level + (now - at) * self.PER_S)
-        wait_s = max(0.0, 1.0 - level) / self.PER_S
-        self._levels[caller] = (level - 1.0 if wait_s <= self.WAIT_MAX_S else level, now)
-        while len(self._levels) > PEERS_MAX:
-            self._levels.popitem(last=False)
-        return wait_s
-
-
 MISHAPS = Mishaps()
 """The mishaps of this process."""
 

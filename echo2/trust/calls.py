@@ -22,15 +22,21 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from echo2.base.clock import Pace
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage
 from echo2.outside import MACHINE, here, monotonic
-from echo2.outside.guard import MISHAPS, FairShare, FairShares, Pace, Refusals
+from echo2.outside.guard import MISHAPS, FairShare, FairShares, Refusals
 from echo2.outside.net import Shown
 from echo2.trust.ports import DOORS, PortLimits
 from echo2.wire.bounds import limits_of, parsed
 
 BODY_S = 20.0  # 16 MiB over a link of 7 Mbit/s; a unary call's message is far smaller
 CALLS_PER_CALLER = 64  # more than any role keeps open: a stream, reports, requests
+CALLS_PER_S, CALLS_BURST, CALL_WAIT_S_MAX = (
+    20.0,
+    200,
+    5.0,
+)  # of a caller: further calls queue, and wait so long at most
 OVER_MAX = 200  # calls beyond the pace, without one within it: then the connection is ended
 _log = logging.getLogger("echo2.ports")
 # How a kind of error travels; any other is told as UNAUTHENTICATED.
@@ -81,7 +87,7 @@ class _Gate:
     def __init__(self, admit: Callable[[Any], tuple[str, float]]) -> None:
         self._admit = admit
         self._open: Counter[str] = Counter()
-        self._pace = Pace()
+        self._pace = Pace(CALLS_PER_S, CALLS_BURST, CALL_WAIT_S_MAX)
         self._over: Counter[str] = Counter()
         self._shares = FairShares()
         self._refusals = Refusals(_log)
@@ -90,7 +96,7 @@ class _Gate:
         """Admits the caller and waits for its turn; returns its name and share. LimitExceeded if it calls too often."""
         caller, share = self._admit(context)
         wait_s = self._pace.wait_s(caller, monotonic())
-        if wait_s <= Pace.WAIT_MAX_S:
+        if wait_s <= CALL_WAIT_S_MAX:
             self._over.pop(caller, None)
         else:
             self._over[caller] += 1
@@ -98,9 +104,9 @@ class _Gate:
                 self._over.clear()
                 DOORS.offended(context.peer())
         if wait_s > 0:
-            await asyncio.sleep(min(wait_s, Pace.WAIT_MAX_S))
-        if wait_s > Pace.WAIT_MAX_S:
-            raise LimitExceeded(f"{caller}: expected at most {Pace.PER_S:.0f} calls a second")
+            await asyncio.sleep(min(wait_s, CALL_WAIT_S_MAX))
+        if wait_s > CALL_WAIT_S_MAX:
+            raise LimitExceeded(f"{caller}: expected at most {CALLS_PER_S:.0f} calls a second")
         return caller, self._shares.of(caller, share)
 
     def gated(self, method: str, handler: Any) -> Any:

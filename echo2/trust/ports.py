@@ -337,9 +337,8 @@ class Doors:
     ended: int = 0
     _ports: dict[int, PortLimits] = field(default_factory=dict)
     _http_ports: set[int] = field(default_factory=set)
-    _callers: dict[tuple[int, Remote], Caller] = field(default_factory=dict)
-    _by_remote: dict[Remote, Caller] = field(default_factory=dict)
-    _known_early: dict[Remote, Caller] = field(default_factory=dict)
+    _callers: dict[tuple[int, Remote], Caller] = field(default_factory=dict)  # as the last scan saw them
+    _by_remote: dict[Remote, Caller] = field(default_factory=dict)  # the newest, and those that no scan has seen yet
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _floods: Floods = field(default_factory=Floods)
@@ -419,9 +418,9 @@ class Doors:
 
     def _caller(self, remote: Remote) -> Caller | None:
         """Found by a scan, or heard of after the last one; None when there is no room for it."""
-        known = self._by_remote.get(remote) or self._known_early.get(remote)
-        if known is None and self._ports and len(self._known_early) < EARLY_MAX:
-            known = self._known_early[remote] = Caller(0, remote, monotonic())
+        known = self._by_remote.get(remote)
+        if known is None and self._ports and len(self._by_remote) - len(self._callers) < EARLY_MAX:
+            known = self._by_remote[remote] = Caller(0, remote, monotonic())
         return known
 
     def look(self, now: float) -> int:
@@ -471,15 +470,16 @@ class Doors:
             caller = self._callers.get(key)
             if caller is None or received_bytes < caller.received_bytes:  # same ports, but a new connection
                 port, remote = key
-                caller = self._known_early.pop(remote, None) or Caller(port, remote, now)
+                early = self._by_remote.get(remote)
+                caller = early if early is not None and not early.port else Caller(port, remote, now)
                 caller.port, caller.since = port, now
                 self._callers[key] = self._by_remote[remote] = caller
                 self._limit(caller)
             caller.fd, caller.received_bytes = fd, received_bytes
-        for remote, early in list(self._known_early.items()):
+        for remote, early in [known for known in self._by_remote.items() if not known[1].port]:
             early.looks += 1  # it may have come while this look was under way: the next one sees it
             if early.looks > 1:
-                del self._known_early[remote]
+                del self._by_remote[remote]
 
     def _end(self, reason: str, callers: list[Caller]) -> int:
         ended = sum(_shut(caller) for caller in callers)

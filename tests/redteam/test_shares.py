@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from echo2.base.clock import Pace
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import ArtifactId, Header
@@ -24,7 +25,7 @@ from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import ChunkStore
 from echo2.coordinator.streams import CoordinatorService
 from echo2.learner.rollouts import ingest as ingest_module
-from echo2.outside.guard import FairShare, FairShares, Pace
+from echo2.outside.guard import FairShare, FairShares
 from echo2.trust import calls, tls
 from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
 from echo2.trust.ports import (
@@ -97,20 +98,20 @@ def test_a_caller_is_charged_for_its_handshake_its_calls_and_bytes_that_no_messa
 
 
 def test_calls_beyond_the_pace_wait_behind_one_another_and_those_too_late_take_nobodys_turn() -> None:
-    pace = Pace()
-    assert [pace.wait_s("w1", 0.0) for _ in range(Pace.BURST)] == [0.0] * Pace.BURST
+    pace = Pace(20.0, 200, 5.0)
+    assert [pace.wait_s("w1", 0.0) for _ in range(200)] == [0.0] * 200
     waits = [pace.wait_s("w1", 0.0) for _ in range(1000)]
-    assert waits[:3] == [pytest.approx(n / Pace.PER_S) for n in (1, 2, 3)]
-    assert max(waits) == pytest.approx(Pace.WAIT_MAX_S + 1 / Pace.PER_S)
+    assert waits[:3] == [pytest.approx(n / 20.0) for n in (1, 2, 3)]
+    assert max(waits) == pytest.approx(5.0 + 1 / 20.0)
     assert pace.wait_s("w2", 0.0) == 0.0
-    assert pace.wait_s("w1", Pace.WAIT_MAX_S) <= 2 / Pace.PER_S, "the thousand that were refused are not waited for"
+    assert pace.wait_s("w1", 5.0) <= 2 / 20.0, "the thousand that were refused are not waited for"
 
 
 def test_refused_calls_go_at_a_pace_and_fill_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Pace, "BURST", 20)
-    monkeypatch.setattr(Pace, "PER_S", 50.0)
+    monkeypatch.setattr(calls, "CALLS_BURST", 20)
+    monkeypatch.setattr(calls, "CALLS_PER_S", 50.0)
 
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:

@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 import grpc
 
+from echo2.base.clock import Pace
 from echo2.base.errors import (
     BadToken,
     EchoError,
@@ -33,7 +34,7 @@ from echo2.base.errors import (
     VersionMismatch,
 )
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
-from echo2.coordinator.fleet.tokens import RateLimiter, Token
+from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import Hub
 from echo2.outside import monotonic
 from echo2.outside.guard import Refusals
@@ -82,12 +83,12 @@ class Callers:
         self, hub: Hub, what: str, calls_per_s: float = ENROLMENTS_PER_S, burst: int = ENROLMENTS_BURST
     ) -> None:
         self._hub, self._what = hub, what
-        self._rates, self._refusals = RateLimiter(calls_per_s, burst), Refusals(_log)
+        self._rates, self._refusals = Pace(calls_per_s, burst), Refusals(_log)
 
     def admit(self, context: Any) -> tuple[str, float]:
         """The caller's host, and the time. LimitExceeded if it calls too often."""
         host, now = caller_host(context), self._hub.clock.now()
-        early_s = self._rates.take(host, now)
+        early_s = self._rates.wait_s(host, now)
         if early_s > 0:
             raise LimitExceeded(
                 f"{self._what} from {host}: too many tries, expected the next in {early_s:.1f} s or later"

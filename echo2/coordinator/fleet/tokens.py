@@ -1,4 +1,4 @@
-"""Join tokens, and a rate limit on attempts to use them.
+"""Join tokens.
 
 Guarantees: a token is stored only as its SHA-256 (it carries 256 random bits, so no slow hash is needed); a token that is
 unknown, expired, used up, revoked or for another role is refused with the reason; a peer that enrols again with the same token
@@ -9,7 +9,6 @@ it does; of a token without a limit of its own USES_DEFAULT peers are kept at mo
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from echo2.base.errors import BadToken, LimitExceeded, MalformedMessage, NotAllowed
@@ -160,24 +159,3 @@ class TokenBook:
             raise BadToken(f"expected the id of a token of this run, got {token_id[:40]!r}")
         token.is_revoked = True
         return token
-
-
-@dataclass(slots=True)
-class RateLimiter:
-    """A token bucket per key: holds `burst` and refills at `per_s`. Beyond `keys_max` keys, the least recently used is
-    forgotten."""
-
-    per_s: float
-    burst: int
-    keys_max: int = 10_000
-    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
-
-    def take(self, key: str, now: float) -> float:
-        """Returns 0.0 if the call may go on, else the number of seconds to wait."""
-        level, at = self._buckets.pop(key, (float(self.burst), now))
-        level = min(float(self.burst), level + max(0.0, now - at) * self.per_s)
-        short = max(0.0, (1.0 - level) / self.per_s)
-        self._buckets[key] = (level - 1.0 if short == 0.0 else level, max(at, now))
-        while len(self._buckets) > self.keys_max:
-            self._buckets.popitem(last=False)
-        return short

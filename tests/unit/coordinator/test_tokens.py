@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2.base.clock import Pace
 from echo2.base.errors import BadToken, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFAULT, RateLimiter, TokenBook
+from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFAULT, TokenBook
 
 SECRET = "s" * 43
 
@@ -86,11 +87,11 @@ def test_a_wish_out_of_range_is_refused_and_so_is_one_token_too_many() -> None:
 
 @given(pauses=st.lists(st.floats(0, 2), max_size=100))
 def test_no_more_pass_than_the_burst_and_the_rate_allow_and_no_caller_starves_another(pauses: list[float]) -> None:
-    limiter, now, passed = RateLimiter(per_s=2.0, burst=5), 0.0, 0
+    limiter, now, passed = Pace(per_s=2.0, burst=5), 0.0, 0
     for pause_s in pauses:
         now += pause_s
-        wait_s = limiter.take("x", now)
+        wait_s = limiter.wait_s("x", now)
         passed += wait_s == 0.0
         assert wait_s <= 0.5 + 1e-6
     assert passed <= 5 + 2.0 * now + 1e-6
-    assert limiter.take("another", now) == 0.0
+    assert limiter.wait_s("another", now) == 0.0

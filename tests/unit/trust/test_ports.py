@@ -142,7 +142,7 @@ def test_who_proves_itself_while_a_look_is_under_way_that_has_not_seen_it_is_kno
         doors.know("ipv4:127.0.0.1:9", "gone")
         doors.look(20.0)
         doors.look(21.0)
-        assert not doors._known_early, "who never came is forgotten"
+        assert len(doors._by_remote) == len(doors._callers), "who never came is forgotten"
 
 
 FLOODER, OTHER = "127.0.0.2", "127.0.0.3"
