@@ -13,6 +13,9 @@ with the CPU that a stream costs either side (a handshake of mutual TLS, a hello
 share the cores. The state that each kill leaves is copied before the restart and held against what the fleet had been
 told, and the whole history against the invariants (coordinator_history): the number of violations is a row of the table.
 
+Before that, a few hundred workers join a coordinator of their own, one that has nothing else to do: its CPU for each. After the
+window the page's state is asked for, again at once and a second of heartbeats later: the time until it is there.
+
 It ends by itself within `--limit-s`, with what it was doing then, when it is not through by then.
 """
 
@@ -31,20 +34,24 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.coordinator_load import Ledger, Shape, run_load
+from benchmarks.coordinator_load import Issuer, Ledger, Shape, SimWorker, run_load
 from echo2.base.ids import RunId
 from echo2.coordinator.store import SqlStore, StateSnapshot
+from echo2.trust.identity import Role
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 RUN = RunId("bench")
 RECOVERY_S_MAX = 60.0
 HEARTBEAT_S = 5.0
 LAG_LOOK_S, QUIET_S = 0.01, 3.0
+JOINS_MAX = 300  # CPU seconds enough for a clock of 10 ms
+STATES = 10  # of the page, of each kind
 _SERVE = """
 import asyncio, pathlib, sys
 from echo2.config.run import RunConfig, RunSection
@@ -126,6 +133,9 @@ class Outcome:
     load_cpu_ms_per_stream: list[float] = field(default_factory=list)
     grants_after: int = 0
     violations: list[str] = field(default_factory=list)
+    join_cpu_ms: float = 0.0
+    state_s: list[float] = field(default_factory=list)
+    state_later_s: list[float] = field(default_factory=list)
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -154,6 +164,8 @@ async def measure(
     outcome: Outcome, workers: int, seconds: float, groups_per_s: float, kills: int, doing: Callable[[str], None]
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
+        doing("joining")
+        outcome.join_cpu_ms = await _joins(Path(name) / "joins", min(workers, JOINS_MAX))
         folder, ledger = Path(name) / "run", Ledger()
         served = Served(folder)
         load: asyncio.Task[None] | None = None
@@ -169,6 +181,8 @@ async def measure(
             await _settled(ledger, served, workers, load)
             doing("measuring")
             await _window(outcome, ledger, served, seconds)
+            doing("asking for the page's state")
+            await asyncio.to_thread(_page, outcome, (folder / "links" / "dashboard.url").read_text().strip())
             states: list[tuple[Path, set[str]]] = []
             for number in range(kills):
                 doing(f"waiting for the fleet after kill {number + 1} of {kills}")
@@ -191,6 +205,42 @@ async def measure(
             if load is not None:
                 load.cancel()
                 await asyncio.gather(load, return_exceptions=True)
+
+
+async def _joins(folder: Path, count: int) -> float:
+    """CPU milliseconds of a coordinator for each worker that joins: handshake, hello, its answers, what is saved."""
+    served, ledger = Served(folder), Ledger()
+    try:
+        await served.wait_until_it_listens()
+        issuer = Issuer(folder, RUN, served.address)
+        workers = [SimWorker(n, issuer.credentials(Role.WORKER), ledger, 3600.0, 3600.0) for n in range(count)]
+        await asyncio.sleep(1.0)  # its start is over
+        before = served.cpu_s()
+        tasks = [asyncio.create_task(worker.run()) for worker in workers]
+        while len(ledger.connected) < count:
+            await asyncio.sleep(0.05)
+            served.check_alive()
+        await asyncio.sleep(0.5)
+        spent_s = served.cpu_s() - before
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return 1e3 * spent_s / count
+    finally:
+        served.kill()
+
+
+def _page(outcome: Outcome, address: str) -> None:
+    def asked() -> float:
+        began = time.monotonic()
+        with urllib.request.urlopen(f"{address}api/state") as answer:
+            answer.read()
+        return time.monotonic() - began
+
+    for _ in range(STATES):
+        time.sleep(1.0)
+        outcome.state_later_s.append(asked())
+        outcome.state_s.append(asked())
 
 
 async def _window(outcome: Outcome, ledger: Ledger, served: Served, seconds: float) -> None:
@@ -277,6 +327,9 @@ def rows_of(outcome: Outcome, workers: int) -> list[dict[str, object]]:
         row("heartbeats", outcome.heartbeats / outcome.window_s, "1/s", workers / HEARTBEAT_S, "higher"),
         row("load generator's CPU", outcome.load_cpu, "cores", 1.0),
         row("load generator's own lag, p99", 1e3 * percentile(outcome.load_lag_s, 0.99), "ms", 50),
+        row("a join, coordinator's CPU", outcome.join_cpu_ms, "ms", 10),
+        row("page's state, asked again at once, median", 1e3 * statistics.median(outcome.state_s), "ms", 20),
+        row("page's state, a second later, median", 1e3 * statistics.median(outcome.state_later_s), "ms", 20),
         row("cold start", outcome.start_s, "s", 1.0),
         row("listening again after SIGKILL, median", statistics.median(outcome.listening_s), "s", 1.5),
         row("recovery after SIGKILL, median", statistics.median(outcome.recovery_s), "s", 3.0),
