@@ -26,7 +26,7 @@ from echo2.base.errors import ConfigError, DiskFull, EchoError, PortBusy, StateE
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.enrolment import EnrolmentService, ProbeService, RenewalService
-from echo2.coordinator.fleet.tokens import token_hash
+from echo2.coordinator.fleet.tokens import ROLES, token_hash
 from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.learner import LearnerReachability
 from echo2.coordinator.leases.book import is_quiet, moves, pace_of
@@ -41,7 +41,7 @@ from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import cancel_all, noting
 from echo2.trust import tls
 from echo2.trust.enrolment import LOOK_S_MAX, renewal_due_unix_s
-from echo2.trust.identity import JoinLink, Role, RunAuthority
+from echo2.trust.identity import JoinLink, RunAuthority
 from echo2.trust.ports import SERVICES
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, probe_pb2_grpc
 
@@ -52,7 +52,6 @@ STOP_GRACE_S = 2.0  # for calls under way; nodes come back to the next process
 LINK_LIFETIME_S = 30 * 86_400.0  # longer than most runs; the same command makes a new link
 SWITCH_S = 0.0005  # after which a computing thread (planning) must let the loop run: a tenth of Python's own
 GARBAGE_GROWTH = 1.25  # of memory between two walks through all objects
-LINK_ROLES = (Role.WORKER, Role.LEARNER, Role.OPERATOR)  # each in a file of its own
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -269,7 +268,7 @@ class CoordinatorDaemon:
         """Writes the join links. Keeps each link's token if it is still valid, with the present address; else makes a new one."""
         commands = self._commands
         folder, now = links_folder(self.options.folder), commands.hub.clock.now()
-        for role in LINK_ROLES:
+        for role in ROLES:
             path = folder / f"{role.value}.link"
             link = _kept_link(path, commands, now)
             if link is None:

@@ -149,7 +149,7 @@ class Hub:
         self._save_error: EchoError | None = None
         self._ticks = 0
         self.ending = RunEnding(self, saved.meta)
-        self.learner = LearnerStream(self, saved.meta)
+        self.learner = LearnerStream(self)
         self._restore(saved)
 
     def _restore(self, saved: StateSnapshot) -> None:

@@ -92,19 +92,19 @@ class LearnerStream:
 
     role = Role.LEARNER
 
-    def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
+    def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.session: StreamSession[pb.LearnerOrder] | None = None
         self.is_back = asyncio.Event()
         self.rollouts = RolloutQuestions(self.send)
-        self._model_digest = meta.get("model_digest", "")
         self.left_because = ""  # the error that made it leave
 
     def check_model(self, peer_id: PeerId, hello: pb.WorkerHello) -> None:
         """VersionMismatch for a worker that holds weights of another model."""
-        if hello.model_digest and self._model_digest and hello.model_digest != self._model_digest:
+        digest = self._hub.board.model_digest
+        if hello.model_digest and digest and hello.model_digest != digest:
             raise VersionMismatch(
-                f"worker {hello.name or peer_id}: expected weights of model {self._model_digest[:16]}…, it holds "
+                f"worker {hello.name or peer_id}: expected weights of model {digest[:16]}…, it holds "
                 f"{hello.model_digest[:16]}…: empty its folder"
             )
 
@@ -137,13 +137,11 @@ class LearnerStream:
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
         hub.ending.check_learner()
-        is_news = hub.board.on_hello(peer_id, hello, self._model_digest, hub.clock.now())
+        is_news = hub.board.on_hello(peer_id, hello, hub.clock.now())
         hub.ending.reopen_for(hello)
         self.left_because = ""
         self.close()
         self.session = session
-        self._model_digest = hello.model_digest
-        hub.state.meta("model_digest", hello.model_digest)
         hub.state.meta("learner_peer_id", peer_id)
         hub.state.meta("learner_hello", hello.SerializeToString().hex())
         hub.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 from pydantic_core import to_json
 
-from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, RunFinished, TrustError
+from echo2.base.errors import EchoError, MalformedMessage, RunFinished, TrustError
 from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import LABEL_CHARS_MAX, Token
 from echo2.coordinator.hub import Hub
@@ -305,9 +305,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
 async def _for_operators(context: Any) -> AsyncIterator[None]:
     """Aborts the call if its caller is no operator, or if the block raises an error of echo2."""
     try:
-        caller = peer_of(context)
-        if caller.role is not Role.OPERATOR:
-            raise NotAllowed(f"{caller.peer_id}: expected the role operator, its certificate says {caller.role.value}")
+        peer_of(context, Role.OPERATOR)
         yield
     except EchoError as error:
         is_trust = isinstance(error, TrustError)

@@ -22,7 +22,6 @@ from echo2.base.errors import (
     EchoError,
     LimitExceeded,
     MalformedMessage,
-    NotAllowed,
     Unreachable,
     VersionMismatch,
 )
@@ -290,11 +289,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def _serve(self, context: Any, node: NodeStreams[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
         try:
-            caller = peer_of(context)
-            if caller.role is not node.role:
-                raise NotAllowed(
-                    f"{caller.peer_id}: expected the role {node.role.value}, its certificate says {caller.role.value}"
-                )
+            caller = peer_of(context, node.role)
             first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             if not isinstance(first, Message):
                 return

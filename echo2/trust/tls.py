@@ -326,15 +326,20 @@ def channel_options(options: Sequence[tuple[str, int | str]] = ()) -> list[tuple
     return list({**defaults, **dict(options)}.items())
 
 
-def peer_of(context: Any) -> PeerIdentity:
-    """The caller, from the client certificate that the handshake verified. TrustError if there is none."""
+def peer_of(context: Any, *roles: Role) -> PeerIdentity:
+    """The caller, from the client certificate that the handshake verified. TrustError if there is none, NotAllowed for one of
+    none of these roles."""
     pems = context.auth_context().get("x509_pem_cert", [])
     if not pems:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
     certificate = certificate_of(bytes(pems[0]))
     certificate.check_time(unix_now())
-    DOORS.know(context.peer(), certificate.peer_id, is_trusted=certificate.role is not Role.WORKER)
-    return certificate.whose
+    whose = certificate.whose
+    DOORS.know(context.peer(), whose.peer_id, is_trusted=whose.role is not Role.WORKER)
+    if roles and whose.role not in roles:
+        wanted = " or ".join(roles)
+        raise NotAllowed(f"{whose.peer_id}: expected the role {wanted}, its certificate says {whose.role.value}")
+    return whose
 
 
 # The inverse of calls._STATUS.

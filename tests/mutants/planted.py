@@ -238,7 +238,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a worker goes on when the learner's model is another", "worker/links.py",
            "    if known.model_digest != learner.model_digest:\n", "    if False:\n", (_UNIT + "worker/test_reports.py",)),
     # who may do what
-    Mutant("a stream is open to any role", "coordinator/streams.py", "            if caller.role is not node.role:\n", "            if False:\n",
+    Mutant("a stream is open to any role", "coordinator/streams.py", "peer_of(context, node.role)", "peer_of(context)",
            (_UNIT + "coordinator/test_daemon.py",)),
     Mutant("a certificate leaves before its token's use is kept", "coordinator/fleet/enrolment.py",
            "        self._hub.flush_now()\n        return certificate\n", "        return certificate\n", (_UNIT + "coordinator/test_enrolment.py",)),
@@ -248,7 +248,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a renewed certificate of another key is taken", "trust/enrolment.py",
            "    if certificate.spki_der != key.spki_der():\n", "    if False:\n", (_UNIT + "coordinator/test_daemon.py",)),
     Mutant("any role may do what operators do", "coordinator/operator.py",
-           "        if caller.role is not Role.OPERATOR:\n", "        if False:\n", (_UNIT + "coordinator/test_daemon.py",)),
+           "peer_of(context, Role.OPERATOR)", "peer_of(context)", (_UNIT + "coordinator/test_daemon.py",)),
     Mutant("a revoked token is back after a restart", "coordinator/operator.py",
            '{what}")\n        self.hub.flush_now()\n', '{what}")\n',
            (_UNIT + "coordinator/test_enrolment.py",)),

@@ -34,7 +34,7 @@ from echo2.base.errors import (
     VersionMismatch,
 )
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
-from echo2.coordinator.fleet.tokens import Token
+from echo2.coordinator.fleet.tokens import ROLES, Token
 from echo2.coordinator.hub import Hub
 from echo2.outside import monotonic
 from echo2.outside.guard import Refusals
@@ -129,7 +129,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         check_protocol(request.protocol_version, "enrolment")
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX or len(request.token) > TOKEN_CHARS_MAX:
             raise TrustError(f"enrolment: expected a request of up to {REQUEST_BYTES_MAX} bytes and a token of the run")
-        if request.role not in (Role.WORKER.value, Role.LEARNER.value, Role.OPERATOR.value):
+        if request.role not in ROLES:
             raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
         token_id = self._hub.tokens.look_up(request.token, host, now).token_id  # checked before anything is signed
         role = Role(request.role)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import BadToken, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
+from echo2.trust.identity import Role
 
 SECRET_CHARS_MIN = 32  # of base64: 192 bits
 LABEL_CHARS_MAX = 100  # a cell of the page
@@ -24,7 +25,7 @@ HELLO_WITHIN_S = 3600.0
 """A machine says hello at once, or after it has fetched its model."""
 SILENT_MAX = 1000
 """Peers of a token that have said no hello: the oldest gives way, so that whoever holds a link cannot use it up by enrolling."""
-ROLES = ("worker", "learner", "operator")  # as in certificates (trust/identity)
+ROLES = (Role.WORKER, Role.LEARNER, Role.OPERATOR)  # that join; each has a link of its own
 
 
 def token_hash(secret: str) -> str:

@@ -71,17 +71,17 @@ class LearnerBoard:
     totals: Totals = field(default_factory=Totals)
     newest_complete: VersionRow | None = None
 
-    def on_hello(self, peer_id: PeerId, hello: pb.LearnerHello, model_digest: str, now: float) -> bool:
+    def on_hello(self, peer_id: PeerId, hello: pb.LearnerHello, now: float) -> bool:
         """A session began. Returns whether the learner's identity, address or model has changed. NotAllowed for a second learner
         while the first is connected; VersionMismatch for another model."""
         if self.is_connected and self.peer_id != peer_id:
             raise NotAllowed(f"learner {peer_id}: this run has a learner already, {self.peer_id}, and it is connected")
-        if model_digest and hello.model_digest != model_digest:
+        old, digest = self.hello, self.model_digest
+        if digest and hello.model_digest != digest:
             raise VersionMismatch(
-                f"learner {peer_id}: run {hello.run_id} trains the model {model_digest[:16]}…, "
+                f"learner {peer_id}: run {hello.run_id} trains the model {digest[:16]}…, "
                 f"expected that digest, got {hello.model_digest[:16]}…"
             )
-        old = self.hello
         is_news = old is None or self.peer_id != peer_id or (
             old.address, old.chunk_address, old.relay_address, old.model_digest,
         ) != (
@@ -145,6 +145,11 @@ class LearnerBoard:
         newest = self.newest_complete
         if newest is None or newest.published.version < row.published.version:
             self.newest_complete = row
+
+    @property
+    def model_digest(self) -> str:
+        """Of the base model that the run trains; empty before the first learner."""
+        return self.hello.model_digest if self.hello is not None else ""
 
     @property
     def address(self) -> str:

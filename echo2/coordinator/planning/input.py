@@ -28,7 +28,6 @@ from echo2.broadcast.reachability import Access, LinkKind
 from echo2.broadcast.trees import Needs
 from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
-from echo2.coordinator.fleet.record import CLAIM_MARGIN
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.cost_model.machines import GpuType, kind_of_name
 from echo2.cost_model.market import EGRESS_USD_PER_GIB
@@ -108,8 +107,7 @@ def measured_speed(member: Member) -> Speed:
 def believed_rate(member: Member) -> float:
     """Rollouts per second. For a newcomer this is its bare claim, which must not displace any worker."""
     claimed = member.measures.value("rollouts_per_s")
-    delivered = member.record.delivered_per_s
-    return min(claimed, CLAIM_MARGIN * delivered) if delivered else claimed
+    return member.record.believed_per_s(claimed) or claimed
 
 
 def prior_speed(

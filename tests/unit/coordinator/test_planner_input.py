@@ -65,7 +65,7 @@ def board(*train_s: float) -> LearnerBoard:
         run_id=RUN, address="a:1", chunk_address="a:1", model_digest="d", rollouts_per_step=64, rollouts_per_group=8,
         full_snapshot_bytes=10**9,
     )  # fmt: skip
-    made.on_hello(PeerId("learner"), hello, "", 0.0)
+    made.on_hello(PeerId("learner"), hello, 0.0)
     for step, seconds in enumerate(train_s, start=1):
         made.on_report(pb.LearnerReport(step=step, train_s=seconds), float(step))
     return made
