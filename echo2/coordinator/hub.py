@@ -134,7 +134,6 @@ class Hub:
         self.proven = MetAddresses()
         self.plan_process = PlanProcess()
         self.plan: Plan | None = None
-        self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
         self.relay_address = ""  # host:port of this coordinator's libp2p relay; empty: none
         self.relay: Nat | None = None  # set once it serves
@@ -402,21 +401,25 @@ class Hub:
 
         `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their state.
         """
-        self.plan, self.plan_waits_for = plan, ""
-        cap = min(plan.in_flight_cap_rollouts, (1 << 31) - 1)
+        before, self.plan, self.plan_waits_for = self.plan_update, plan, ""
         self.corrections.on_plan(plan, is_acted_on)
         if is_acted_on:
             self._want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
-        update = pb.PlanUpdate(
-            kappa=plan.kappa, in_flight_cap_rollouts=cap,
+        if before != (update := self.plan_update):
+            self.learner.send(pb.LearnerOrder(plan=update))
+        if before is None or before.kappa != plan.kappa:
+            self.note("plan", plan.reason)
+
+    @property
+    def plan_update(self) -> pb.PlanUpdate | None:
+        """The plan as the learner is told it; None before the first."""
+        if (plan := self.plan) is None:
+            return None
+        return pb.PlanUpdate(
+            kappa=plan.kappa, in_flight_cap_rollouts=min(plan.in_flight_cap_rollouts, (1 << 31) - 1),
             predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
             usd_per_hour=plan.usd_per_hour, reason=plan.reason,
         )  # fmt: skip
-        if update != self.plan_update:
-            self.learner.send(pb.LearnerOrder(plan=update))
-        if self.plan_update is None or self.plan_update.kappa != plan.kappa:
-            self.note("plan", plan.reason)
-        self.plan_update = update
 
     def try_out(self, members: Iterable[Member]) -> None:
         """Activates the newcomers on trial, which work beside the plan or without one."""

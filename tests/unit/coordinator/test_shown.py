@@ -1,0 +1,117 @@
+"""What is shown of a run: the page's sections and `echo2 status` tell the same facts, each as it is, in one state after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.base.ids import PeerId, Version
+from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_lease_book import spec
+from tests.unit.coordinator.test_limits import Fleet, plan
+
+
+def with_learner(fleet: Fleet, **report: Any) -> None:
+    """A learner is connected, and has made three of twenty steps."""
+    hello = pb.LearnerHello(
+        model_name="m", step=3, step_limit=20, rollouts_per_step=8, rollouts_per_group=2, newest_version=3,
+        full_snapshot_bytes=10**7, address="h:5", chunk_address="h:6",
+    )  # fmt: skip
+    fleet.hub.board.on_hello(PeerId("learner"), hello, fleet.clock.now())
+    report = {"utilisation": 0.75, "trained_tokens": 4000, "eval_reward": -1, **report}
+    fleet.hub.learner.on_message(
+        PeerId("learner"),
+        pb.LearnerMessage(report=pb.LearnerReport(step=3, train_s=1.25, reward_mean=0.5, newest_version=3, **report)),
+    )
+
+
+def same_facts(fleet: Fleet) -> tuple[dict[str, Any], pb.RunStatus]:
+    """Both forms, after a look at every fact that both have."""
+    view, hub = fleet.commands.view, fleet.hub
+    page, status = view.sections(), view.status()
+    run, learner, money, leases, sent = (page[name] for name in ("run", "learner", "money", "leases", "broadcast"))
+    assert (run["run_id"], run["finished"]) == (status.run_id, status.finished)
+    if learner["is_known"]:
+        shown = (learner["is_connected"], learner["model"], learner["version"], learner["utilisation"])
+        assert shown == (status.learner_is_connected, status.learner_hello.model_name, 3, status.measured_utilisation)
+        assert (learner["step"], learner["buffered"]) == (status.learner.step, status.learner.buffered_rollouts)
+    spent = (status.usd_spent, status.usd_per_hour, status.usd_useful)
+    assert (money["spent"], money["per_hour"], money["useful"]) == tuple(pytest.approx(one, abs=1e-4) for one in spent)
+    assert (leases["open"], leases["queued"]) == (status.open_leases, status.queued_groups)
+    assert (sent["artifact_bytes"], sent["full_bytes"]) == (
+        status.artifact_bytes_published,
+        status.full_bytes_published,
+    )
+    assert [(one["what"], one["since"]) for one in page["waits"]] == [
+        (one.what, round(one.since_unix_s, 1)) for one in status.waits
+    ]
+    assert [one["text"] for one in page["events"]] == [one.text for one in status.events]
+    headline = page["advice"].headline
+    assert (headline.text, headline.kind) == (status.headline, status.headline_kind)
+    for worker in status.workers:
+        row = view.worker(hub.membership.members[PeerId(worker.peer_id)])
+        assert (row["name"], row["state"], row["leases"]) == (worker.name, worker.state, worker.leases)
+        assert row["usd_spent"] == pytest.approx(worker.usd_spent, abs=1e-4)
+        assert row["tokens_per_s"] == worker.heartbeat.tokens_per_s and row["gpu"] == (worker.hello.gpu or "cpu")
+    return page, status
+
+
+async def test_page_and_status_tell_the_same_and_what_is_so(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 2.0)
+    hub = fleet.hub
+    page, status = same_facts(fleet)
+    assert page["learner"] == {"is_known": False} and not status.HasField("learner_hello")
+    assert status.headline.startswith("Start the learner")
+    for member in hub.membership.members.values():
+        hub.review(member)
+        hub.allow(member)
+    with_learner(fleet)
+    hub.handle(hub.book.request, PeerId("w0"), 4, Version(3))
+    hub.handle(hub.book.offer, tuple(spec(f"g{number}", 3) for number in range(5)))
+    fleet.passes(1800.0)
+    page, status = same_facts(fleet)
+    assert status.usd_spent == pytest.approx(1.5) and status.usd_per_hour == 3.0 and status.usd_useful_per_hour == 3.0
+    assert page["money"]["per_mtok"] == pytest.approx(1e6 * 1.5 / 4000)
+    assert status.open_leases == len(hub.book.leases) > 0 and status.queued_groups == 5 - status.open_leases
+    assert [worker.leases for worker in status.workers] == [status.open_leases, 0]
+    assert [worker.heartbeat_age_s for worker in status.workers] == [0.0, 0.0]
+    assert "worker w0" in next(one.what for one in status.waits if "without progress" in one.what)
+    hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True)
+    page, status = same_facts(fleet)
+    assert status.plan.kappa == page["plan"]["kappa"] and tuple(status.plan_terms) == hub.plan.term_lines()
+    assert [(one["action"], one["whom"]) for one in page["money"]["journal"]] == [("standby", "w1")]
+
+
+async def test_page_and_status_of_a_run_that_starves_is_over_its_budget_or_finished(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 2.0, usd_budget=1.0)
+    for member in fleet.hub.membership.members.values():
+        fleet.hub.review(member)
+    with_learner(fleet, waits_for="rollouts: none has come", waits_since_s=300.0)
+    _, status = same_facts(fleet)
+    assert status.headline.startswith("Look at what is missing: the learner waits 5 min for rollouts")
+    (wait,) = [one for one in status.waits if one.what.startswith("the learner waits for rollouts")]
+    assert fleet.clock.now() - wait.since_unix_s == pytest.approx(300.0)
+    for _ in range(40):
+        fleet.passes(60.0, 1)
+    page, status = same_facts(fleet)
+    assert status.headline.startswith("Raise the budget") and status.headline_kind == "bad"
+    assert page["money"]["chosen"] >= 1.0 and page["money"]["budget"] == 1.0
+    fleet.hub.set_worker(PeerId("w1"), OperatorSetting.BANNED, "it lies")
+    assert [worker.activation for worker in same_facts(fleet)[1].workers] == ["standby", "banned"]
+    fleet.hub.ending.finish_run()
+    page, status = same_facts(fleet)
+    assert page["run"]["finished"] == fleet.hub.ending.text != "" and not status.waits
+
+
+async def test_the_learner_is_told_a_plan_once_and_the_log_of_a_new_period(tmp_path: Path) -> None:
+    fleet, told = Fleet(tmp_path, 1.0), list[pb.LearnerOrder]()
+    fleet.hub.learner.send = lambda order: bool(told.append(order)) or True  # type: ignore[method-assign]
+    for _ in range(2):
+        fleet.hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True)
+    assert [order.plan.in_flight_cap_rollouts for order in told] == [64]
+    fleet.hub.adopt_plan(plan([PeerId("w0")], cap=65), fleet.everybody, True)
+    assert [order.plan.in_flight_cap_rollouts for order in told] == [64, 65]
+    assert len([event for event in fleet.hub.state.events if event.kind == "plan"]) == 1
