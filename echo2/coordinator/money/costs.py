@@ -61,7 +61,7 @@ def is_working(member: Member) -> bool:
 
 def is_useful(member: Member) -> bool:
     """Whether what the worker costs now buys work."""
-    return is_there(member) and is_working(member)
+    return is_working(member) and member.last_liveness is not Liveness.GONE
 
 
 def meter(members: Iterable[Member], now: float) -> None:
@@ -195,16 +195,12 @@ class Money:
         busy: set[str] = set()  # rented machines on which one works
         for member in self._membership.members.values():
             _meter(member, now)
-            price, is_on_bill, machine_id = (
-                member.hello.price_usd_per_hour,
-                is_there(member),
-                rented.get(member.peer_id),
-            )
-            works = is_on_bill and is_working(member)
+            works, machine_id = is_useful(member), rented.get(member.peer_id)
             if machine_id is None:
                 spent, standby = spent + member.usd_spent, standby + member.usd_standby
-                there_per_hour += price * is_on_bill
-                working_per_hour += price * works
+                if works or is_there(member):
+                    there_per_hour += member.hello.price_usd_per_hour
+                    working_per_hour += member.hello.price_usd_per_hour * works
                 continue
             worked[machine_id] = worked.get(machine_id, 0.0) + member.usd_spent
             if works:

@@ -237,7 +237,7 @@ class StateView:
         ]  # fmt: skip
 
     def worker(self, member: Member) -> dict[str, Any]:
-        hub, hello, beat, access = self._hub, member.hello, member.heartbeat, member.access
+        hub, hello, beat, reach = self._hub, member.hello, member.heartbeat, member.reach
         is_gone, version = member.last_liveness is Liveness.GONE, member.version
         return {
             "name": member.name, "state": member.last_liveness.value,
@@ -258,7 +258,7 @@ class StateView:
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
             "in_flight": beat.newest_version_in_flight,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,
-            "can_be_dialled": bool(access.addresses), "relays": len(access.relays),
+            "can_be_dialled": bool((reach or hello).addresses), "relays": len(reach.relays) if reach else 0,
             "links": [] if is_gone else self._links(member),
         }  # fmt: skip
 
