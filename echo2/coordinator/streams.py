@@ -302,8 +302,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 self._hub.tokens.greet(caller.token_id, caller.peer_id)
             session = StreamSession(caller.peer_id, as_order)
             with handling("a hello", caller.peer_id):
-                _check_hello(first, self._hub.options.run_id, caller)
-                await node.on_hello(caller.peer_id, first.hello, session)
+                await node.on_hello(caller.peer_id, _hello_of(first, self._hub.options.run_id, caller), session)
         except TimeoutError:
             late = Unreachable(f"expected a hello within {HELLO_TIMEOUT_S:.0f} s, got none")
             await context.write(as_order(refusal_of(late)))
@@ -364,14 +363,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             session.refuse(error)
 
 
-def _check_hello(first: Any, run_id: RunId, caller: PeerIdentity) -> None:
-    """MalformedMessage unless a stream's first message is a hello; VersionMismatch for another protocol or another run."""
+def _hello_of(first: Any, run_id: RunId, caller: PeerIdentity) -> Any:
+    """The hello. MalformedMessage unless a stream's first message is one; VersionMismatch for another protocol or another run."""
     whose = f"{caller.role.value} {getattr(first.hello, 'name', '') or caller.peer_id}"
     if first.WhichOneof("kind") != "hello":
         raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
     check_protocol(first.hello.protocol_version, whose)
     if first.hello.run_id != run_id:
         raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {first.hello.run_id!r}")
+    return first.hello
 
 
 async def _write(context: Any, session: StreamSession[Order]) -> None:

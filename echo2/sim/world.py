@@ -472,7 +472,7 @@ def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId,
         write = store.write
 
         def watched(changes: StateChanges) -> None:
-            if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
+            if (changes.rows or changes.log) and here().files.free_bytes(Path()) == 0:
                 raise DiskFull("expected room for the coordinator's state")
             write(changes)
             kept(changes)

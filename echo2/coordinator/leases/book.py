@@ -52,7 +52,7 @@ from echo2.coordinator.leases.lease import (
     Ranking,
     WorkerDelivery,
     may_take,
-)  # fmt: skip
+)
 from echo2.staleness.rule import may_begin
 
 REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often

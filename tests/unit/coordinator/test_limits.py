@@ -115,7 +115,7 @@ async def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(
         assert working_usd(hub) == (4.0 if hub.money.sums().usd_chosen < 8.0 else 0.0)
     assert 8.0 <= hub.money.sums().usd_chosen <= 8.0 + 0.4 + 1e-9, "what one step of the clock costs"
     assert "budget of 8 USD is spent" in hub.membership.members[fleet.everybody[0]].activation_reason
-    hub.board.on_hello(PeerId("learner"), board(10.0).hello, "", fleet.clock.now())
+    hub.board.on_hello(PeerId("learner"), board(10.0).hello, fleet.clock.now())
     assert any("budget" in step.text and "spent" in step.text for step in fleet.commands.view.advice().steps)
     fleet.commands.change_settings({"usd_budget": 20.0}, {})
     fleet.passes(0.0, BUDGET_TICKS)
