@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -206,7 +207,7 @@ async def test_every_route_and_every_metric_is_in_the_docs(tmp_path: Path) -> No
     shown = set(re.findall(r"^# HELP (\S+)", said, re.MULTILINE))
     assert shown == set(METRICS) | set(WORKER_METRICS)
     assert not [name for name in shown if f"`{name}" not in METRICS_PAGE.read_text()]
-    web = Web(None, "", None)  # type: ignore[arg-type]  # routes alone are asked for
+    web = Web(Mock(), "", None)  # type: ignore[arg-type]  # routes alone are asked for
     routes = {route.path for route in web.application().routes if isinstance(route, Route)}
     assert not [path for path in routes - {"/", "/favicon.ico"} if f"`{path}`" not in DOCS.read_text()]
     documented = set(re.findall(r"`(/api/[a-z./-]+)`", DOCS.read_text()))
