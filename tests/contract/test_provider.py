@@ -69,60 +69,53 @@ def play(scene: Any) -> None:
     asyncio.run(asyncio.wait_for(scene, WAIT_S))
 
 
-def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_given_back(provider: Provider) -> None:
-    async def scene() -> None:
-        command = await provider.rent(FIRST, LINK)
-        assert await provider.rent(FIRST, LINK) == command
-        await provider.rent(SECOND, LINK)
-        if provider.name == "manual":
-            assert command == """echo-worker join 'echo2://h:1/peer?token=it'"'"'s'"""
-            assert await provider.observe() == {}
-        else:
-            assert set(await provider.observe()) == {FIRST, SECOND}
-            assert {one.state for one in (await provider.observe()).values()} == {MachineState.RUNNING}
-        await provider.release(FIRST)
-        await provider.release(FIRST)
-        assert set(await provider.observe()) <= {SECOND}
-        await provider.release(SECOND)
+async def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_given_back(
+    provider: Provider,
+) -> None:
+    command = await provider.rent(FIRST, LINK)
+    assert await provider.rent(FIRST, LINK) == command
+    await provider.rent(SECOND, LINK)
+    if provider.name == "manual":
+        assert command == """echo-worker join 'echo2://h:1/peer?token=it'"'"'s'"""
         assert await provider.observe() == {}
-
-    play(scene())
-
-
-def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen(tmp_path: Path) -> None:
-    async def scene() -> None:
-        short = LocalProvider(MachineOffer("one", "local"), tmp_path, lambda *_: [sys.executable, "-c", "pass"])
-        await short.rent(FIRST, LINK)
-        while await short.observe():
-            await asyncio.sleep(0.02)
-        await short.release(FIRST)
-        busy = local(tmp_path / "busy")
-        await busy.rent(FIRST, LINK)
-        await busy.rent(SECOND, LINK)
-        with pytest.raises(LimitExceeded, match="2 workers at most"):
-            await busy.rent("third", LINK)
-        for machine_id in (FIRST, SECOND):
-            await busy.release(machine_id)
-
-    play(scene())
+    else:
+        assert set(await provider.observe()) == {FIRST, SECOND}
+        assert {one.state for one in (await provider.observe()).values()} == {MachineState.RUNNING}
+    await provider.release(FIRST)
+    await provider.release(FIRST)
+    assert set(await provider.observe()) <= {SECOND}
+    await provider.release(SECOND)
+    assert await provider.observe() == {}
 
 
-def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path: Path) -> None:
-    async def scene() -> None:
-        before = local(tmp_path)
-        await before.rent(FIRST, LINK)
-        after = local(tmp_path)
-        assert set(await after.observe()) == {FIRST}
-        pid_file = tmp_path / "one" / FIRST / "process"
-        pid, _, started = pid_file.read_text().partition(" ")
-        pid_file.write_text(f"{pid} {int(started) + 1}")
-        assert await after.observe() == {}, "a stranger with the same pid is not ours"
-        pid_file.write_text(f"{pid} {started}")
-        await after.release(FIRST)
-        assert await after.observe() == {}
-        await before.release(FIRST)  # it still waits for its child
+async def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen(tmp_path: Path) -> None:
+    short = LocalProvider(MachineOffer("one", "local"), tmp_path, lambda *_: [sys.executable, "-c", "pass"])
+    await short.rent(FIRST, LINK)
+    while await short.observe():
+        await asyncio.sleep(0.02)
+    await short.release(FIRST)
+    busy = local(tmp_path / "busy")
+    await busy.rent(FIRST, LINK)
+    await busy.rent(SECOND, LINK)
+    with pytest.raises(LimitExceeded, match="2 workers at most"):
+        await busy.rent("third", LINK)
+    for machine_id in (FIRST, SECOND):
+        await busy.release(machine_id)
 
-    play(scene())
+
+async def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path: Path) -> None:
+    before = local(tmp_path)
+    await before.rent(FIRST, LINK)
+    after = local(tmp_path)
+    assert set(await after.observe()) == {FIRST}
+    pid_file = tmp_path / "one" / FIRST / "process"
+    pid, _, started = pid_file.read_text().partition(" ")
+    pid_file.write_text(f"{pid} {int(started) + 1}")
+    assert await after.observe() == {}, "a stranger with the same pid is not ours"
+    pid_file.write_text(f"{pid} {started}")
+    await after.release(FIRST)
+    assert await after.observe() == {}
+    await before.release(FIRST)  # it still waits for its child
 
 
 def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_machine_is(tmp_path: Path) -> None:
@@ -198,31 +191,26 @@ def test_a_machine_gets_echo2_from_the_run_or_from_git_and_never_by_its_name_fro
             scripts(**settings)
 
 
-def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says() -> None:
-    async def scene() -> None:
-        sky = Sky()
-        provider = SkyPilotProvider(sky_offer(infra="aws/us-east-1"), RUN, sky)
-        await provider.rent(FIRST, LINK)
-        task = sky.launched[0]
-        assert LINK not in task.run and task.secrets == {"ECHO2_JOIN_LINK": LINK}
-        assert task.resources.wanted == {
-            "use_spot": True, "accelerators": "A100:1", "infra": "aws/us-east-1", "max_hourly_cost": 1.26,
-        }  # fmt: skip
-        sky.clusters["of-somebody-else"] = ClusterStatus.UP
-        sky.clusters[FIRST] = ClusterStatus.STOPPED
-        assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
-        with pytest.raises(
-            ConfigError, match="that a rented machine can reach, got 127.0.0.1: set coordinator.advertise"
-        ):
-            await provider.rent(SECOND, "echo2://127.0.0.1:8418/peer?token=a")
-        sky.is_full = True
-        with pytest.raises(ResourceError, match="no A100 in any zone"):
-            await provider.rent(SECOND, LINK)
-        sky.is_away = True
-        with pytest.raises(Unreachable, match="does not answer"):
-            await provider.observe()
-
-    play(scene())
+async def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says() -> None:
+    sky = Sky()
+    provider = SkyPilotProvider(sky_offer(infra="aws/us-east-1"), RUN, sky)
+    await provider.rent(FIRST, LINK)
+    task = sky.launched[0]
+    assert LINK not in task.run and task.secrets == {"ECHO2_JOIN_LINK": LINK}
+    assert task.resources.wanted == {
+        "use_spot": True, "accelerators": "A100:1", "infra": "aws/us-east-1", "max_hourly_cost": 1.26,
+    }  # fmt: skip
+    sky.clusters["of-somebody-else"] = ClusterStatus.UP
+    sky.clusters[FIRST] = ClusterStatus.STOPPED
+    assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
+    with pytest.raises(ConfigError, match="that a rented machine can reach, got 127.0.0.1: set coordinator.advertise"):
+        await provider.rent(SECOND, "echo2://127.0.0.1:8418/peer?token=a")
+    sky.is_full = True
+    with pytest.raises(ResourceError, match="no A100 in any zone"):
+        await provider.rent(SECOND, LINK)
+    sky.is_away = True
+    with pytest.raises(Unreachable, match="does not answer"):
+        await provider.observe()
 
 
 def test_skypilot_takes_the_task_that_we_build() -> None:

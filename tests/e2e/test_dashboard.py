@@ -20,7 +20,6 @@ from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
@@ -369,28 +368,25 @@ usd_per_hour = 2.49
 """
 
 
-def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path) -> None:
+async def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path) -> None:
     offers = tmp_path / "offers.toml"
     offers.write_text(OFFERS)
 
-    async def scene() -> None:
-        chosen = options(
-            tmp_path / "run", plan_interval=0.5, offers=str(offers), planner_mode="approve",
-            lease_timeout=60.0, usd_per_hour_cap=50.0,
-        )  # fmt: skip
-        async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 3):
-            async with page_of(chromium, daemon, 1440, "light") as page:
-                await _rents_and_approves(page, daemon)
-            async with page_of(chromium, daemon, 390, "dark") as page:
-                await page.locator("#machines-body tr").first.wait_for(timeout=WAIT_MS)
-                assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-                await page.locator("#machines").scroll_into_view_if_needed()
-                await page.screenshot(path=SCREENSHOTS / "machines-390-dark.png")
-
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+    chosen = options(
+        tmp_path / "run", plan_interval=0.5, offers=str(offers), planner_mode="approve",
+        lease_timeout=60.0, usd_per_hour_cap=50.0,
+    )  # fmt: skip
+    async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 3):
+        async with page_of(chromium, daemon, 1440, "light") as page:
+            await _rents_and_approves(page, daemon)
+        async with page_of(chromium, daemon, 390, "dark") as page:
+            await page.locator("#machines-body tr").first.wait_for(timeout=WAIT_MS)
+            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            await page.locator("#machines").scroll_into_view_if_needed()
+            await page.screenshot(path=SCREENSHOTS / "machines-390-dark.png")
 
 
-def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a_restart_as_well(
+async def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a_restart_as_well(
     tmp_path: Path,
 ) -> None:
     """Who waits for whom; then no error on the console, nothing that is not so, no worker there."""
@@ -426,45 +422,39 @@ def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a
         assert await page.locator("#terms .chip").count() == 0, "no term is met by nobody"
         await shoot(page, name)
 
-    async def scene() -> None:
-        chosen = options(tmp_path, usd_budget=1.0)
-        async with browser() as chromium:
-            async with running(chosen) as daemon:
-                learner = await Node.join(daemon, Role.LEARNER)
-                await learner.hello(step_limit=20, step=3)
-                await starved(daemon, chromium, learner)
-                async with page_of(chromium, daemon, 1440, "light") as page:
-                    report = pb.LearnerReport(
-                        step=20, train_s=1.0, reward_mean=0.75, eval_reward=0.8, lag_histogram=[10, 5], is_finished=True,
-                        trained_tokens=15, audit_s=0.5,
-                    )  # fmt: skip
-                    await learner.say(report=report)
-                    cost = page.locator("#audit-cost").filter(has_text="scores 500 ms a step on its own device")
-                    await cost.wait_for(timeout=WAIT_MS)
-                    await learner.say(leaving=pb.LearnerLeaving(reason="finished"))
-                    await learner.call.done_writing()
-                    await finished(page, "finished-1440-light")
-                await learner.close()
-            async with running(chosen) as daemon, page_of(chromium, daemon, 390, "dark") as page:
-                await finished(page, "restarted-390-dark")
-
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+    chosen = options(tmp_path, usd_budget=1.0)
+    async with browser() as chromium:
+        async with running(chosen) as daemon:
+            learner = await Node.join(daemon, Role.LEARNER)
+            await learner.hello(step_limit=20, step=3)
+            await starved(daemon, chromium, learner)
+            async with page_of(chromium, daemon, 1440, "light") as page:
+                report = pb.LearnerReport(
+                    step=20, train_s=1.0, reward_mean=0.75, eval_reward=0.8, lag_histogram=[10, 5], is_finished=True,
+                    trained_tokens=15, audit_s=0.5,
+                )  # fmt: skip
+                await learner.say(report=report)
+                cost = page.locator("#audit-cost").filter(has_text="scores 500 ms a step on its own device")
+                await cost.wait_for(timeout=WAIT_MS)
+                await learner.say(leaving=pb.LearnerLeaving(reason="finished"))
+                await learner.call.done_writing()
+                await finished(page, "finished-1440-light")
+            await learner.close()
+        async with running(chosen) as daemon, page_of(chromium, daemon, 390, "dark") as page:
+            await finished(page, "restarted-390-dark")
 
 
-def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with browser() as chromium:
-            async with running(options(tmp_path, plan_interval=0.5, lease_timeout=60.0, usd_budget=50.0)) as daemon:
-                await _empty(chromium, daemon)
-                async with fleet(daemon, 6):
-                    await _alive(chromium, daemon)
-                context = await chromium.new_context()
-                page = await context.new_page()
-                await page.goto(daemon.dashboard_url)
-                await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
-                await _acts_though_its_word_is_of_the_process_before(page)
-            await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
-            assert "does not answer" in await page.get_by_role("alert").text_content()
-            await shoot(page, "away-1440-light")
-
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+async def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
+    async with browser() as chromium:
+        async with running(options(tmp_path, plan_interval=0.5, lease_timeout=60.0, usd_budget=50.0)) as daemon:
+            await _empty(chromium, daemon)
+            async with fleet(daemon, 6):
+                await _alive(chromium, daemon)
+            context = await chromium.new_context()
+            page = await context.new_page()
+            await page.goto(daemon.dashboard_url)
+            await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
+            await _acts_though_its_word_is_of_the_process_before(page)
+        await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
+        assert "does not answer" in await page.get_by_role("alert").text_content()
+        await shoot(page, "away-1440-light")

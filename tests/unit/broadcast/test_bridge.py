@@ -1,4 +1,4 @@
-"""libp2p is started until it runs, and leaves nothing behind. What passes a hole: test_transport; its calls: test_relay."""
+"""libp2p is started until it runs, has a bound of calls, and leaves nothing behind. What passes a hole: test_transport."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import trio
 
+from echo2.base.errors import LimitExceeded, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat import libp2p, reach
+from echo2.broadcast.nat.libp2p import CALLS_MAX, TrioThread
 from echo2.broadcast.nat.reach import Nat
 from tests.patience import WAIT_S
 
@@ -67,3 +69,21 @@ def test_libp2p_is_started_until_it_runs_and_a_node_that_closes_leaves_none_of_i
     else:
         assert tries == [0, 1] and relays == [("relay", "relay.example:1")]
         assert [text.partition(";")[0] for text in warnings] == ["libp2p did not start: no descriptors are left"]
+
+
+async def test_calls_that_wait_for_the_thread_have_a_bound_and_one_that_is_given_up_makes_room() -> None:
+    async def answer() -> int:
+        return 7
+
+    thread = TrioThread("libp2p")
+    await thread.start()
+    waiting = [asyncio.create_task(thread.call(trio.sleep_forever)) for _ in range(CALLS_MAX)]
+    await asyncio.sleep(0)  # each has begun
+    with pytest.raises(LimitExceeded, match=f"at most {CALLS_MAX} calls under way"):
+        await thread.call(answer)
+    waiting.pop().cancel()
+    await asyncio.sleep(0)
+    assert await thread.call(answer) == 7
+    await thread.stop()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(end) for end in ends} == {Unreachable}, "none waits for a thread that has ended"

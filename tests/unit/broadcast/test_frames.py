@@ -7,7 +7,7 @@ import random
 import ssl
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
@@ -34,6 +34,7 @@ def fed(cutter: FrameCutter, data: bytes, steps: list[int]) -> list[bytes]:
     return found
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 3000) | st.sampled_from([300_000, 1 << 20, LIMIT]), max_size=20),
     st.lists(st.sampled_from([1000, 16 << 10, 70_000, 1 << 20]), min_size=1, max_size=5),

@@ -191,7 +191,7 @@ def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: P
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_order_they_come(
+async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_order_they_come(
     tmp_path: Path, order: tuple[int, int]
 ) -> None:
     held = library(tmp_path)
@@ -200,17 +200,12 @@ def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_order_
         for at_s in (1.0, 2.0)
     ]
 
-    async def scene() -> None:
-        exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
-        exchange.trust(LEARNER.peer_id)
-        for number in order:
-            exchange.on_header(PeerId("peer"), made[number])
-        exchange.on_header(
-            PeerId("peer"), header_of(2, run=RunId("another"))
-        )  # signed by our publisher, of no use here
-        exchange.stop_timer()
-
-    asyncio.run(scene())
+    exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
+    exchange.trust(LEARNER.peer_id)
+    for number in order:
+        exchange.on_header(PeerId("peer"), made[number])
+    exchange.on_header(PeerId("peer"), header_of(2, run=RunId("another")))  # signed by our publisher, of no use here
+    exchange.stop_timer()
     assert list(held.entries) == [made[1].key]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
@@ -212,6 +212,7 @@ def test_a_private_network_is_told_behind_the_host_that_is_seen_and_behind_no_ot
 _ADDRESSES = st.lists(st.text("0123456789.:[]afx@/\u0663", max_size=24), max_size=6)
 
 
+@settings(max_examples=40)
 @given(_ADDRESSES, _ADDRESSES, st.text(max_size=20), st.sampled_from([SEEN, "::1", "10.0.0.1", "", "x"]))
 def test_whatever_is_named_nothing_breaks_and_nothing_is_told_unseen(
     addresses: list[str], lan: list[str], public: str, seen: str

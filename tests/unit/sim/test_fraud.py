@@ -15,7 +15,7 @@ from echo2.sim.scenario import Scenario
 from echo2.sim.world import World, WorldOutcome
 
 FOR_S, LONG_S = 50.0, 150.0
-SEEDS = (3, pytest.param(5, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak))
+SEEDS = (3, 5, 8)
 
 FOUND = {
     Lie.FORGED_NUMBERS: ("audit: its log-probabilities are",),
@@ -25,6 +25,7 @@ FOUND = {
     Lie.EARLY_LENGTH: ("of its reports could not be true",),
 }
 """Lies that are found, and what the operator reads of one."""
+UNFOUND = (Lie.OWN_BEST_OF, Lie.HARD_BACK, Lie.LOW_PRICE, Lie.HIGH_PRICE)
 
 
 def world_of(seed: int) -> World:
@@ -32,9 +33,9 @@ def world_of(seed: int) -> World:
     return World(replace(Scenario.of(seed), turns=1, plan_interval_s=5.0), workers=2)
 
 
-def with_liars(seed: int, lie: Lie | None, count: int = 1, for_s: float = FOR_S) -> WorldOutcome:
+def with_liars(seed: int, *lies: Lie, for_s: float = FOR_S) -> WorldOutcome:
     world = world_of(seed)
-    for number in range(count if lie is not None else 0):
+    for number, lie in enumerate(lies):
         world.add_worker(Liar(lie, derived_rng(seed, "lie", number)))
     outcome = world.run(for_s)
     assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
@@ -44,34 +45,38 @@ def with_liars(seed: int, lie: Lie | None, count: int = 1, for_s: float = FOR_S)
 @functools.cache
 def alone(seed: int, for_s: float = FOR_S) -> int:
     """Steps of the two honest workers by themselves."""
-    return with_liars(seed, None, for_s=for_s).steps
+    return with_liars(seed, for_s=for_s).steps
 
 
 def said(outcome: WorldOutcome, text: str) -> list[str]:
     return [line for line in outcome.events if text in line]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("lie", FOUND, ids=lambda lie: lie.name.lower())
-def test_a_lie_about_rollouts_is_found_and_the_others_go_on(lie: Lie, seed: int) -> None:
-    """The checkers hold beside it: no honest worker is accused, nothing of theirs is lost."""
-    outcome = with_liars(seed, lie)
-    is_banned, is_quarantined = said(outcome, "w2 is banned now"), said(outcome, "w2 is quarantined now")
-    assert is_banned or is_quarantined, outcome.events[-20:]
-    assert any(said(outcome, text) for text in FOUND[lie]), outcome.events[-20:]
-    if is_banned:
-        assert outcome.restarts["w NotAllowed"], "it is turned away when it comes again"
-    assert outcome.steps >= 0.75 * alone(seed)
+def is_found(outcome: WorldOutcome, worker: str, lie: Lie) -> bool:
+    """Banned or quarantined, and the operator reads why."""
+    ends = said(outcome, f"{worker} is banned now") + said(outcome, f"{worker} is quarantined now")
+    return bool(ends) and any(said(outcome, text) for text in FOUND[lie])
 
 
+def test_lies_about_rollouts_are_found_beside_one_another_and_the_others_go_on() -> None:
+    """The checkers hold beside it: no honest worker is accused, nothing of theirs is lost. Best of four without seeds is not found,
+    and bounded by how much of the work it does."""
+    outcome = with_liars(3, Lie.FORGED_NUMBERS, Lie.BEST_OF, Lie.OWN_BEST_OF)
+    assert is_found(outcome, "w2", Lie.FORGED_NUMBERS) and is_found(outcome, "w3", Lie.BEST_OF), outcome.events[-20:]
+    assert not said(outcome, "w4 is banned") and outcome.restarts["w NotAllowed"], "who is banned is turned away"
+    assert outcome.steps >= 0.75 * alone(3)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "lie", [Lie.OWN_BEST_OF, Lie.HARD_BACK, Lie.LOW_PRICE, Lie.HIGH_PRICE], ids=lambda lie: lie.name.lower()
-)
-def test_a_lie_that_is_not_found_slows_nobody_down(lie: Lie, seed: int) -> None:
-    """Best of four without seeds is bounded by how much of the work it does; the others gain nothing."""
+@pytest.mark.parametrize("lie", [*FOUND, *UNFOUND], ids=lambda lie: lie.name.lower())
+def test_a_lie_is_found_if_it_can_be_and_slows_nobody_down(lie: Lie, seed: int) -> None:
     outcome = with_liars(seed, lie)
-    assert not said(outcome, "is banned")
+    if lie in FOUND:
+        assert is_found(outcome, "w2", lie), outcome.events[-20:]
+    else:
+        assert not said(outcome, "is banned")
+    assert outcome.restarts["w NotAllowed"] or not said(outcome, "w2 is banned now"), "it comes again"
     assert outcome.steps >= 0.75 * alone(seed)
 
 
@@ -82,7 +87,7 @@ def test_a_lie_that_is_not_found_slows_nobody_down(lie: Lie, seed: int) -> None:
 def test_many_silent_identities_with_endless_room_starve_nobody(seed: int, for_s: float) -> None:
     """They ask before the honest workers have measured their rates, and hold every group until each has been silent long enough.
     At seed 5 that is half a minute, while the honest two are busy with an evaluation: a cost of the start, not a share."""
-    assert with_liars(seed, Lie.FALSE_ROOM, 5, for_s).steps >= 0.6 * alone(seed, for_s)
+    assert with_liars(seed, *[Lie.FALSE_ROOM] * 5, for_s=for_s).steps >= 0.6 * alone(seed, for_s)
 
 
 def auditor_of(world: World) -> Auditor:

@@ -103,44 +103,38 @@ def test_a_sequence_is_the_same_alone_in_any_batch_and_as_another_workers_contin
         assert alone[:cut] + rest == alone
 
 
-def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
-    async def body() -> None:
-        engine = EmbeddedEngine(CONFIG, slot_count=2)
-        await engine.start()
-        waiting = asyncio.create_task(engine.next_chunks())
-        engine.submit(request("never begun"))
-        await engine.stop()
-        assert await waiting == []
-        assert await engine.next_chunks() == []
-        with pytest.raises(EngineError, match="stopped"):
-            engine.submit(request("too late"))
-        await engine.abort("too late")  # unknown, as it was refused
-        with pytest.raises(EngineError, match="stopped"):
-            await engine.swap(BASE, SwapMode.KEEP_KV)
-
-    run(body())
+async def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
+    engine = EmbeddedEngine(CONFIG, slot_count=2)
+    await engine.start()
+    waiting = asyncio.create_task(engine.next_chunks())
+    engine.submit(request("never begun"))
+    await engine.stop()
+    assert await waiting == []
+    assert await engine.next_chunks() == []
+    with pytest.raises(EngineError, match="stopped"):
+        engine.submit(request("too late"))
+    await engine.abort("too late")  # unknown, as it was refused
+    with pytest.raises(EngineError, match="stopped"):
+        await engine.swap(BASE, SwapMode.KEEP_KV)
     for option, wrong in (("context_tokens", 10_000), ("slowdown", 0.5), ("slot_count", 0)):
         with pytest.raises((ConfigError, EngineError), match=option.removesuffix("_count")):
             EmbeddedEngine(CONFIG, **{option: wrong})
 
 
-def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
-    async def body() -> None:
-        engine = EmbeddedEngine(CONFIG, slot_count=4, outbox=Outbox(20))
-        await engine.start()
-        await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
-        names = [f"r{index}" for index in range(4)]
-        for name in names:
-            engine.submit(request(name, count=60))
-        while engine.stats().sampled_tokens < 20:
-            await engine.fingerprint(1)  # commands are obeyed also when the box is full
-        await engine.fingerprint(1)
-        assert engine.stats().sampled_tokens < 20 + 4
-        tokens = await collect(engine, *names)
-        assert all(len(tokens[name]) == 60 for name in names)
-        await engine.stop()
-
-    run(body())
+async def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
+    engine = EmbeddedEngine(CONFIG, slot_count=4, outbox=Outbox(20))
+    await engine.start()
+    await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
+    names = [f"r{index}" for index in range(4)]
+    for name in names:
+        engine.submit(request(name, count=60))
+    while engine.stats().sampled_tokens < 20:
+        await engine.fingerprint(1)  # commands are obeyed also when the box is full
+    await engine.fingerprint(1)
+    assert engine.stats().sampled_tokens < 20 + 4
+    tokens = await collect(engine, *names)
+    assert all(len(tokens[name]) == 60 for name in names)
+    await engine.stop()
 
 
 def test_tokens_are_joined_in_the_outbox_growing_sequences_linger_and_an_end_leaves_alone() -> None:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY
+from echo2.worker.engines.embedded import loop as loop_module
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.embedded.forward import CachedDecoder
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import NO_FINGERPRINT, SeveralEngines, fit_engine, make_engine
 from echo2.worker.engines.vllm.vllm_engine import only_gpus, refuse_unsupported
@@ -129,6 +132,34 @@ def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pyte
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"
 
 
+@pytest.mark.parametrize("slowdown", [1.0, 4.0])
+def test_a_worker_told_to_be_slower_takes_that_many_times_as_long_for_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowdown: float
+) -> None:
+    """By a clock that only its passes and its pauses move."""
+    now, asked, decode = [0.0], options(tmp_path, slowdown=slowdown), CachedDecoder.decode
+
+    def moves(seconds: float) -> None:
+        now[0] += seconds
+
+    def timed(*arguments: Any) -> torch.Tensor:
+        moves(0.25)
+        return decode(*arguments)
+
+    monkeypatch.setattr(CachedDecoder, "decode", timed)
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine = make_engine("embedded", CONFIG, asked, fit_engine("embedded", CONFIG, asked, CPU, 64))
+    loop, staged = cast(EmbeddedEngine, engine)._loop, keyframe_of(MODELS[0], 0)
+    monkeypatch.setattr(loop._stop, "wait", moves)
+    with torch.inference_mode():
+        loop.swap(loop_module.LiveSwap(staged.version, None, loop.weights.checked(staged), SwapMode.RECOMPUTE_KV))
+        loop.run_commands()
+        loop.submit(request("r", "r"))
+        for step in range(1, 4):
+            loop.step()
+            assert now[0] == step * 0.25 * slowdown
+
+
 class FailsOnce(EmbeddedEngine):
     """Refuses its next swap when told to, as an engine whose process is short of memory would."""
 
@@ -149,46 +180,38 @@ def request(name: str, group: str, count: int = 40) -> GenerateRequest:
     return GenerateRequest(name, (1, 2, 3), (), SamplingParams(max_new_tokens=count), group)
 
 
-def test_a_group_stays_together_and_new_groups_go_where_there_is_room() -> None:
-    async def body() -> None:
-        engines = [EmbeddedEngine(CONFIG, slot_count=8) for _ in range(2)]
-        both = SeveralEngines(engines)
-        await both.start()
-        for name in ("a0", "a1", "b0", "b1", "c0", "c1", "a2"):
-            both.submit(request(name, name[0]))
-        with pytest.raises(EngineError, match="expected a new id"):
-            both.submit(request("a2", "b"))
-        for engine in engines:
-            await engine.fingerprint(1)  # commands are obeyed in order: what was submitted is counted by now
-        assert [engine.stats().waiting_sequences for engine in engines] == [5, 2], (
-            "a, c on one engine and b on the other"
-        )
-        await both.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
-        ended = 0
-        while ended < 7:
-            ended += sum(chunk.finish_reason is not FinishReason.UNFINISHED for chunk in await both.next_chunks())
-        assert both.stats().sampled_tokens == 7 * 40
-        both.submit(request("a2", "a", 1))  # ids are free again after their end
-        await both.stop()
-
-    run(body())
+async def test_a_group_stays_together_and_new_groups_go_where_there_is_room() -> None:
+    engines = [EmbeddedEngine(CONFIG, slot_count=8) for _ in range(2)]
+    both = SeveralEngines(engines)
+    await both.start()
+    for name in ("a0", "a1", "b0", "b1", "c0", "c1", "a2"):
+        both.submit(request(name, name[0]))
+    with pytest.raises(EngineError, match="expected a new id"):
+        both.submit(request("a2", "b"))
+    for engine in engines:
+        await engine.fingerprint(1)  # commands are obeyed in order: what was submitted is counted by now
+    assert [engine.stats().waiting_sequences for engine in engines] == [5, 2], "a, c on one engine and b on the other"
+    await both.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
+    ended = 0
+    while ended < 7:
+        ended += sum(chunk.finish_reason is not FinishReason.UNFINISHED for chunk in await both.next_chunks())
+    assert both.stats().sampled_tokens == 7 * 40
+    both.submit(request("a2", "a", 1))  # ids are free again after their end
+    await both.stop()
 
 
-def test_a_swap_that_fails_on_one_engine_is_seen_and_whole_tensors_repair_it() -> None:
-    async def body() -> None:
-        steady, failing = EmbeddedEngine(CONFIG, slot_count=2), FailsOnce(CONFIG, slot_count=2)
-        both = SeveralEngines([steady, failing])
-        await both.start()
-        await both.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
-        before = await both.fingerprint(5)
-        failing.fails = True
-        with pytest.raises(EngineError, match="engine 1 of 2: version 1: no memory"):
-            await both.swap(delta_of(MODELS[0], MODELS[1], 0, 1), SwapMode.RECOMPUTE_KV)
-        assert both.version is None
-        assert await both.fingerprint(5) == NO_FINGERPRINT
-        await both.swap(keyframe_of(MODELS[1], 1), SwapMode.RECOMPUTE_KV)
-        assert both.version == 1
-        assert await both.fingerprint(5) == await steady.fingerprint(5) != before
-        await both.stop()
-
-    run(body())
+async def test_a_swap_that_fails_on_one_engine_is_seen_and_whole_tensors_repair_it() -> None:
+    steady, failing = EmbeddedEngine(CONFIG, slot_count=2), FailsOnce(CONFIG, slot_count=2)
+    both = SeveralEngines([steady, failing])
+    await both.start()
+    await both.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
+    before = await both.fingerprint(5)
+    failing.fails = True
+    with pytest.raises(EngineError, match="engine 1 of 2: version 1: no memory"):
+        await both.swap(delta_of(MODELS[0], MODELS[1], 0, 1), SwapMode.RECOMPUTE_KV)
+    assert both.version is None
+    assert await both.fingerprint(5) == NO_FINGERPRINT
+    await both.swap(keyframe_of(MODELS[1], 1), SwapMode.RECOMPUTE_KV)
+    assert both.version == 1
+    assert await both.fingerprint(5) == await steady.fingerprint(5) != before
+    await both.stop()
