@@ -1,4 +1,4 @@
-"""`echo2 run RUN.toml --workers N` as a person starts it (the example of an agent): `echo2 tail`, `echo2 stop`, a kill, an end."""
+"""`echo2 run RUN.toml --workers N` as a person starts it (the example of an agent): `echo2 tail`, `echo2 stop`, an end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def left_over(folder: Path, within_s: float = 0.0) -> list[str]:
 
 
 def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tmp_path: Path, base_model: Path) -> None:
-    """A stop, kill -9 of the command, the last step; a second command in the folder and another run's port are left alone."""
+    """A stop, the last step; a second command in the folder and another run's port are left alone."""
     try:
         taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
     except OSError:  # somebody else's run has it
@@ -99,13 +99,6 @@ def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tm
     log = tmp_path / "runs" / "agent" / "logs" / "learner.log"
     assert "stopped after step" in log.read_text() and "the same command goes on from there" in log.read_text()
 
-    before = steps_of(tmp_path)[-1]
-    run = started(tmp_path, base_model, steps=100_000)
-    trains(run, tmp_path, before + 1)
-    run.kill()
-    run.communicate(timeout=WAIT_S)
-    assert left_over(tmp_path, WAIT_S) == [], "nobody trains for a command that is gone"
-
     last = steps_of(tmp_path)[-1] + 3
     run = started(tmp_path, base_model, steps=last)
     said, _ = run.communicate(timeout=WAIT_S)
@@ -120,18 +113,23 @@ def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tm
     assert left_over(tmp_path) == []
 
 
+ENDS = {"hangup": (signal.SIGHUP,), "twice": (signal.SIGINT, signal.SIGINT), "kill": (signal.SIGKILL,)}
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("signals", [(signal.SIGHUP,), (signal.SIGINT, signal.SIGINT)], ids=["hangup", "twice"])
-def test_a_closed_terminal_and_a_second_ctrl_c_end_all_in_silence(
-    tmp_path: Path, base_model: Path, signals: tuple[signal.Signals, ...]
+@pytest.mark.parametrize("how", ENDS)
+def test_a_closed_terminal_a_second_ctrl_c_and_a_kill_end_all_in_silence(
+    tmp_path: Path, base_model: Path, how: str
 ) -> None:
+    """The kill: nobody trains for a command that is gone; tests/unit/cli/test_commands.py has it of one process."""
     run = started(tmp_path, base_model, steps=100_000)
     trains(run, tmp_path)
-    for number in signals:
+    for number in ENDS[how]:
         run.send_signal(number)
         time.sleep(0.3)
     said, _ = run.communicate(timeout=WAIT_S)
-    assert run.returncode == 130 and "Traceback" not in said and "rror" not in said, said
+    assert run.returncode == (-signal.SIGKILL if how == "kill" else 130)
+    assert "Traceback" not in said and "rror" not in said, said
     assert left_over(tmp_path, WAIT_S) == []
 
 

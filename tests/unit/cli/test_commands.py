@@ -19,7 +19,7 @@ from echo2.base.errors import BadToken, ConfigError, PortBusy, TaskError
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
-from echo2.cli.process import LINES_BURST, LogRateLimit, run_daemon
+from echo2.cli.process import LINES_BURST, PARENT, LogRateLimit, run_daemon
 from echo2.cli.run import LocalRun
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config
@@ -149,6 +149,27 @@ def test_rewards_that_cannot_work_end_the_learner_before_it_joins_or_loads_anyth
     assert learner.main([*arguments, "--task.name", "tests.unit.tasks.naughty:Always"]) == TaskError.exit_code
     assert "naughty:Always: expected a reward for a sample" in (said := capsys.readouterr().err), said
     assert not folder.exists()
+
+
+STARTED = """
+import time
+from echo2.cli.process import die_with_parent
+die_with_parent()
+print("it runs", flush=True)
+time.sleep(20)
+print("it outlived the command")
+"""
+STARTS = f"""
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", {STARTED!r}], env={{**os.environ, {PARENT!r}: str(os.getpid())}})
+"""
+
+
+def test_what_a_command_started_ends_with_it_though_it_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None and command.stdout.readline() == "it runs\n"
+        command.kill()
+        assert command.stdout.read() == "", "the end of what it wrote: the other has the pipe as well"
 
 
 class Failing:
