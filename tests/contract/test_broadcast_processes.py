@@ -46,6 +46,7 @@ def test_link_that_is_cut_and_comes_back_ends_in_a_whole_version() -> None:
     assert max(got.times["w0"], got.times["w2"]) < got.times["w1"] < 25, "the others did not wait for the one cut off"
 
 
+@pytest.mark.soak  # tests/contract/test_nat.py has two such workers, tests/unit/broadcast/test_session.py who relays for whom
 @pytest.mark.network_namespaces
 @needs_root
 def test_workers_that_accept_no_connections_are_served_and_relay_over_their_own() -> None:
