@@ -66,21 +66,6 @@ def test_a_client_in_the_middle_of_its_body_still_reads_why_it_is_refused(gatewa
         assert answer_of(connection)[0] == 401
 
 
-def test_silence_and_heads_in_drips_end(gateway: Served) -> None:
-    with gateway.connect() as silent, gateway.connect() as dripping:
-        dripping.sendall(b"POST /v1/models HTTP/1.1\r\nx: ")
-        began = time.monotonic()
-        with contextlib.suppress(OSError):
-            while time.monotonic() - began < 5.0:
-                dripping.sendall(b"a")
-                dripping.settimeout(0.1)
-                with contextlib.suppress(TimeoutError):
-                    if dripping.recv(10) == b"":
-                        break
-        assert time.monotonic() - began < 3.0
-        assert ended_after_s(silent) < 3.0
-
-
 def test_a_crowd_of_strangers_keeps_its_share_and_hurts_nobody_of_its_own_address(gateway: Served) -> None:
     with contextlib.ExitStack() as held:
         known = []
