@@ -156,7 +156,7 @@ import time
 from echo2.cli.process import die_with_parent
 die_with_parent()
 print("it runs", flush=True)
-time.sleep(20)
+time.sleep(9)  # by then nobody but the kernel has ended it
 print("it outlived the command")
 """
 STARTS = f"""
