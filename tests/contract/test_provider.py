@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,6 @@ from echo2.coordinator.money.provisioner import Renting, load_offers, make_provi
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, Provider, machine_prefix
 from tests.contract.command_cloud import CommandCloud
 from tests.contract.sky_double import ClusterStatus, Sky
-from tests.patience import WAIT_S
 
 LINK = "echo2://h:1/peer?token=it's"
 RUN = RunId("a-run")
@@ -63,10 +61,6 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provide
             cloud.close()
         case _:
             yield SkyPilotProvider(sky_offer(), RUN, Sky())
-
-
-def play(scene: Any) -> None:
-    asyncio.run(asyncio.wait_for(scene, WAIT_S))
 
 
 async def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_given_back(
@@ -118,8 +112,9 @@ async def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tm
     await before.release(FIRST)  # it still waits for its child
 
 
-def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_machine_is(tmp_path: Path) -> None:
-    async def scene(cloud: CommandCloud) -> None:
+async def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_machine_is(tmp_path: Path) -> None:
+    cloud = CommandCloud(tmp_path / "cloud")
+    try:
         provider = CommandProvider(command_offer(cloud), RUN)
         await provider.rent(FIRST, LINK)
         await provider.rent(FIRST, LINK)
@@ -141,32 +136,26 @@ def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_machine_is
         with pytest.raises(ConfigError, match=r"offer one: list: expected one of .* after .*, got 'dancing'"):
             await provider.observe()
         (stranger / "pid").unlink()
-
-    cloud = CommandCloud(tmp_path / "cloud")
-    try:
-        play(scene(cloud))
     finally:
         cloud.close()
 
 
-def test_commands_that_fail_or_hang_are_named_and_end_with_their_children(
+async def test_commands_that_fail_or_hang_are_named_and_end_with_their_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(cloud: CommandCloud) -> None:
-        offer = command_offer(cloud, start="echo no room >&2; exit 3")
-        with pytest.raises(ResourceError, match=f"offer one, command start for {FIRST}: .*got 3: no room"):
-            await CommandProvider(offer, RUN).rent(FIRST, LINK)
-        with pytest.raises(Unreachable, match="offer one, command list: .*got 127"):
-            await CommandProvider(command_offer(cloud, list="no-such-program"), RUN).observe()
-        monkeypatch.setitem(command.LIMITS_S, "list", 0.2)
-        hanging = f"sleep 600 & echo $! > {tmp_path / 'child'}; wait"
-        with pytest.raises(Unreachable, match="command list: expected it to end within 0 s"):
-            await CommandProvider(command_offer(cloud, list=hanging), RUN).observe()
-        child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
-        while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
-            await asyncio.sleep(0.01)
-
-    play(scene(CommandCloud(tmp_path / "cloud")))
+    cloud = CommandCloud(tmp_path / "cloud")
+    offer = command_offer(cloud, start="echo no room >&2; exit 3")
+    with pytest.raises(ResourceError, match=f"offer one, command start for {FIRST}: .*got 3: no room"):
+        await CommandProvider(offer, RUN).rent(FIRST, LINK)
+    with pytest.raises(Unreachable, match="offer one, command list: .*got 127"):
+        await CommandProvider(command_offer(cloud, list="no-such-program"), RUN).observe()
+    monkeypatch.setitem(command.LIMITS_S, "list", 0.2)
+    hanging = f"sleep 600 & echo $! > {tmp_path / 'child'}; wait"
+    with pytest.raises(Unreachable, match="command list: expected it to end within 0 s"):
+        await CommandProvider(command_offer(cloud, list=hanging), RUN).observe()
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        await asyncio.sleep(0.01)
 
 
 def test_a_machine_gets_echo2_from_the_run_or_from_git_and_never_by_its_name_from_an_index(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ from tests.unit.cost_model.test_sizing import QWEN3_8B
 
 CONFIG = tiny_config("qwen3")
 MODELS = make_versions(CONFIG)
-_T = TypeVar("_T")
 CPU = WorkerMachine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
 FOUR_GPUS = replace(CPU, gpus=parse_gpus("NVIDIA L40S, 46068, 580.65\n" * 4), has_vllm=True, memory_bytes=200 << 30)
 
@@ -170,10 +167,6 @@ class FailsOnce(EmbeddedEngine):
             self.fails = False
             raise EngineError(f"version {staged.version}: no memory")
         return await super().swap(staged, mode)
-
-
-def run(test: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run(asyncio.wait_for(test, 60))
 
 
 def request(name: str, group: str, count: int = 40) -> GenerateRequest:
