@@ -15,7 +15,8 @@ import torch
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed, rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
-from echo2.learner.audit import MEASURED_TOKENS, Accusation, Bets, Habits, KindNoise, examine, passage_of
+from echo2.learner.audit import Habits, examine, passage_of
+from echo2.learner.bets import MEASURED_TOKENS, Accusation, Bets, KindNoise
 from echo2.learner.rollouts.admission import problem_of_end, problem_of_segment
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
 from echo2.learner.training.model import PolicyModel

@@ -53,13 +53,8 @@ from benchmarks.audit_workers import (
     quantised,
     watched,
 )
-from echo2.learner.audit import (
-    FALSE_ALARMS_A_DAY,
-    NEWCOMER_TOKENS,
-    NUMBERS_FACTOR,
-    Accusation,
-    Habits,
-)
+from echo2.learner.audit import NEWCOMER_TOKENS, Habits
+from echo2.learner.bets import FALSE_ALARMS_A_DAY, NUMBERS_FACTOR, Accusation
 
 RESULTS = Path(__file__).parent / "results" / "audit.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"

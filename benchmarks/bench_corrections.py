@@ -43,7 +43,7 @@ from echo2.learner.training.loss import (
     policy_loss,
     score_norm_sq_proxy,
 )
-from echo2.learner.training.token_scores import cache_name
+from echo2.learner.training.scoring import cache_name
 from echo2.tasks.built_in import ALPHABET, SortDigits, format_only_target
 from echo2.tasks.split import TaskSplit
 

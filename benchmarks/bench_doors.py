@@ -25,11 +25,11 @@ from typing import Any
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SamplingParams, VersionSpan
+from echo2.config.run import RunConfig
 from echo2.gateway.app import GatewayPort
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
-from echo2.learner.rollouts.admission import GroupRules, OpenGroups
+from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.request_pool import RequestPool
-from echo2.staleness.rule import Ledger
 
 RESULTS = Path(__file__).parent / "results" / "doors.json"
 CLIENTS, PROMPT, SAMPLED, VOCABULARY = 64, 512, 128, 150_000
@@ -58,7 +58,7 @@ class InstantFleet:
             questions=0, is_driven=False, rewards={}, append=lambda record: None, commit=lambda: asyncio.sleep(0)
         )
         history: Any = SimpleNamespace(cursor=0, opened_in={})
-        groups = OpenGroups(GroupRules(4, 64, 1, VOCABULARY), Ledger(4))
+        groups = OpenGroups(RunConfig(), VOCABULARY)
         self.pool = RequestPool(groups, nothing, history, prompts, nothing, self)
         self.pool.resume()
 

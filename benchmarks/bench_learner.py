@@ -117,7 +117,6 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
     from echo2.base.ids import GroupId, Step, Version
     from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
     from echo2.config.run import RunConfig
-    from echo2.learner.options import TrainerOptions
     from echo2.learner.rollouts.groups import Batch, TrainGroup
     from echo2.learner.training.model import PolicyModel
     from echo2.learner.training.trainer import Trainer
@@ -137,9 +136,11 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
         spec = GroupSpec(group_id, tuple(data["prompts"][first]), n, sampling, 0)
         rewards = tuple(data["advantages"][first : first + n])
         groups.append(TrainGroup(spec, first, tuple(rollouts), rewards))
-    options = TrainerOptions(token_budget=data["token_budget"], row_tokens=data.get("row_tokens", 0), threads=threads)
-    config = RunConfig.model_validate({"learner": {"steps": 1000, "lr": 1e-3}})
-    trainer = Trainer(PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), config, options)
+    learner = {"steps": 1000, "lr": 1e-3, "loss": "dapo", "token_budget": data["token_budget"]}
+    config = RunConfig.model_validate({"learner": learner | {"gradient_checkpointing": False}})
+    trainer = Trainer(
+        PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), config, threads, data.get("row_tokens", 0)
+    )
     return trainer, Batch(Step(0), tuple(groups))
 
 

@@ -21,10 +21,11 @@ from benchmarks.fleet_model.worker import RolloutRun, SimGroup, SimWorker
 from echo2.base.ids import GroupId, Step
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
+from echo2.config.run import RunConfig
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import LeaseRules
-from echo2.learner.rollouts.admission import GroupRules
+from echo2.learner.rollouts.admission import cap_groups
 
 LEASE_TIMEOUT_S = 120.0
 GROUPS_MAX = 1 << 20
@@ -45,7 +46,8 @@ class Generation:
         group_size, batch = scenario.learner.rollouts_per_group, scenario.learner.rollouts_per_step
         self.groups_per_step = -(-batch // group_size)
         bound = scenario.config.staleness_bound
-        self.rules = GroupRules(bound, self.groups_per_step * group_size, group_size, 0)
+        learner = {"prompts_per_step": self.groups_per_step, "rollouts_per_prompt": group_size}
+        self.config = RunConfig.model_validate({"staleness": {"bound": bound}, "learner": learner})
         self.book = LeaseBook(LeaseRules(bound, LEASE_TIMEOUT_S, groups_max=GROUPS_MAX))
         self.groups: dict[GroupId, SimGroup] = {}
         self.workers: dict[str, SimWorker] = {}
@@ -66,7 +68,7 @@ class Generation:
         """Offers as many groups as the cap leaves room for."""
         ahead = self.outstanding_groups
         specs = []
-        for number in range(max(0, self.rules.cap_groups(cap_rollouts) - ahead)):
+        for number in range(max(0, cap_groups(self.config, cap_rollouts) - ahead)):
             group = SimGroup(GroupId(f"g{self._group_count:09d}"))
             self._group_count += 1
             for _ in range(self.scenario.learner.rollouts_per_group):
@@ -74,7 +76,7 @@ class Generation:
                 group.tokens += tokens
                 group.runs.append(RolloutRun(group, tokens))
             self.groups[group.group_id] = group
-            step = next_step + (ahead + number) // self.rules.groups_per_step
+            step = next_step + (ahead + number) // self.groups_per_step
             specs.append(GroupSpec(group.group_id, (0,), len(group.runs), self._sampling, Step(step)))
         if specs:
             self._handle(self.book.offer, tuple(specs))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.setup import QWEN3_06B, SMALL, Row, Setup, saved_model
-from echo2.learner.audit import NOISE_PRIOR_OTHERS_NATS
+from echo2.learner.bets import NOISE_PRIOR_OTHERS_NATS
 from echo2.learner.training.model import PolicyModel
-from echo2.learner.training.trials import trial_inputs
+from echo2.learner.training.scoring import trial_inputs
 
 BLOCKS = 4
 

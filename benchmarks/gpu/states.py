@@ -80,7 +80,7 @@ def _large(setup: Setup) -> Iterator[Row]:
         yield Row(f"{name}, peak memory a parameter", peak / shape.parameters, "bytes")
         held = torch.cuda.memory_allocated(setup.device) + 4 * shape.parameters  # the summed gradient is gone by now
         told = learner_memory(
-            trainer.model.size, trainer.options.token_budget, Checkpointing.FULL, gpu_count=1,
+            trainer.model.size, trainer.learner.token_budget, Checkpointing.FULL, gpu_count=1,
             run=LearnerRun(optimizer_state=how),
         )  # fmt: skip
         yield Row(f"{name}, state over what the sizing tells", held / told.state_bytes, "x", TOLD_RATIO)

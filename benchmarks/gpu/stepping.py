@@ -20,12 +20,11 @@ from benchmarks.gpu.setup import QWEN3_06B, QWEN3_4B, SMALL, Row, Setup, Shape, 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import OptimizerState, RunConfig
-from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.packing import Attention
+from echo2.learner.training.scoring import add_up_in_order, choose_attention
 from echo2.learner.training.trainer import StepResult, Trainer
-from echo2.learner.training.trials import add_up_in_order, choose_attention
 
 BYTES_PER_PARAMETER = 18
 """Weights in bf16, their gradient, and master, gradient and two moments in float32."""
@@ -74,14 +73,14 @@ def trainer_of(
 ) -> Trainer:
     path = str(saved_model(shape, setup.folder))
     budget = 512 if setup.is_small else 16_384
-    options = TrainerOptions(token_budget=budget, gradient_checkpointing=not setup.is_small)
-    config = RunConfig.model_validate({"learner": {"steps": 1000, "optimizer_state": optimizer_state}})
+    learner = {"steps": 1000, "optimizer_state": optimizer_state, "loss": "dapo", "token_budget": budget}
+    config = RunConfig.model_validate({"learner": learner | {"gradient_checkpointing": not setup.is_small}})
     model = PolicyModel(path, "bfloat16", setup.device, 1.0, masters_on_host=optimizer_state == "host")
     if attention == "dense":
         add_up_in_order()
     else:
         choose_attention(model.policy, setup.device)
-    return Trainer(model, config, options)
+    return Trainer(model, config)
 
 
 def run(setup: Setup) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from echo2.learner.training.model_files import checked_path
 from echo2.outside.net import EVERY_ADDRESS
 
 if TYPE_CHECKING:
-    from echo2.learner.options import LearnerOptions, TrainerOptions
+    from echo2.learner.options import LearnerOptions
 
 # Help and description of the commands.
 ABOUT = {
@@ -71,11 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: int = 0) -> LearnerOptions:
     """Returns the learner's options from the resolved config. `link`: a join link or @FILE; empty if none is needed."""
-    from echo2.cli.sizing import turns_max
+    from echo2.cli.sizing import gradient_checkpointing, loss, threads, token_budget, turns_max
     from echo2.learner.options import LearnerOptions
+    from echo2.tasks.rewards import available_cores
 
+    auto = {"loss": loss, "token_budget": token_budget, "gradient_checkpointing": gradient_checkpointing}
+    learner = config.learner.model_copy(update={name: rule(config).value for name, rule in auto.items()})
     return LearnerOptions(
-        folder, config, _trainer_options(config), turns_max(config),
+        folder, config.model_copy(update={"learner": learner}), threads(available_cores()), turns_max(config),
         "127.0.0.1" if config.coordinator.is_local else EVERY_ADDRESS,
         link_text(link), link_file(link), metrics_port,
     )  # fmt: skip
@@ -99,32 +102,18 @@ def check_start(config: RunConfig, *, trains: bool) -> None:
         )
 
 
-def _trainer_options(config: RunConfig) -> TrainerOptions:
-    from echo2.cli.sizing import gradient_checkpointing, loss, threads, token_budget
-    from echo2.learner.options import TrainerOptions
-    from echo2.learner.training.loss import LossConfig
-    from echo2.tasks.rewards import available_cores
-
-    learner = config.learner
-    return TrainerOptions(
-        LossConfig(loss(config).value, *learner.clip, learner.correction, kl_coefficient=learner.kl_coefficient),
-        token_budget(config).value, gradient_checkpointing(config).value, threads(available_cores()),
-        model_path=config.model.path, lr=learner.lr,
-    )  # fmt: skip
-
-
 def follow_rank_0(options: LearnerOptions) -> int:
     """Runs a torchrun rank above 0, which follows rank 0's orders; rank 0 runs the daemon. Returns the exit code.
 
     Ignores SIGINT and SIGTERM: rank 0 answers them with a last checkpoint, for which it needs the other ranks.
     """
-    from echo2.learner.startup import follow
+    from echo2.learner.startup import new_team
     from echo2.learner.training.ranks import ranks_of_environment
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        follow(options, ranks_of_environment(options.config.learner.replicas))
+        new_team(options, ranks_of_environment(options.config.learner.replicas)).follow()
     except EchoError as error:
         return report_error(error)
     return 0

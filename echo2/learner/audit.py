@@ -1,74 +1,43 @@
-"""The audit: is a worker's rollout what an honest engine makes of its lease? The learner scores some rollouts again and bets.
+"""The audit: scores some rollouts of each batch again under the versions that they name, while training continues.
 
-Guarantees: an honest worker is accused with probability at most `FALSE_ALARMS_A_DAY`, however often one looks and whichever
-rollouts are drawn; nothing that a worker claims widens what it is allowed beyond the prior of a kind of engine. Leaves to others:
-keeping versions and running the forward pass (training/scoring), what happens to an accused worker
-(auditor, learner).
+Guarantees: training waits for it at most `TRAINER_SHARE` of the time, a second or one rollout at a time; the rollouts to audit are
+drawn after they have arrived, with randomness that no worker can know; a worker is accused once, on the event loop, and on numbers
+that the learner computed itself; an audit that fails ends the run. Waits for: batches (`consider`), its threads. Leaves to others:
+what the scores prove (bets), keeping versions and running the forward pass (training/scoring), banning and dropping (pool).
 
 A rollout is scored whole. Every token is scored under the version that its span names, with the KV cache that an honest engine
 had there: it prefills again when it takes over a rollout, when a turn begins and, unless its worker says that it keeps the cache,
-when the version changes. Three bets run for each worker. Each starts with a wealth of 1 that does not grow on average while the
-worker is honest, so that their mean reaches 1/alpha with probability at most alpha (Ville's inequality).
-
-- *numbers* (version or noise): the claimed log-probabilities are those of the version named, but for the noise of their kind of
-  engine (`KindNoise`). Bets on the mean square of the differences.
-- *draw*: each token is the one that the lease's random number picks. The number lies between two edges of the cumulative
-  distribution; an engine's noise moves an edge `e` by at most `sigma * sqrt(e * (1 - e))`, root mean square (Cauchy-Schwarz). The
-  noise has no lean and small deviations are likelier than large ones, so Gauss's inequality bounds the chance that it moves an
-  edge over the number. The bet is that misses come more often. Without seeds (engines that draft), and for greedy answers, the bet
-  is on the sum of log-probabilities, whose mean is known.
-- *choice*: the same for a whole piece of a rollout, with more noise than any kind has: its tokens were drawn by other numbers.
-
-How far honest engines differ is measured, not proven; what rests on it alone is not certain (`Accusation.is_certain`), so it can
-be undone, and a person decides.
+when the version changes. Costs host memory for each version's changes (training/scoring), and time on the training device.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import math
+import logging
 import random
-import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Rollout, SamplingParams
-from echo2.learner.rollouts.groups import TrainGroup
+from echo2.config.run import RunConfig
+from echo2.cost_model.sizing import audit_versions
+from echo2.learner.bets import Accusation, Bets, Column, Evidence, KindNoise, Piece, TokenScores, bounded_entry
+from echo2.learner.rollouts.groups import NOBODY, TrainGroup
+from echo2.outside import monotonic, unix_now
+from echo2.outside.guard import Tasks
 
-FALSE_ALARMS_A_DAY = 1e-6  # one honest worker in a million worker-days
-DAY_S = 86_400.0  # then the bets begin anew
-FLOOR_NATS = -12.0
-"""Floor for log-probabilities when a token's likelihood is judged, so that a single token has bounded weight."""
-WORKERS_MAX = 16_384  # some kilobytes each; of more workers the oldest is forgotten
-
-Column = npt.NDArray[np.float64]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Scores of consecutive tokens under one version. `logprobs`: the log-probabilities that training uses (nats). Under the
-    sampling distribution: `drawn`, the token's log-probability; `expected`, the mean of max(log-probability, FLOOR_NATS); `picked`,
-    whether the random number picks this token (0 or 1); `low`, `high`: the edges of the token that it picks in the cumulative
-    distribution; `low_spread`, `high_spread`: how far a nat of noise that is independent from token to token moves them."""
-
-    logprobs: Column
-    drawn: Column
-    expected: Column
-    picked: Column
-    low: Column
-    high: Column
-    low_spread: Column
-    high_spread: Column
-
+_log = logging.getLogger("echo2.learner")
 
 # ---- what is scored
 
@@ -81,19 +50,6 @@ class Habits:
     draws_by_seed: bool = False
     keeps_cache: bool = False
     kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Sampled tokens `start` to `stop - 1` of a rollout, which `worker` reported as sampled by `version`. `keeps_cache`: the
-    piece continues with the KV cache of the piece before it."""
-
-    worker: PeerId
-    version: Version
-    start: int
-    stop: int
-    keeps_cache: bool = False
-    draws_by_seed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +68,6 @@ class Passage:
     @property
     def claimed(self) -> Column:
         return np.asarray(self.sampling.trained_logprobs(self.rollout.logprobs, self.rollout.raw_logprobs))
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The claimed and the recomputed scores of a piece. `uniforms`: the random numbers of its tokens."""
-
-    piece: Piece
-    claimed: Column
-    exact: TokenScores
-    uniforms: Column
 
 
 class Scorer(Protocol):
@@ -153,13 +99,10 @@ def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Hab
     seeds += [rollout_seed(turn_seed(seed, rollout.index, turn + 1), 0) for turn in range(len(insertions))]
     turns = zip(seeds, itertools.pairwise(starts), strict=True)
     return Passage(
-        rollout,
-        group.spec.sampling,
-        (*prompt, *text),
-        np.asarray(sampled_at, dtype=np.int64) + len(prompt),
+        rollout, group.spec.sampling, (*prompt, *text), np.asarray(sampled_at, dtype=np.int64) + len(prompt),
         np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns]),
         pieces_of(group, member, habits_of),
-    )
+    )  # fmt: skip
 
 
 def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> tuple[Piece, ...]:
@@ -314,264 +257,178 @@ class AuditDraw:
         return bounded_entry(self._accounts, worker, _Account)
 
 
-def bounded_entry(table: dict[PeerId, T], worker: PeerId, make: Callable[[], T]) -> T:
-    """The worker's entry; a new one takes the place of the oldest where the table is full."""
-    if worker not in table:
-        if len(table) >= WORKERS_MAX:
-            del table[next(iter(table))]
-        table[worker] = make()
-    return table[worker]
+# ---- the auditor
 
-
-# ---- noise
-
-NOISE_PRIOR_NATS = {"fp8": 0.4}
-NOISE_PRIOR_OTHERS_NATS = 0.1
-"""By precision: the noise that is allowed to an engine of a kind that has not been measured yet, and the most that a measured kind
-is allowed. On SmolLM2-135M bf16 is 0.05 off, fp8 0.28 (docs/vllm.md); larger models less."""
-NOISE_MIN_NATS = 2e-3
-"""The least noise that is allowed: next to none is measured of float32 engines, and rounding alone would then be evidence."""
-MEASURED_TOKENS = 200
-"""Tokens after which a worker's noise is known well enough to count."""
-MEASURED_WORKERS = 3
-"""Others of its kind that must be known before their noise is the measure for a worker: with three, one liar cannot move the
-median beyond honest ones."""
-NOISE_CAP = 8.0
-"""Differences beyond this many times the allowed noise count as this many."""
+TURN_TOKENS = 16_384
+"""Tokens scored in one turn of the thread, prompts included; at least one rollout."""
+TRAINER_TURN_S = 1.0
+"""Longest turn on the trainer's thread, estimated from the speed of earlier turns; at least one rollout."""
+TRAINER_SHARE = 0.1
+"""Share of the trainer's thread while there is something to train on. Scoring all that is drawn by default takes half as much: a
+forward pass over 12 % of the tokens, while a step takes one and a backward pass of twice its work."""
+IDLE_LOOK_S = 0.05  # short beside a step
 
 
 @dataclass(slots=True)
-class _Measured:
-    kind: str
-    squares: float = 0.0
+class AuditCounts:
+    """Counts since the process began. `tokens`: scored; `read_tokens`: prompts included; `s`: seconds of scoring."""
+
+    steps: int = 0
     tokens: int = 0
+    read_tokens: int = 0
+    rollouts: int = 0
+    accused: int = 0
+    s: float = 0.0
 
     @property
-    def nats(self) -> float:
-        return math.sqrt(self.squares / self.tokens) if self.tokens >= MEASURED_TOKENS else math.inf
+    def s_per_step(self) -> float:
+        return self.s / max(1, self.steps)
 
 
-def noise_prior(kind: str) -> float:
-    return next((nats for name, nats in NOISE_PRIOR_NATS.items() if name in kind), NOISE_PRIOR_OTHERS_NATS)
+class Workers(Protocol):
+    """What is known of the workers, and who is told of a verdict. `habits_of`: what a worker reports about its engine."""
+
+    def habits_of(self, peer_id: PeerId, /) -> Habits: ...
+    def accuse(self, peer_id: PeerId, reason: str, /, *, is_certain: bool) -> None: ...
 
 
-@dataclass(slots=True)
-class KindNoise:
-    """How far the log-probabilities of each kind of engine are from the learner's, as the learner measures it: root mean square,
-    the median over the workers of the kind. What a worker is allowed is measured on the others."""
+class Auditor:
+    """Audits `learner.audit_share` of the rollouts by the scorer given to `begin`, which keeps `versions_max` versions; none if an
+    adapter is published. Call all methods on the event loop's thread; times are unix seconds."""
 
-    _workers: dict[PeerId, _Measured] = field(default_factory=dict)
-
-    def observe(self, worker: PeerId, kind: str, differences: Column) -> None:
-        measured = bounded_entry(self._workers, worker, lambda: _Measured(kind))
-        if measured.kind != kind:
-            measured = self._workers[worker] = _Measured(kind)
-        capped = np.minimum(np.abs(differences), NOISE_CAP * noise_prior(kind))
-        measured.squares += float(capped @ capped)
-        measured.tokens += len(differences)
-
-    def of_kind(self, worker: PeerId, kind: str) -> float | None:
-        """The noise of the other workers of this kind; None if too few are known."""
-        others = [
-            one.nats
-            for peer, one in self._workers.items()
-            if peer != worker and one.kind == kind and one.nats < math.inf
-        ]
-        if len(others) < MEASURED_WORKERS:
-            return None
-        return min(noise_prior(kind), max(NOISE_MIN_NATS, statistics.median(others)))
-
-    def of_worker(self, worker: PeerId) -> float:
-        """The worker's own noise; infinite while too little is known."""
-        measured = self._workers.get(worker)
-        return max(NOISE_MIN_NATS, measured.nats) if measured is not None else math.inf
-
-    def forget(self, worker: PeerId) -> None:
-        self._workers.pop(worker, None)
-
-
-# ---- the bets
-
-NUMBERS_FACTOR = 3.0
-"""A worker's numbers may be this many times as far off as those of the others of its kind: its card may be another one."""
-DRAW_FACTOR = 1.5
-"""The noise that *draw* assumes, as a multiple of what was measured of the kind, or of the worker if that is less."""
-FABRICATED_FACTOR = 5.0
-"""Numbers further off than this many times the prior of their kind are no noise."""
-CHOICE_FACTOR, CHOICE_MISSES = 2.0, 1.0 / 32.0
-"""The noise that *choice* assumes, as a multiple of the prior of the kind, and a floor for the misses that it grants."""
-UNCERTAIN_TOKENS = 600
-"""An uncertain finding waits for this many tokens, because *choice* may still tell more."""
-ROUNDING = 1e-5
-"""How far sums of probabilities over a vocabulary differ by rounding alone."""
-MISS_MIN, MISS_MAX = 1e-4, 0.5
-"""Bounds of a token's chance of an honest miss; beyond the upper one a token says nothing."""
-NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)  # below NOISE_CAP squared, as `Mixture.bet` asks; within ln 4 of the best of them
-SUM_STAKES = (0.02, 0.1, 0.4, 0.9, -0.02, -0.1, -0.4, -0.9)  # both signs, since sums can be too large or too small
-MISS_ODDS = (2.0, 5.0)
-"""Alternatives that *draw* bets on: near misses this many times as often (in odds)."""
-MISS_SHARES = (1e-3, 1e-2, 0.1, 0.5)
-"""And this share of the tokens taken from elsewhere."""
-CHOICE_STAKES = (0.02, 0.2, 0.9)
-"""Alternatives that *choice* bets on: shares of a worker's pieces that were selected instead of drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accusation:
-    """`bet`: the bet that grew most. `is_certain`: the evidence suffices without what rests on measured noise."""
-
-    bet: str
-    text: str
-    is_certain: bool
-
-
-class Mixture:
-    """Bets on one bounded quantity with several stakes. `log_wealth`: logarithm of their mean wealth."""
-
-    def __init__(self, stakes: Sequence[float]) -> None:
-        self._stakes = stakes
-        self._logs = [0.0] * len(stakes)
-
-    def bet(self, excess: Column) -> None:
-        """Places one bet per element of `excess`, whose mean is at most 0 for an honest worker. Every stake times every element
-        must be above -1."""
-        self.add(float(np.log1p(stake * excess).sum()) for stake in self._stakes)
-
-    def add(self, logs: Iterable[float]) -> None:
-        """Multiplies each stake's wealth by a factor, whose mean is at most 1 for an honest worker; given are its logarithms."""
-        self._logs = [log + more for log, more in zip(self._logs, logs, strict=True)]
+    def __init__(
+        self, config: RunConfig, rng: random.Random, workers: Workers, fail: Callable[[BaseException], None]
+    ) -> None:
+        self.counts = AuditCounts()
+        self.draw = AuditDraw(0.0 if config.model.lora_rank else config.learner.audit_share, rng)
+        self.accused: dict[PeerId, Accusation] = {}
+        self.versions_max = audit_versions(config.staleness.bound)
+        self._workers = workers
+        self._is_trainer_idle: Callable[[], bool] = lambda: False
+        self._trainer_thread: Executor | None = None
+        self._bets: dict[PeerId, Bets] = {}
+        self._noise = KindNoise()
+        self._excused: set[PeerId] = set()
+        self._scorer: Scorer | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
+        self._tasks = Tasks(fail)
+        self._is_scoring = False
 
     @property
-    def log_wealth(self) -> float:
-        return log_mean(self._logs)
+    def is_on(self) -> bool:
+        return self.draw.share > 0
 
-
-@dataclass(slots=True)
-class Bets:
-    """The evidence against one worker since `since` (seconds); reset every day. `excuses_noise`: a person has judged this worker's
-    noise to be harmless, so what rests on measured noise is not bet on."""
-
-    since: float
-    excuses_noise: bool = False
-    tokens: int = 0
-    misses: int = 0
-    granted_misses: float = 0.0
-    _squares: float = 0.0
-    _noise: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
-    _fabrication: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
-    _sums: Mixture = field(default_factory=lambda: Mixture(SUM_STAKES))
-    _draw: Mixture = field(default_factory=lambda: Mixture((*MISS_ODDS, *MISS_SHARES)))
-    _choice: Mixture = field(default_factory=lambda: Mixture(CHOICE_STAKES))
-
-    def observe(self, evidence: Evidence, kind: str, noise: KindNoise) -> None:
-        """Places all bets on one piece; `noise` knows only earlier ones."""
-        worker, exact = evidence.piece.worker, evidence.exact
-        prior, measured = noise_prior(kind), noise.of_kind(worker, kind)
-        differences = evidence.claimed - exact.logprobs
-        self.tokens += len(differences)
-        self._squares += float(differences @ differences)
-        limit = prior if measured is None else min(prior, NUMBERS_FACTOR * measured)
-        if not self.excuses_noise:
-            self._noise.bet(_square_excess(differences, limit))
-        self._fabrication.bet(_square_excess(differences, FABRICATED_FACTOR * prior))
-        is_greedy = not exact.high_spread.any()
-        if is_greedy or not evidence.piece.draws_by_seed:
-            self._sums.bet((np.maximum(exact.drawn, FLOOR_NATS) - exact.expected) / -FLOOR_NATS)
-            return
-        sigma = DRAW_FACTOR * min(prior if measured is None else measured, noise.of_worker(worker))
-        if not self.excuses_noise:
-            self._bet_on_misses(exact, evidence.uniforms, sigma)
-        self._bet_on_choice(exact, evidence.uniforms, CHOICE_FACTOR * prior)
-
-    def _bet_on_misses(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
-        """Likelihood ratios of the misses seen, against the most that noise explains."""
-        chances = np.maximum(MISS_MIN, honest_misses(exact, numbers, sigma))
-        told = chances <= MISS_MAX
-        chances, missed = chances[told], exact.picked[told] < 0.5
-        self.misses += int(missed.sum())
-        self.granted_misses += float(chances.sum())
-        ratios = [np.where(missed, odds, 1.0) / (1.0 + (odds - 1.0) * chances) for odds in MISS_ODDS]
-        ratios += [np.where(missed, 1.0 + share * (1.0 / chances - 1.0), 1.0 - share) for share in MISS_SHARES]
-        self._draw.add(float(np.log(ratio).sum()) for ratio in ratios)
-
-    def _bet_on_choice(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
-        """Likelihood ratio of the misses seen, if the piece's tokens were drawn by other random numbers. Each piece stakes only a
-        share of the wealth, because a worker may select only some of its rollouts."""
-        chances = np.maximum(CHOICE_MISSES, honest_misses(exact, numbers, sigma))
-        others = 0.9 * (1.0 - (exact.high - exact.low))
-        told = others > 2.0 * chances
-        chances, others, missed = chances[told], others[told], exact.picked[told] < 0.5
-        evident = float(np.log(np.where(missed, others / chances, (1.0 - others) / (1.0 - chances))).sum())
-        self._choice.add(float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident)) for stake in CHOICE_STAKES)
-
-    @property
-    def log_wealths(self) -> dict[str, float]:
-        """By what is wrong; `fabrication` and `sums` are parts of *numbers* and *draw* that do not rest on measured noise."""
+    def numbers(self) -> Mapping[str, float]:
         return {
-            "numbers": self._noise.log_wealth,
-            "fabrication": self._fabrication.log_wealth,
-            "draw": self._draw.log_wealth,
-            "sums": self._sums.log_wealth,
-            "choice": self._choice.log_wealth,
+            "audit/tokens": self.counts.tokens,
+            "audit/rollouts": self.counts.rollouts,
+            "audit/s": self.counts.s,
+            "audit/waiting_rollouts": len(self.draw.waiting),
+            "audit/given_up_rollouts": self.draw.given_up,
+            "audit/unaudited_share_max": max(self.draw.unaudited.values(), default=0.0),
+            "audit/accused_workers": self.counts.accused,
         }
 
-    @property
-    def noise_nats(self) -> float:
-        """Root mean square of claimed minus exact log-probability over all tokens seen."""
-        return math.sqrt(self._squares / max(1, self.tokens))
+    def begin(self, scorer: Scorer, trainer_thread: Executor, is_trainer_idle: Callable[[], bool]) -> None:
+        """Starts scoring. `trainer_thread`: runs a scorer that uses the trainer's model. `is_trainer_idle`: whether there is
+        nothing to train on."""
+        self._scorer, self._trainer_thread, self._is_trainer_idle = scorer, trainer_thread, is_trainer_idle
 
-    def expire(self, now: float) -> None:
-        """Resets the evidence after a day, so that `FALSE_ALARMS_A_DAY` holds for each day."""
-        if now - self.since >= DAY_S:
-            self.__init__(now, self.excuses_noise)  # type: ignore[misc]
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps a published version for scoring; its `tensors` must never change in place. Returns at once."""
+        if self._scorer is not None:
+            self._tasks.start(self._keep(self._scorer, version, tensors))
 
-    @property
-    def accusation(self) -> Accusation | None:
-        """The accusation, if the evidence suffices, else None. An uncertain one also needs `UNCERTAIN_TOKENS`."""
-        wealths, needed = self.log_wealths, -math.log(FALSE_ALARMS_A_DAY)
-        evidence = log_mean(list(wealths.values()))
-        certain = {name: log if name in CERTAIN else -math.inf for name, log in wealths.items()}
-        is_certain = log_mean(list(certain.values())) >= needed
-        if evidence < needed or not (is_certain or self.tokens >= UNCERTAIN_TOKENS):
-            return None
-        bet = max(wealths, key=lambda name: certain[name] if is_certain else wealths[name])
-        text = (
-            f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens; its log-probabilities are {self.noise_nats:.3g} "
-            f"nats off, root mean square; {self.misses} tokens are not those of its leases' numbers, at most "
-            f"{self.granted_misses:.1f} by noise)"
-        )
-        return Accusation(bet, text, is_certain)
+    async def _keep(self, scorer: Scorer, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, scorer.keep, version, tensors)
+
+    def consider(self, groups: Sequence[TrainGroup]) -> None:
+        """Draws rollouts to audit from groups that were trained on or used in an evaluation. Returns at once."""
+        if not self.is_on:
+            return
+        for group in groups:
+            for member, senders in enumerate(group.senders):
+                workers = [sent.peer_id for sent in senders if sent.peer_id != NOBODY]
+                if not workers or self.accused.keys() & set(workers):
+                    continue
+                by_seed = all(self._workers.habits_of(worker).draws_by_seed for worker in workers)
+                if self.draw.falls_on(workers[-1], draws_by_seed=by_seed):  # first: building a passage is expensive
+                    self.draw.add(workers[-1], passage_of(group, member, self._workers.habits_of))
+        if self.draw.waiting and self._scorer is not None and not self._is_scoring:
+            self._is_scoring = True
+            self._tasks.start(self._score_waiting(self._scorer))
+
+    async def _score_waiting(self, scorer: Scorer) -> None:
+        """Scores until nothing that was drawn is left."""
+        assert self._trainer_thread is not None, "begin comes first"
+        thread = self._trainer_thread if scorer.is_of_trainer else self._thread
+        try:
+            while drawn := self.draw.take(self._turn_tokens(scorer)):
+                passages = [passage for _, passage in drawn]
+                found, took_s = await asyncio.get_running_loop().run_in_executor(thread, _score, scorer, passages)
+                self.counts.s += took_s
+                self.counts.read_tokens += sum(len(passage.token_ids) for passage in passages)
+                for (worker, _), evidence in zip(drawn, found, strict=True):
+                    self._weigh(worker, evidence, unix_now())
+                if scorer.is_of_trainer:
+                    await self._leave_to_training(took_s)
+        finally:
+            self._is_scoring = False
+
+    def _turn_tokens(self, scorer: Scorer) -> int:
+        if not scorer.is_of_trainer:
+            return TURN_TOKENS
+        return min(TURN_TOKENS, round(TRAINER_TURN_S * self.counts.read_tokens / max(1e-6, self.counts.s)))
+
+    async def _leave_to_training(self, took_s: float) -> None:
+        """Leaves the trainer's thread to training until a turn of `took_s` is no more than its share of the time, or there is
+        nothing to train on."""
+        until = monotonic() + took_s * (1.0 / TRAINER_SHARE - 1.0)
+        while not self._is_trainer_idle() and monotonic() < until:
+            await asyncio.sleep(min(IDLE_LOOK_S, max(0.0, until - monotonic())))
+
+    def _weigh(self, last: PeerId, found: Sequence[Evidence], now: float) -> None:
+        """Judges the workers of a rollout, which `last` ended."""
+        tokens = sum(len(evidence.claimed) for evidence in found)
+        self.draw.on_audit(last, tokens)
+        self.counts.rollouts += tokens > 0
+        self.counts.tokens += tokens
+        for evidence in found:
+            worker = evidence.piece.worker
+            kind = self._workers.habits_of(worker).kind
+            self._of(worker, now).observe(evidence, kind, self._noise)
+            self._noise.observe(worker, kind, evidence.claimed - evidence.exact.logprobs)
+        for worker in {evidence.piece.worker for evidence in found}:
+            accusation = self._of(worker, now).accusation
+            if accusation is not None and worker not in self.accused:
+                self.accused[worker] = accusation
+                self.counts.accused += 1
+                _log.warning("audit of %s: %s", worker, accusation.text)
+                self._workers.accuse(worker, f"audit: {accusation.text}", is_certain=accusation.is_certain)
+
+    # ---- verdicts
+
+    def _of(self, worker: PeerId, now: float) -> Bets:
+        bets = bounded_entry(self._bets, worker, lambda: Bets(now, worker in self._excused))
+        bets.expire(now)
+        return bets
+
+    def release(self, worker: PeerId) -> None:
+        """Takes a worker back on the operator's order and watches it afresh; an accusation of noise alone is not repeated."""
+        accusation = self.accused.pop(worker, None)
+        self._bets.pop(worker, None)
+        self._noise.forget(worker)
+        self.draw.forget(worker)
+        if accusation is not None and not accusation.is_certain:
+            self._excused.add(worker)
+
+    async def close(self) -> None:
+        await self._tasks.end()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-CERTAIN = ("fabrication", "sums", "choice")
-_TEXTS = {
-    "numbers": "its log-probabilities are further from those of the version that it claims than its kind of engine makes them",
-    "fabrication": "its log-probabilities are not those of the version that it claims",
-    "draw": "its tokens differ from those that the random numbers of its leases pick more often than its noise explains",
-    "sums": "its tokens are no draw from the version that it claims",
-    "choice": "its tokens are not those that the random numbers of its leases pick",
-}
-
-
-def honest_misses(exact: TokenScores, numbers: Column, sigma: float) -> Column:
-    """The largest chance of an honest engine with noise `sigma` to take another token than the one that the number picks."""
-    chances: Column = np.zeros(len(numbers))
-    for spreads, distances in ((exact.low_spread, numbers - exact.low), (exact.high_spread, exact.high - numbers)):
-        deviations = np.maximum(0.0, distances - ROUNDING) / (sigma * spreads + 1e-12)
-        chances += np.where(  # Gauss's inequality, one side
-            deviations < 2.0 / math.sqrt(3.0),
-            0.5 - deviations / (2.0 * math.sqrt(3.0)),
-            2.0 / 9.0 / np.maximum(1.0, deviations) ** 2,
-        )
-    return np.minimum(1.0, chances)
-
-
-def _square_excess(differences: Column, limit: float) -> Column:
-    excess: Column = np.minimum(1.0, (differences / (NOISE_CAP * limit)) ** 2) - NOISE_CAP**-2
-    return excess
-
-
-def log_mean(logs: Sequence[float]) -> float:
-    """Logarithm of the mean of `exp(logs)`, without overflow."""
-    largest = max(logs)
-    return largest + math.log(math.fsum(math.exp(log - largest) for log in logs) / len(logs))
+def _score(scorer: Scorer, passages: Sequence[Passage]) -> tuple[list[list[Evidence]], float]:
+    """Returns the evidence of each rollout, and the seconds that took."""
+    begun = monotonic()
+    with scorer.turn():
+        return examine(passages, scorer), monotonic() - begun

@@ -26,19 +26,18 @@ from echo2.base.rollout import AdamStep, ClientLoss, Example, RoutingShape
 from echo2.config.run import AgentSection
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.tinker import Terms, TinkerApi
-from echo2.learner.options import LearnerLimits, LearnerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.own_trainer import take_published
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
 from echo2.learner.rollouts.request_pool import RequestPool
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.serve import HandedIn, NoPrompts, ServingLoop
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.model import Policy, PolicyModel
 from echo2.learner.training.ranks import Ranks
-from echo2.learner.training.scoring import TrainerScorer, rows_by_name
+from echo2.learner.training.scoring import VersionScorer, rows_by_name
 from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import Trainer
 
@@ -57,7 +56,7 @@ class DrivenTeam(Team):
         self.door = door
         self._saved = options.folder / "saved"
         self._versions_max = options.config.staleness.bound + 1
-        self._scores: TrainerScorer | None = None
+        self._scores: VersionScorer | None = None
         self._base: PolicyModel | None = None  # loaded when it is first asked for
         self._named: tuple[int, Mapping[str, Tensor]] = (0, {})  # the named version that was scored last
         # A fresh adapter cannot be read from the model's folder.
@@ -86,7 +85,7 @@ class DrivenTeam(Team):
         self.trainer.step_count = int(newest)
         return store.load(newest, None)
 
-    def scorer(self, versions_max: int, newest: Version) -> TrainerScorer:
+    def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
         """The one scorer of audits and clients."""
         self._scores = self._scores or super().scorer(max(versions_max, self._versions_max), newest)
         return self._scores

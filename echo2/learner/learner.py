@@ -29,10 +29,10 @@ from echo2.base.rollout import GroupSpec
 from echo2.broadcast.node import NodeCalls
 from echo2.control.session import ControlSession, Party, enrolled, unless
 from echo2.control.waits import Backoff, Waits
-from echo2.learner.auditor import auditor_of
+from echo2.learner.audit import Auditor
 from echo2.learner.loop import EVALUATION, TrainingLoop
 from echo2.learner.metrics import PrometheusEndpoint, number_in, open_sinks
-from echo2.learner.options import LearnerOptions
+from echo2.learner.options import LearnerOptions, RunFolder
 from echo2.learner.publishing.publisher import SeedNode, VersionPublisher
 from echo2.learner.publishing.schedule import SettingChoice, encode_cores
 from echo2.learner.recent import answer
@@ -41,7 +41,6 @@ from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.rollouts.ingest import IngestPort
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.workers import NEWS_S
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
 from echo2.outside.guard import cancel_all, under_way
@@ -128,15 +127,9 @@ class LearnerDaemon:
             prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
             session: ControlSession[pb.LearnerMessage] = ControlSession(credentials, self._waits, Backoff(here().rng))
             self.learner = Learner(
-                self.options,
-                prepared,
-                credentials,
-                trainer,
-                session,
-                self._stopped,
-                self._make_broadcaster,
+                self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster,
                 self._kinds,
-            )
+            )  # fmt: skip
             summary = await self.learner.run()
             await in_trainer(trainer, prepared.team.stop)
             return summary
@@ -178,16 +171,9 @@ class Learner:
     """One prepared learner: set up from its parts, run to its end, closed. Construct it on the event loop that runs it."""
 
     def __init__(
-        self,
-        options: LearnerOptions,
-        prepared: Prepared,
-        credentials: Credentials,
-        trainer: ThreadPoolExecutor,
-        session: ControlSession[pb.LearnerMessage],
-        stopped: asyncio.Event,
-        make_broadcaster: NodeFactory,
-        kinds: Kinds,
-    ) -> None:
+        self, options: LearnerOptions, prepared: Prepared, credentials: Credentials, trainer: ThreadPoolExecutor,
+        session: ControlSession[pb.LearnerMessage], stopped: asyncio.Event, make_broadcaster: NodeFactory, kinds: Kinds,
+    ) -> None:  # fmt: skip
         self.options, self._prepared, self._credentials, self._trainer = options, prepared, credentials, trainer
         make_pool, make_loop = kinds
         self.session, self._stopped = session, stopped
@@ -200,7 +186,7 @@ class Learner:
             Agents(options.config, options.folder, self.pool, self.fail) if options.config.agent.is_on else None
         )
         self.pool.agents = self.agents
-        self.auditor = auditor_of(options, here().rng, self.pool, self.fail)
+        self.auditor = Auditor(options.config, here().rng, self.pool, self.fail)
         self._ingest = IngestPort(self.pool, options, credentials, self.fail)
         self.address = self._ingest.address
         calls = NodeCalls(self.pool.groups.workers.is_proven, self._on_lost_chunks)
@@ -215,8 +201,10 @@ class Learner:
             SettingChoice(cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
         self._sinks = open_sinks(options.folder, options.config.run.name, options.config.learner.sinks)
+        self._prometheus: PrometheusEndpoint | None = None
         if options.metrics_port:
-            self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
+            self._prometheus = PrometheusEndpoint(options.metrics_port, self._numbers_now)
+            self._sinks.append(self._prometheus)
         self.loop = make_loop(
             options, prepared, self.pool, self.publisher, self.auditor, self._sinks, trainer, self._on_step
         )
@@ -288,6 +276,8 @@ class Learner:
                 prepared.evaluations.close,
             ):  # fmt: skip
                 rest.callback(close)
+            if self._prometheus is not None:
+                rest.push_async_callback(self._prometheus.stop)
             rest.push_async_callback(self.auditor.close)
             if self.agents is not None:
                 rest.push_async_callback(self.agents.close)
@@ -560,6 +550,6 @@ class Learner:
         self.tell(published=artifact)
 
     def _numbers_now(self) -> Mapping[str, float]:
-        """Numbers for Prometheus, which calls this from its own thread."""
+        """Numbers for Prometheus, at each of its requests."""
         text, since = self.loop.waiting
         return {"step": self.loop.step, "waiting_s": monotonic() - since if text else 0.0}

@@ -9,10 +9,12 @@ it. Waits for: enough complete groups (pool), the trainer's thread, the previous
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
 from echo2.base.units import format_seconds
 from echo2.cost_model.sizing import CHECKPOINT_BYTES_PER_S, STEPS_MAX, steps_between
-from echo2.learner.auditor import Auditor
+from echo2.learner.audit import Auditor
 from echo2.learner.metrics import (
     RunFacts,
     Sink,
@@ -37,12 +39,11 @@ from echo2.learner.metrics import (
     task_fields,
 )
 from echo2.learner.options import LearnerOptions
-from echo2.learner.publishing.checkpoint import groups_state
+from echo2.learner.publishing.checkpoint import Checkpoint, groups_state
 from echo2.learner.publishing.publisher import VersionPublisher
 from echo2.learner.recent import RecentRollouts
-from echo2.learner.rollouts.groups import Batch
+from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.rollouts.pool import RolloutPool
-from echo2.learner.run_folder import keep_for_inspection
 from echo2.learner.startup import Prepared
 from echo2.learner.training.ranks import world_size
 from echo2.learner.training.trainer import StepResult
@@ -63,16 +64,10 @@ class TrainingLoop:
     updates them. `waiting`: what the loop waits for (empty if nothing) and since when."""
 
     def __init__(
-        self,
-        options: LearnerOptions,
-        prepared: Prepared,
-        pool: RolloutPool,
-        publisher: VersionPublisher,
-        auditor: Auditor,
-        sinks: Sequence[Sink],
-        executor: ThreadPoolExecutor,
+        self, options: LearnerOptions, prepared: Prepared, pool: RolloutPool, publisher: VersionPublisher,
+        auditor: Auditor, sinks: Sequence[Sink], executor: ThreadPoolExecutor,
         on_step: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.options, self.p, self.pool, self.publisher, self.auditor = options, prepared, pool, publisher, auditor
         self.sinks, self.executor, self._on_step = sinks, executor, on_step
         device = prepared.model.device
@@ -97,7 +92,7 @@ class TrainingLoop:
 
     @property
     def step(self) -> int:
-        return self.p.trainer.step_count
+        return self.p.team.step_count
 
     @property
     def is_supervised(self) -> bool:
@@ -276,16 +271,20 @@ class TrainingLoop:
         began = monotonic()
         await self._checkpoint_written()
         await self.publisher.settled()
-        assert self.pool.groups.next_step == self.step, "checkpoints are taken between two steps"
-        journal_from = self.pool.begin_segment(self.options.config.run.name)
-        state = {"journal_from": journal_from, "groups": groups_state(self.pool.groups)}
-        tensors, version = self.publisher.newest_tensors, self.publisher.newest_version
-        checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, tensors, version, state))
-        self._checkpointed = Step(self.step)
+        checkpoint = await self._take_checkpoint(self.publisher.newest_tensors, self.publisher.newest_version)
         self._checkpoint_task = asyncio.get_running_loop().create_task(
             self._write_checkpoint(lambda: self.p.store.save(checkpoint))
         )
         times.checkpoint_s = self.checkpoint_s = monotonic() - began
+
+    async def _take_checkpoint(self, published: Mapping[str, Tensor], version: Version) -> Checkpoint:
+        """Takes the state with these weights of `version`, which is published or about to be."""
+        assert self.pool.groups.next_step == self.step, "checkpoints are taken between two steps"
+        journal_from = self.pool.begin_segment(self.options.config.run.name)
+        state = {"journal_from": journal_from, "groups": groups_state(self.pool.groups, version)}
+        checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, published, version, state))
+        self._checkpointed = Step(self.step)
+        return checkpoint
 
     async def _write_checkpoint(self, save: Callable[[], Step]) -> None:
         self.p.journal.forget_before(await asyncio.to_thread(save))
@@ -341,3 +340,36 @@ class TrainingLoop:
         self.last_row = row
         for sink in self.sinks:
             sink.write(row)
+
+
+# ---- batches whose loss or gradient was not finite, as JSON for manual inspection
+
+INSPECTED_MAX = 16
+"""Batches kept per run; later ones are only counted."""
+
+
+def keep_for_inspection(batch: Batch, folder: Path) -> None:
+    """Writes `batch` to not_finite/ in the run folder `folder`, unless `INSPECTED_MAX` batches are already there.
+
+    Not for the event loop's thread: a batch of 6 million tokens is 300 MB of text and takes a while. It is written piece by piece,
+    so that other threads get the GIL."""
+    kept = folder / "not_finite"
+    kept.mkdir(exist_ok=True)
+    if len(list(kept.glob("*.json"))) >= INSPECTED_MAX:
+        return
+    target = kept / f"step-{batch.step:08d}.json"
+    partial = target.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump({"step": batch.step, "groups": list(map(_readable, batch.groups))}, file)
+    partial.rename(target)
+
+
+def _readable(group: TrainGroup) -> dict[str, object]:
+    rollouts = [
+        {name: getattr(rollout, name) for name in ("index", "token_ids", "logprobs", "raw_logprobs")}
+        for rollout in group.rollouts
+    ]
+    return {
+        "group_id": group.spec.group_id, "prompt_token_ids": group.spec.prompt_token_ids, "rewards": group.rewards,
+        "rollouts": rollouts,
+    }  # fmt: skip

@@ -7,30 +7,28 @@ compares.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import importlib
 import json
 import re
-import socket
 import statistics
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import make_wsgi_app
+from prometheus_client import make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from echo2.base.errors import ConfigError, PortBusy
 from echo2.base.ids import PeerId
+from echo2.gateway.app import GatewayPort
 from echo2.learner.rollouts.groups import Batch
 from echo2.outside import unix_now
 from echo2.staleness.rule import lag_of
+from echo2.trust.ports import HttpLimits
 
 if TYPE_CHECKING:
     from echo2.learner.publishing.publisher import VersionPublisher
@@ -355,63 +353,24 @@ def gauge_name(name: str) -> str:
     return "echo2_learner_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a connection, 16 at most, each ended after 10 s: prometheus_client's own server lets whoever connects and stays
-    silent, or sends a byte now and then, hold a thread for ever."""
-
-    daemon_threads = True
-
-    def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(16)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        def end() -> None:
-            with contextlib.suppress(OSError):  # already closed
-                request.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(10.0, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            timer.cancel()
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: a request that ended early is the client's affair."""
-
-
-class _Handler(WSGIRequestHandler):
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Logs nothing: scrapes are too frequent to log."""
+METRICS = HttpLimits("metrics", 0.02, 16, strangers_per_host=16, handshakes_per_host=16, backlog=16)
 
 
 class PrometheusEndpoint(Collector):
     """A sink that serves its last row, and what `now` returns at each request, at /metrics; on loopback only, because plain HTTP
-    authenticates nobody."""
+    authenticates nobody. Construct it on the event loop that serves it, and `stop` it there."""
 
     def __init__(self, port: int, now: Callable[[], Mapping[str, float]]) -> None:
         self._now, self._row = now, dict[str, object]()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server = make_server("127.0.0.1", port, make_wsgi_app(registry), _Server, _Handler)
-        except OSError as error:
-            raise PortBusy(f"learner.metrics_port: expected 127.0.0.1:{port} to be free, got {error}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_port)
+            self._port = GatewayPort(f"127.0.0.1:{port}", limits=METRICS)
+        except PortBusy as error:
+            reason = str(error).rpartition(": ")[2]
+            raise PortBusy(f"learner.metrics_port: expected 127.0.0.1:{port} to be free, got {reason}") from error
+        self.url = f"{self._port.url}/metrics"
+        self._serving = asyncio.get_running_loop().create_task(self._port.run(make_asgi_app(registry)))
 
     def write(self, row: Row) -> None:
         self._row = dict(row)
@@ -427,7 +386,7 @@ class PrometheusEndpoint(Collector):
                         family.add_metric([str(lag)], float(count))
                     yield family
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def close(self) -> None: ...
+
+    async def stop(self) -> None:
+        await self._port.stop(self._serving)

@@ -1,32 +1,27 @@
-"""Options of one learner process: the run file as it is, what its rules made of "auto" for the training step, and what only this
-process or its machine knows."""
+"""What one learner process is given, and the folder that it works in: used by one learner at a time, always for the same run.
+
+Guarantees: a second learner on the same folder is refused while the first lives (the system releases the lock with the process,
+so a kill leaves no stale lock); a folder of another run, model or batch shape is refused with an error that names the difference.
+Leaves to others: the contents (journal, checkpoint, metrics).
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
 
+from echo2.base.errors import StateError
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import longest_sequence
-from echo2.learner.training.loss import LossConfig
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerOptions:
-    """What the training step takes beside the run file: what rules made of "auto" on this machine, and limits of ours.
-    `row_tokens`: length of rows with a mask; 0: from the model's width. `model_path`, `lr`: as the run file has them, for own
-    trainers' scripts."""
-
-    loss: LossConfig = field(default_factory=LossConfig)
-    token_budget: int = 16384
-    gradient_checkpointing: bool | Literal["selective"] = False
-    threads: int = 1
-    row_tokens: int = 0
-    grad_clip: float = 1.0
-    nonfinite_steps_max: int = 5
-    model_path: str = ""
-    lr: float = 0.0
+from echo2.outside import here, unix_now
+from echo2.trust.tls import read_secret, write_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +35,15 @@ class LearnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class LearnerOptions:
-    """`turns_max`: most completions in one rollout, by the task.
-    `join_link`: needed until the folder has the run's credentials; if `link_file` is set, the link is read from it again when the
-    coordinator cannot be reached. `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by index, whose
-    reference cannot be judged.
+    """The run's configuration, in which rules have replaced "auto" for the training step, and what only this process or its machine
+    knows. `threads`: of the trainer. `turns_max`: most completions in one rollout, by the task. `join_link`: needed until the
+    folder has the run's credentials; if `link_file` is set, the link is read from it again when the coordinator cannot be reached.
+    `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by index, whose reference cannot be judged.
     """
 
     folder: Path
     config: RunConfig
-    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    threads: int = 1
     turns_max: int = 1
     host: str = "127.0.0.1"
     join_link: str = ""
@@ -63,6 +58,116 @@ class LearnerOptions:
         sampling = self.config.sampling
         return longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, self.turns_max)
 
+    @property
+    def chunk_folder(self) -> Path:
+        return self.folder / "chunks"
 
-def chunk_folder(options: LearnerOptions) -> Path:
-    return options.folder / "chunks"
+    @property
+    def trainer(self) -> SimpleNamespace:
+        """The training step's options under the names by which scripts of own trainers read them."""
+        from echo2.learner.training.loss import LossConfig  # these import torch
+        from echo2.learner.training.trainer import GRAD_CLIP, NONFINITE_STEPS_MAX
+
+        learner = self.config.learner
+        return SimpleNamespace(
+            loss=LossConfig.of(learner), token_budget=learner.token_budget, threads=self.threads, row_tokens=0,
+            gradient_checkpointing=learner.gradient_checkpointing, model_path=self.config.model.path, lr=learner.lr,
+            grad_clip=GRAD_CLIP, nonfinite_steps_max=NONFINITE_STEPS_MAX,
+        )  # fmt: skip
+
+
+SECRET_BYTES = 32  # 256 bits
+_OF_A_RUN = ("checkpoints/step-????????", "journal/segment-*")
+
+
+class RunFolder:
+    """A run folder, locked from construction to `release`. Raises `StateError` if another learner holds the lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(path / "learner.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise StateError(f"run folder {path}: another learner (process {holder}) works in it") from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def check_identity(self, identity: Mapping[str, object], notes: Mapping[str, object] | None = None) -> None:
+        """Records the run's identity on the first start and compares it on every later one; raises `StateError` if it differs.
+
+        `notes` are recorded but not compared.
+        """
+        path = self.path / "run.json"
+        wanted = json.loads(json.dumps(dict(identity)))
+        if not path.exists():
+            if left := self._trained():
+                raise StateError(f"{path}: expected it beside {left}, found none; restore it from a backup")
+            _write(path, {**wanted, **(notes or {})})
+            return
+        found = _read(path)
+        for name in (name for name in wanted if name in found):
+            if found[name] != wanted[name]:
+                raise StateError(
+                    f"run folder {self.path}: expected {name} {_short(found[name])} as when the run began, got "
+                    f"{_short(wanted[name])}; start a new run under another name, or put the option back"
+                )
+        if wanted.keys() - found.keys():
+            _write(path, {**found, **wanted})
+
+    def began(self) -> datetime:
+        """When the run began, as recorded by `check_identity`; now if it has not."""
+        path = self.path / "run.json"
+        recorded = _read(path).get("began") if path.exists() else None
+        return datetime.fromisoformat(str(recorded)) if recorded else datetime.fromtimestamp(int(unix_now()), UTC)
+
+    def _trained(self) -> str:
+        """Name of a file that only a run that has begun leaves; empty if there is none."""
+        left = (path.name for name in _OF_A_RUN for path in sorted(self.path.glob(name)))
+        return next(left, "")
+
+    def secret(self) -> bytes:
+        """The run's secret random bytes, made once, from which its seeds are derived."""
+        path = self.path / "sampling.secret"
+        if not path.exists():
+            write_secret(path, here().rng.randbytes(SECRET_BYTES))
+        found = read_secret(path)
+        if len(found) != SECRET_BYTES:
+            raise StateError(f"{path}: expected {SECRET_BYTES} bytes, got {len(found)}; restore it from a backup")
+        return found
+
+    def release(self) -> None:
+        os.close(self._lock)
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({**content, "check": _check_of(content)}, indent=1))
+    files = here().files
+    files.sync_path(partial)
+    files.rename(partial, path)
+    files.sync_path(path.parent)
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found: dict[str, object] = json.loads(path.read_text())
+        if found.pop("check", None) != _check_of(found):
+            raise ValueError("it differs from what was written")
+    except (OSError, ValueError, AttributeError) as error:
+        raise StateError(
+            f"{path}: expected the run's identity, got something else ({error}); restore it from a backup"
+        ) from None
+    return found
+
+
+def _check_of(content: Mapping[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,6 @@ All collectives of the engine's tensors run in the user's threads, so two thread
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -43,13 +42,6 @@ from echo2.weights.elements import published_tensors
 
 _GATHER = Batch(Step(-1), ())
 """In the place of a batch: a request for a copy of the weights as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerReply:
-    """What was asked for is done. `weights`: a copy of them, where one is needed."""
-
-    weights: dict[str, Tensor] | None
 
 
 class TrainerLeft(StateError):
@@ -141,17 +133,14 @@ class OwnTrainer:
         self.coder: VersionCoder = LocalCoder()
         self.step_count = 0
         self._asked: SimpleQueue[Batch | None] = SimpleQueue()  # of the user's thread; None: it is over
-        self._answers: SimpleQueue[TrainerReply | None] = SimpleQueue()
+        # What was asked for is done, with a copy of the weights where one is needed; None: the trainer has left.
+        self._answers: SimpleQueue[tuple[dict[str, Tensor] | None] | None] = SimpleQueue()
         self._is_published = False
         self._is_trained = True
         self._weights: dict[str, Tensor] | None = None
         self._live: Mapping[str, Tensor] = {}  # of the user's thread alone
         self._failure: BaseException | None = None
         self._is_failure_told = False
-
-    @property
-    def trainer(self) -> OwnTrainer:
-        return self
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -172,7 +161,7 @@ class OwnTrainer:
                 f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
             )
         while (batch := self._asked.get()) is _GATHER:
-            self._answers.put(TrainerReply(self.model.gathered(self._live, self.ranks)))
+            self._answers.put((self.model.gathered(self._live, self.ranks),))
         if batch is None:
             self._asked.put(None)  # for whoever asks again
         self._raise_failure()
@@ -187,7 +176,7 @@ class OwnTrainer:
             raise StateError(f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}")
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
         self._live, self._is_trained, self.step_count = tensors, True, step
-        self._answers.put(TrainerReply(weights))
+        self._answers.put((weights,))
         return weights is not None
 
     def end(self, failure: BaseException | None = None) -> None:
@@ -225,7 +214,7 @@ class OwnTrainer:
         if answer is None:
             self._answers.put(None)  # for whoever asks again
             raise TrainerLeft(otherwise)
-        return answer.weights
+        return answer[0]
 
     def cross_entropy(self, batch: Batch) -> float:
         raise StateError("a trainer of one's own makes no supervised steps")

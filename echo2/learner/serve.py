@@ -30,14 +30,14 @@ from echo2.gateway.app import GatewayPort
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
 from echo2.learner.loop import TrainingLoop
-from echo2.learner.options import LearnerOptions
+from echo2.learner.metrics import StepTimes
+from echo2.learner.options import LearnerOptions, RunFolder
 from echo2.learner.own_trainer import DeclaredModel, OwnTrainer
-from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, groups_state
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.agents import gateway_key
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer, load_tokenizer
 from echo2.learner.rollouts.request_pool import RequestPool
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.learner.training.loading import config_json_of, load_whole
 from echo2.outside import monotonic, unix_now
@@ -179,26 +179,15 @@ class ServingLoop(TrainingLoop):
         self.weights.put(handed.version, handed.weights)
         finished = self.pool.begin_version(handed.version)
         await self.publisher.settled()
-        await self._keep(handed)
+        checkpoint = await self._take_checkpoint(handed.weights, handed.version)
+        await self._write_checkpoint(lambda: self.p.store.save(checkpoint))
         self.auditor.counts.steps += 1
-        self.auditor.keep(handed.version, handed.weights)
-        await self.publisher.publish_soon(handed.version, handed.weights)
+        await self._publish(handed.weights, StepTimes())
         self._is_last = handed.is_last
         if not handed.is_begun.done():
             handed.is_begun.set_result(None)
         self._write_row(handed.version, Batch(Step(handed.version - 1), tuple(finished)))
         return True
-
-    async def _keep(self, handed: HandedIn) -> None:
-        """Puts the version on disk, with what else a restart needs."""
-        journal_from = self.pool.begin_segment(self.options.config.run.name)
-        state = groups_state(self.pool.groups)
-        state["published"] = [*state["published"], handed.version]
-        checkpoint = self.weights.take(
-            self.p.store, handed.weights, handed.version, {"journal_from": journal_from, "groups": state}
-        )
-        self._checkpointed = Step(handed.version)
-        await self._write_checkpoint(lambda: self.p.store.save(checkpoint))
 
     def _write_row(self, version: Version, batch: Batch) -> None:
         """The interval since the last version: while requests were under way the trainer waited, the rest of it it trained."""

@@ -24,24 +24,21 @@ from echo2.base.rng import derived_seed
 from echo2.base.units import format_seconds
 from echo2.broadcast.store import LeftVersions
 from echo2.learner.metrics import RunFacts, StepTimes, step_row, task_fields
-from echo2.learner.options import LearnerLimits, LearnerOptions, chunk_folder
+from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
 from echo2.learner.publishing.schedule import PublicationSchedule
-from echo2.learner.rollouts.admission import GroupRules, OpenGroups
+from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.journal import History, Journal, began, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Conversations, Prompts, PromptSource, load_tokenizer
-from echo2.learner.run_folder import RunFolder
-from echo2.learner.training.adapter import adapter_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
+from echo2.learner.training.scoring import choose_attention, refuse_wrong_rows
 from echo2.learner.training.team import PublishedModel, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
-from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
 from echo2.outside import monotonic
 from echo2.outside.allocator import give_back, map_large
-from echo2.staleness.rule import Ledger
 from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 
@@ -66,8 +63,8 @@ class Prepared:
     def __init__(
         self, team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
     ) -> None:
-        self.folder, self.team, self.trainer, self.model = folder, team, team.trainer, team.model
-        begun, config, bound = folder.began(), options.config, options.config.staleness.bound
+        self.folder, self.team, self.model = folder, team, team.model
+        begun, config = folder.began(), options.config
         self.prompts = prompts = Prompts(options, self.model, source, folder.secret(), begun)
         self.conversations: Conversations | None = None
         if config.sft.path:
@@ -79,16 +76,12 @@ class Prepared:
         if self.conversations is not None:
             identity["sft"] = [self.conversations.content, config.sft.steps, config.sft.lr]
         folder.check_identity(identity, {"model_path": config.model.path})
-        rules = GroupRules(
-            bound, config.learner.rollouts_per_step, config.learner.rollouts_per_prompt, self.model.vocabulary_size,
-            drops_equal_rewards=config.learner.drop_equal_groups, is_driven=config.agent.is_on,
-        )  # fmt: skip
         self.store = CheckpointStore(folder.path / "checkpoints", options.limits)
         self.store.check_room(team.checkpoint_bytes)
         self.evaluations = Evaluations(folder.path, config, prompts, options.limits.evaluation_patience_s)
-        self.groups = OpenGroups(rules, Ledger(bound))
+        self.groups = OpenGroups(config, self.model.vocabulary_size)
         self.journal, self.history = Journal(folder.path / "journal"), History()
-        self.schedule = PublicationSchedule(bound, config.staleness.kappa or None, options.limits.keyframe_chain_max)
+        self.schedule = PublicationSchedule(config.staleness, options.limits.keyframe_chain_max)
         self.fingerprint_key = key_of_run(config.run.name)
         self.checkpoint_step: Step | None = None
         self.cut_off: Standing | None = None
@@ -99,13 +92,13 @@ class Prepared:
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     """Makes model and optimiser of this rank in their initial state. A collective."""
     check_agreement(options, ranks)
-    torch.set_num_threads(options.trainer.threads)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(derived_seed(options.config.run.seed, "trainer"))
     config, section, learner = options.config, options.config.model, options.config.learner
     device = pick_device(local_device(learner.device))
     refuse_optimizer(learner.optimizer_state, section.weights_dtype, ranks.count)
     model = PolicyModel(
-        section.path, section.weights_dtype, device, config.sampling.temperature, ranks, adapter_of(section.lora_rank),
+        section.path, section.weights_dtype, device, config.sampling.temperature, ranks, section.lora_rank,
         replays_routing=learner.replay_routing, masters_on_host=learner.optimizer_state == "host",
     )  # fmt: skip
     if device.type == "cpu" and model.size.parameters >= MAPS_FROM_PARAMETERS:
@@ -113,7 +106,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
         give_back()  # what loading has freed
     refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {section.path}")
     choose_attention(model.policy, device, ranks)
-    return Team(Trainer(model, config, options.trainer), options.folder)
+    return Team(Trainer(model, config, options.threads), options.folder)
 
 
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
@@ -183,13 +176,13 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
     prepared.history.restore(prepared.groups)
     prepared.journal.go_on(newest_segment)
     conversations = prepared.conversations
-    while conversations is not None and prepared.history.drawn and prepared.trainer.step_count < conversations.steps:
+    while conversations is not None and prepared.history.drawn and prepared.team.step_count < conversations.steps:
         # Of a checkpoint before the warm start's last, which was damaged.
-        prepared.team.step(conversations.batch(prepared.trainer.step_count))
-    _train_again(prepared, LeftVersions(chunk_folder(options), RunId(options.config.run.name)))
+        prepared.team.step(conversations.batch(prepared.team.step_count))
+    _train_again(prepared, LeftVersions(options.chunk_folder, RunId(options.config.run.name)))
     _log.info(
         "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
-        prepared.trainer.step_count, "none" if checkpoint is None else checkpoint.step, len(prepared.rows_again),
+        prepared.team.step_count, "none" if checkpoint is None else checkpoint.step, len(prepared.rows_again),
         prepared.groups.buffered_rollouts,
     )  # fmt: skip
 
@@ -204,7 +197,7 @@ def _train_again(prepared: Prepared, left: LeftVersions) -> None:
     begun: Standing | None = None  # was being published when the learner was killed; no worker has it
     difference: tuple[Version, str] | None = None  # the first version that came out different, and its fingerprint
     rows: list[Mapping[str, object]] = []
-    if (step := Version(prepared.trainer.step_count)) > exact[0] and step in published:
+    if (step := Version(prepared.team.step_count)) > exact[0] and step in published:
         # The supervised warm start is on disk before its version is published: the checkpoint has the version's masters.
         made = step, team.snapshot()
         exact, begun = (made, None) if published[step] else (exact, made)
@@ -271,16 +264,12 @@ def _go_on_from_published(
     tensors = host.tensors()
     rebuilt = last, team.hold(last, {name: tensors[name] for name in exact[1]})
     team.coder.forget_before(last)
-    step = Version(team.trainer.step_count)
+    step = Version(team.step_count)
     if step == last:
         return rebuilt, None
     if step > groups.published[-1]:
         groups.publish(step)
     return (step, team.snapshot()), rebuilt
-
-
-def follow(options: LearnerOptions, ranks: Ranks) -> None:
-    new_team(options, ranks).follow()
 
 
 def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
@@ -316,8 +305,8 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     model_path = model_path or str(identity.get("model_path", ""))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
-    adapter = adapter_of(int(identity["lora"][0]))
-    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, adapter=adapter)
+    rank = int(identity["lora"][0])
+    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, lora_rank=rank)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)
     return checkpoint.step

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rng import derived_rng, derived_seed, uniform
-from echo2.learner.audit import FLOOR_NATS, Passage, Piece, Scorer, TokenScores
+from echo2.learner.audit import Passage, Scorer
+from echo2.learner.bets import FLOOR_NATS, Piece, TokenScores
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch, TurnOf
@@ -243,10 +244,6 @@ class TinyTrainer:
         self.step_count = 0
         self._weights = base_weights(seed)
         self._train_s, self._told = train_s, told
-
-    @property
-    def trainer(self) -> TinyTrainer:
-        return self
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -33,10 +33,9 @@ from echo2.coordinator.hub import CoordinatorOptions, timed_section
 from echo2.coordinator.money.provisioner import make_provider
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
-from echo2.learner.options import LearnerLimits, LearnerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.groups import Batch
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation

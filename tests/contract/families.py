@@ -28,11 +28,10 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams,
 from echo2.base.staged import TensorUpdate
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import model_size
-from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.scoring import refuse_wrong_rows
 from echo2.learner.training.trainer import Trainer
-from echo2.learner.training.trials import refuse_wrong_rows
 from echo2.weights.elements import bits_of, published_tensors
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode
@@ -202,7 +201,9 @@ def outcome_of(model_type: str, more: dict[str, object], make: Callable[..., Eng
             return Outcome(rows, str(error), is_counted, misplaced)
         spec = GroupSpec(GroupId("g"), prompt, ROLLOUTS, SamplingParams(max_new_tokens=NEW), 0)
         group = TrainGroup(spec, 0, tuple(rollouts), (0.0,) * ROLLOUTS)
-        found = Trainer(learner, RunConfig(), TrainerOptions()).logprobs([group])
+        found = Trainer(
+            learner, RunConfig.model_validate({"learner": {"loss": "dapo", "token_budget": 16_384}})
+        ).logprobs([group])
     worker = torch.cat([torch.tensor(rollout.raw_logprobs) for rollout in rollouts])
     ratio_off = float(((torch.cat(found) - worker).exp() - 1).abs().max())
     return Outcome(rows, ratio_off, is_counted, misplaced)

@@ -90,14 +90,13 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/learner/{name}.py"
     for name in (
-        "auditor", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "runtime", "serve",
+        "audit", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "runtime", "serve",
         "startup",
         *(f"rollouts/{shell}" for shell in (
             "agents", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),
         "training/adapter", "training/loading", "training/model", "training/model_files", "training/optimiser",
-        "training/packing", "training/ranks", "training/scoring", "training/shards", "training/team", "training/token_scores",
-        "training/trainer", "training/trials", "training/unit_attention",
+        "training/packing", "training/ranks", "training/scoring", "training/shards", "training/team", "training/trainer",
         "publishing/checkpoint", "publishing/publisher",
     )
 }  # fmt: skip

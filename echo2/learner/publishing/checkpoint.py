@@ -139,12 +139,13 @@ def put_back(checkpoint: Checkpoint, trainer: Trainer, *, is_given_away: bool = 
         put_back_state(trainer.optimiser, masters[name], kept, value, is_given_away=is_given_away)
 
 
-def groups_state(groups: OpenGroups) -> dict[str, Any]:
+def groups_state(groups: OpenGroups, version: Version) -> dict[str, Any]:
+    """`version`: the newest, which may be about to be published."""
     return {
         "trained": dict(groups.ledger.trained),
         "tokens_by_lag": {str(lag): count for lag, count in groups.ledger.tokens_by_lag.items()},
         "counts": asdict(groups.counts),
-        "published": list(groups.published),
+        "published": sorted({*groups.published, version}),
     }
 
 

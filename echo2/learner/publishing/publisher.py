@@ -25,7 +25,7 @@ from echo2.broadcast.artifact import ArtifactId, all_of
 from echo2.broadcast.nat.reach import HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions, port_beside
 from echo2.broadcast.plan import fluid_bound
-from echo2.learner.options import LearnerOptions, chunk_folder
+from echo2.learner.options import LearnerOptions
 from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
 from echo2.learner.rollouts.journal import Journal, published
 from echo2.outside import monotonic
@@ -58,15 +58,12 @@ class SeedNode:
         self.node = BroadcastNode(
             credentials,
             NodeOptions(
-                folder=chunk_folder(options),
-                uplink_limit_bytes_per_s=options.config.learner.uplink_limit,
-                shape=options.config.learner.emulated_link,
-                seed=options.config.run.seed,
-                host=options.host,
+                folder=options.chunk_folder, uplink_limit_bytes_per_s=options.config.learner.uplink_limit,
+                shape=options.config.learner.emulated_link, seed=options.config.run.seed, host=options.host,
                 port=port_beside(options.config.learner.port),
             ),
             calls,
-        )
+        )  # fmt: skip
 
     async def publish(
         self, artifact: ArtifactId, frames: Iterator[bytes], fingerprint: Callable[[], str], full_snapshot_bytes: int,
@@ -206,16 +203,9 @@ class VersionPublisher:
     rank's rows."""
 
     def __init__(
-        self,
-        broadcaster: SeedNode,
-        journal: Journal,
-        schedule: PublicationSchedule,
-        port: PublisherPort,
-        key: int,
-        choice: SettingChoice | None = None,
-        executor: Executor | None = None,
-        coder: VersionCoder | None = None,
-    ) -> None:
+        self, broadcaster: SeedNode, journal: Journal, schedule: PublicationSchedule, port: PublisherPort, key: int,
+        choice: SettingChoice | None = None, executor: Executor | None = None, coder: VersionCoder | None = None,
+    ) -> None:  # fmt: skip
         self.broadcaster = broadcaster
         self.journal = journal
         self.schedule = schedule
@@ -260,12 +250,9 @@ class VersionPublisher:
         self.schedule.keyframe_published(self.newest_version, artifact.artifact_bytes)
 
     async def take_up(
-        self,
-        tensors: Mapping[str, Tensor],
-        version: Version,
-        cut_off: tuple[Version, Mapping[str, Tensor]] | None,
+        self, tensors: Mapping[str, Tensor], version: Version, cut_off: tuple[Version, Mapping[str, Tensor]] | None,
         base: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Publishes the newest version at a start. `cut_off`: the previous version and its weights, if a kill may have cut off the
         delta from it; that delta is then sent again. A keyframe follows for newcomers if none was sent, and, with `base`, the
         weights of version 0, a delta from that version; the coder keeps version 0 until then.
@@ -334,12 +321,9 @@ class VersionPublisher:
         self.journal.append(published(version))
         await self.journal.commit()
         header = DeltaHeader(
-            target_version=version,
-            parent_version=self.newest_version,
-            parent_fingerprint=self.newest_fingerprint,
-            fingerprint_key=self.key,
-            setting=self._choose_setting(tensors),
-        )
+            target_version=version, parent_version=self.newest_version, parent_fingerprint=self.newest_fingerprint,
+            fingerprint_key=self.key, setting=self._choose_setting(tensors),
+        )  # fmt: skip
         encoding = self._coder.delta(self.newest_tensors, tensors, header, self._executor)
         artifact = await self._send(encoding, version, tensors, self.newest_version)
         if encoding.encoded_bytes:

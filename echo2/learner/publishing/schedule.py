@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import Step, Version
 from echo2.broadcast.route import BASE_SHARE_MAX
+from echo2.config.run import StalenessSection
 from echo2.weights import CodecSetting
 
 MERGED_LAG_MAX = 64
@@ -36,11 +37,10 @@ are renewed about equally often."""
 
 @dataclass(slots=True)
 class PublicationSchedule:
-    """The newest version, and the size of the chain of deltas after the newest keyframe. `fixed_kappa` None: the coordinator's plan
-    chooses it; S - 1 until a plan arrives."""
+    """The newest version, and the size of the chain of deltas after the newest keyframe. `planned_kappa`: the coordinator's, used
+    unless the user chose one; S - 1 until a plan arrives."""
 
-    staleness_bound: int
-    fixed_kappa: int | None = None
+    staleness: StalenessSection
     chain_max: int = 32
     newest: Version = field(default_factory=lambda: Version(0))
     planned_kappa: int | None = None
@@ -50,8 +50,8 @@ class PublicationSchedule:
 
     @property
     def kappa(self) -> int:
-        wanted = self.fixed_kappa or self.planned_kappa or self.staleness_bound - 1
-        return max(1, min(wanted, self.staleness_bound))
+        bound = self.staleness.bound
+        return max(1, min(self.staleness.kappa or self.planned_kappa or bound - 1, bound))
 
     def is_due(self, step: Step) -> bool:
         return step - self.newest >= self.kappa

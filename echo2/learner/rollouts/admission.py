@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rng import turn_seed
@@ -27,6 +28,7 @@ from echo2.base.rollout import (
     Verdict,
     Work,
 )
+from echo2.config.run import RunConfig
 from echo2.learner.rollouts.groups import (
     NOBODY,
     Batch,
@@ -61,34 +63,12 @@ DROPPED_MAX_RATIO = 2
 """For one step at most so many times its groups are dropped for equal rewards; more would let a solved task stop the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRules:
-    """S (`staleness_bound`), R (`rollouts_per_step`), n (`rollouts_per_group`) and the rules for groups. `drops_equal_rewards`:
-    replaces groups with equal rewards, which give no gradient. `is_driven`: prompts come from agents, call by call."""
-
-    staleness_bound: int
-    rollouts_per_step: int
-    rollouts_per_group: int
-    vocabulary_size: int
-    drops_equal_rewards: bool = False
-    is_driven: bool = False
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.rollouts_per_step // self.rollouts_per_group
-
-    def cap_groups(self, planned_rollouts: int | None) -> int:
-        """The most groups in flight. Until a plan arrives: one batch being sampled and one in the buffer."""
-        planned = planned_rollouts or 2 * self.rollouts_per_step
-        highest = (self.staleness_bound + 1) * self.groups_per_step
-        return max(self.groups_per_step, min(planned // self.rollouts_per_group, highest))
-
-    def drops(self, rewards: Sequence[float], dropped_count: int) -> bool:
-        """Whether to drop a group of these rewards, if `dropped_count` groups were dropped for this step already. Rewards that
-        differ by rounding noise alone count as equal."""
-        if not self.drops_equal_rewards or (len(rewards) > 1 and max(rewards) - min(rewards) > 1e-6):
-            return False
-        return dropped_count < DROPPED_MAX_RATIO * self.groups_per_step
+def cap_groups(config: RunConfig, planned_rollouts: int | None) -> int:
+    """The most groups in flight. Until a plan arrives: one batch being sampled and one in the buffer."""
+    learner = config.learner
+    planned = planned_rollouts or 2 * learner.rollouts_per_step
+    highest = (config.staleness.bound + 1) * learner.prompts_per_step
+    return max(learner.prompts_per_step, min(planned // learner.rollouts_per_prompt, highest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +99,9 @@ class Counts:
 class OpenGroups:
     """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name."""
 
-    rules: GroupRules
-    ledger: Ledger
+    config: RunConfig
+    vocabulary_size: int
+    ledger: Ledger = field(init=False)
     next_step: Step = field(default_factory=lambda: Step(0))
     published: list[Version] = field(default_factory=lambda: [Version(0)])
     groups: dict[GroupId, Group] = field(default_factory=dict)
@@ -128,6 +109,22 @@ class OpenGroups:
     counts: Counts = field(default_factory=Counts)
     drops_for_step: int = 0
     workers: SenderRecords = field(default_factory=SenderRecords)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.bound)
+
+    @property
+    def bound(self) -> int:
+        return self.config.staleness.bound
+
+    @property
+    def rules(self) -> SimpleNamespace:
+        """The bound as requests of other projects' trainers read it."""
+        return SimpleNamespace(staleness_bound=self.bound)
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.config.learner.prompts_per_step
 
     # ---- what is held
 
@@ -200,14 +197,14 @@ class OpenGroups:
         The expected step is a queueing estimate that assumes that groups finish in the order offered. A fleet nearly does that;
         otherwise it is off by about one batch, and the admission rule still refuses stale tokens.
         """
-        step = self.next_step + self.in_flight_groups // self.rules.groups_per_step
-        name = draw.group_id(is_driven=self.rules.is_driven)
+        step = self.next_step + self.in_flight_groups // self.groups_per_step
+        name = draw.group_id(is_driven=self.config.agent.is_on)
         return self.open(
-            GroupSpec(name, draw.prompt_token_ids, self.rules.rollouts_per_group, draw.sampling, step), draw
+            GroupSpec(name, draw.prompt_token_ids, self.config.learner.rollouts_per_prompt, draw.sampling, step), draw
         )
 
     def open_question(self, draw: Draw, version: Version, samples: int) -> GroupSpec:
-        name = draw.group_id(version, is_driven=self.rules.is_driven)
+        name = draw.group_id(version, is_driven=self.config.agent.is_on)
         return self.open(
             GroupSpec(name, draw.prompt_token_ids, samples, draw.sampling, int(version), Work.EVALUATE, version), draw
         )
@@ -223,7 +220,7 @@ class OpenGroups:
         families = [[self.groups[name] for name in self.family(root)] for root in roots]
         families.sort(key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step))
         for position, members in enumerate(families):
-            step = self.next_step + position // self.rules.groups_per_step
+            step = self.next_step + position // self.groups_per_step
             for group in members:
                 if step < group.spec.consume_step and not group.is_sampled:
                     group.spec = replace(group.spec, consume_step=step)
@@ -240,13 +237,9 @@ class OpenGroups:
         return self._open_member(root, before.next, prompt, root.spec.sampling, root.spec.sampling)
 
     def open_call(
-        self,
-        root: GroupId,
-        chain: int | None,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
+        self, root: GroupId, chain: int | None, prompt: tuple[int, ...], sampling: SamplingParams,
         temperature: float | None = None,
-    ) -> GroupSpec | None:
+    ) -> GroupSpec | None:  # fmt: skip
         """Opens an agent's next call, after the last call of `chain`, which must have ended; `chain` None starts a chain. Length
         and stops come from `sampling`; temperature, top-p and top-k from the problem, but an evaluation may choose `temperature`.
 
@@ -268,12 +261,9 @@ class OpenGroups:
     ) -> GroupSpec:
         """Opens a group of one rollout. A worker cannot choose its seed: it follows from the problem's."""
         sampling = replace(
-            sampling,
-            seed=turn_seed(of_problem.seed, at.index, at.turn),
-            temperature=of_problem.temperature,
-            top_p=of_problem.top_p,
-            top_k=of_problem.top_k,
-        )
+            sampling, seed=turn_seed(of_problem.seed, at.index, at.turn), temperature=of_problem.temperature,
+            top_p=of_problem.top_p, top_k=of_problem.top_k,
+        )  # fmt: skip
         spec = replace(root.spec, group_id=at.group_id, prompt_token_ids=prompt, rollout_count=1, sampling=sampling)
         return self.open(spec, replace(root.draw, prompt_token_ids=prompt, sampling=sampling))
 
@@ -291,7 +281,7 @@ class OpenGroups:
             return self._answer(segment, Verdict.CLOSED, text)
         exact = group.spec.exact_version
         published = [known for known in self.published if known >= group.min_version] if exact is None else [exact]
-        problem = problem_of_segment(segment, group.spec, self.rules.vocabulary_size, published)
+        problem = problem_of_segment(segment, group.spec, self.vocabulary_size, published)
         if problem is not None:
             return self.refuse(segment, problem, sender)
         group.lease_attempt = attempt
@@ -339,7 +329,7 @@ class OpenGroups:
             self.close_family(root_of(segment.group_id), "stale")
             text = (
                 f"its oldest token is of version {grown.oldest_version}; step {self.next_step} takes "
-                f"{self.next_step - self.rules.staleness_bound} or newer"
+                f"{self.next_step - self.bound} or newer"
             )
             return self._answer(segment, Verdict.STALE, text)
         group.rollouts[segment.index] = grown
@@ -381,13 +371,19 @@ class OpenGroups:
         return counted, lost
 
     def _judge_ready(self, group: Group) -> None:
-        """Drops a group with complete rewards if all scoring failed, or if the rewards are equal and may be replaced."""
+        """Drops a group with complete rewards if all scoring failed, or if the rewards are equal and may be replaced. Rewards that
+        differ by rounding noise alone count as equal."""
         if not group.is_ready:
             return
         known = [value for value in group.rewards.values() if value is not None]
         if not known:
             self.close_family(group.spec.group_id, "reward failed")
-        elif group.is_training and self.rules.drops(known, self.drops_for_step):
+        elif (
+            group.is_training
+            and self.config.learner.drop_equal_groups
+            and max(known) - min(known) <= 1e-6
+            and self.drops_for_step < DROPPED_MAX_RATIO * self.groups_per_step
+        ):
             self.counts.dropped_equal_rewards += len(known)
             self.drops_for_step += 1
             self.close_family(group.spec.group_id, "no contrast")
@@ -397,16 +393,16 @@ class OpenGroups:
     @property
     def is_batch_ready(self) -> bool:
         """Asked after every call of the pool, so it counts instead of sorting."""
-        return sum(group.is_ready and group.is_training for group in self.groups.values()) >= self.rules.groups_per_step
+        return sum(group.is_ready and group.is_training for group in self.groups.values()) >= self.groups_per_step
 
     def draw_batch(self) -> Batch | None:
         """Draws the next batch; None if there are too few complete groups. Its groups are closed and entered in the ledger."""
         self.drop_stale()
         ready = [group.spec.group_id for group in self.training if group.is_ready]
         ready.sort(key=self._oldest_version)  # stable: then in the order of their offers
-        if len(ready) < self.rules.groups_per_step:
+        if len(ready) < self.groups_per_step:
             return None
-        return self._consume(ready[: self.rules.groups_per_step])
+        return self._consume(ready[: self.groups_per_step])
 
     def draw_recorded(self, group_ids: Sequence[GroupId], rewards: Sequence[Sequence[float | None]]) -> Batch:
         """Draws the batch that the journal recorded: the same groups, in the same order, with the same rewards."""
@@ -439,24 +435,21 @@ class OpenGroups:
             spec = replace(spec, prompt_token_ids=opening, rollout_count=len(group.rollouts))
         whole = [joined(each, i, opening) for i, each in turns.items()]
         return TrainGroup(
-            spec,
-            group.draw.cursor,
-            tuple(turn.rollout for turn in whole),
-            tuple(rewards.values()),
+            spec, group.draw.cursor, tuple(turn.rollout for turn in whole), tuple(rewards.values()),
             tuple(turn.insertions for turn in whole) if any(turn.insertions for turn in whole) else (),
             tuple(turn.senders for turn in whole),
-        )
+        )  # fmt: skip
 
     # ---- versions and closing
 
     def publish(self, version: Version) -> None:
         assert version > self.published[-1], f"version {version} after {self.published[-1]}"
-        floor = self.next_step - self.rules.staleness_bound - STEPS_REMEMBERED
+        floor = self.next_step - self.bound - STEPS_REMEMBERED
         self.published = [known for known in (*self.published, version) if known >= floor]
 
     def _is_fresh(self, rollout: Rollout) -> bool:
         oldest = rollout.oldest_version
-        return oldest is None or is_admissible(self.next_step, oldest, self.rules.staleness_bound)
+        return oldest is None or is_admissible(self.next_step, oldest, self.bound)
 
     def drop_stale(self) -> None:
         stale = [group for group in self.training if not all(map(self._is_fresh, group.rollouts))]

@@ -43,7 +43,7 @@ class Agents:
     ) -> None:
         self._section, self._pool, self._fail = config.agent, pool, fail
         self._prompts = prompts = pool.prompts
-        self.failures = FailureStreak("episodes", pool.groups.rules.rollouts_per_step)
+        self.failures = FailureStreak("episodes", config.learner.rollouts_per_step)
         self._refusals = Refusals(_log)
         # By group: the instance's index and its world; None: the run's own.
         self._problems: dict[str, tuple[int, PromptWorld | None]] = {}
@@ -119,14 +119,9 @@ class Agents:
     # ---- as the gateway's fleet
 
     def lease(
-        self,
-        root: str,
-        chain: int | None,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        stops: tuple[str, ...],
+        self, root: str, chain: int | None, prompt: tuple[int, ...], max_tokens: int, stops: tuple[str, ...],
         temperature: float | None,
-    ) -> tuple[str, int] | None:
+    ) -> tuple[str, int] | None:  # fmt: skip
         run = self._prompts.sampling
         texts = tuple(dict.fromkeys((*(text.decode() for text in run.stop_strings), *stops)))
         try:

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
 from pathlib import Path
-from typing import Protocol
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import GroupId, PeerId, Version
@@ -60,17 +59,6 @@ class QuestionSet:
     first: int = 0
 
 
-class EvaluationRules(Protocol):
-    """`sets`: what to ask, in order. `is_driven`: agents play the questions."""
-
-    sets: tuple[QuestionSet, ...]
-    patience_s: float
-    is_driven: bool
-
-    @property
-    def questions(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class QuestionAnswer:
     """A question's answer. `group_ids`: its group with all turns, which the journal keeps until the evaluation is over."""
@@ -87,7 +75,7 @@ class QuestionAnswer:
 class VersionEvaluation:
     """The evaluation of one version. Methods that need the evaluation's open groups get them as `groups`."""
 
-    rules: EvaluationRules
+    rules: Evaluations
     version: Version
     moves: int = 0
     asked: int = 0  # questions opened so far
@@ -251,8 +239,9 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Evaluations:
-    """The `EvaluationRules` of a run; without sets nothing is evaluated. `rewards`: mean over all prompts, by version. Makes the
-    worlds of further tasks in the constructor, so that a wrong one raises `ConfigError` at the start."""
+    """The evaluations of a run. `sets`: what to ask, in order; without any, nothing is evaluated. `is_driven`: agents play the
+    questions. `rewards`: mean over all prompts, by version. Makes the worlds of further tasks in the constructor, so that a wrong
+    one raises `ConfigError` at the start."""
 
     def __init__(self, folder: Path, config: RunConfig, prompts: Prompts, patience_s: float) -> None:
         self._folder, self._prompts, task = folder, prompts, config.task

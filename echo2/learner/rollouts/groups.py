@@ -154,15 +154,12 @@ def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
         skipped = max(0, skipped - span.count)
     count = len(segment.token_ids)
     return Rollout(
-        held.group_id,
-        held.index,
-        held.token_ids + segment.token_ids[overlap:],
-        held.logprobs + segment.logprobs[overlap:],
-        held.raw_logprobs + segment.raw_logprobs[overlap:],
+        held.group_id, held.index, held.token_ids + segment.token_ids[overlap:],
+        held.logprobs + segment.logprobs[overlap:], held.raw_logprobs + segment.raw_logprobs[overlap:],
         joined_spans(held.version_spans, new_spans),
         segment.finish_reason if segment.is_final else FinishReason.UNFINISHED,
         joined_routing(held.routing, held_count, segment.routing.after(overlap, count), count - overlap),
-    )
+    )  # fmt: skip
 
 
 def extended_senders(held: tuple[SentTokens, ...], peer_id: PeerId, token_count: int) -> tuple[SentTokens, ...]:

@@ -49,14 +49,9 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     """Serves the workers of one run. `fail`: ends the learner with an error of its own, as of a full disk."""
 
     def __init__(
-        self,
-        pool: RolloutPool,
-        run_id: RunId,
-        coordinator_peer_id: PeerId,
-        fail: Callable[[BaseException], None],
-        *,
+        self, pool: RolloutPool, run_id: RunId, coordinator_peer_id: PeerId, fail: Callable[[BaseException], None], *,
         requires_seeds: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool, self._fail, self._requires_seeds = pool, fail, requires_seeds
         self.run_id, self.coordinator_peer_id = run_id, coordinator_peer_id
         self._streams: Counter[PeerId] = Counter()
@@ -161,12 +156,9 @@ class IngestPort:
     """The port at which workers reach the learner. `address`: for workers; `own`: host and port on this machine."""
 
     def __init__(
-        self,
-        pool: RolloutPool,
-        options: LearnerOptions,
-        credentials: Credentials,
+        self, pool: RolloutPool, options: LearnerOptions, credentials: Credentials,
         fail: Callable[[BaseException], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.server = new_server(LEARNER)
         service = IngestService(
             pool, credentials.run_id, credentials.coordinator_peer_id, fail,

@@ -94,13 +94,9 @@ def scored(
     """An agent's episode ended with this reward for its `chains` of calls; None: it failed. Journalled because the reward cannot be
     computed again. `lost`: chains that do not count. If not `is_final`, another episode took its seat."""
     ended = pb.ScoredEpisode(
-        group_id=root,
-        chains=chains,
-        lost=lost,
-        value=reward or 0.0,
-        is_failed=reward is None,
+        group_id=root, chains=chains, lost=lost, value=reward or 0.0, is_failed=reward is None,
         is_restarted=not is_final,
-    )
+    )  # fmt: skip
     return pb.JournalRecord(scored=ended)
 
 

@@ -19,14 +19,15 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
 from echo2.learner.audit import Habits
+from echo2.learner.bets import bounded_entry
 from echo2.learner.rollouts import journal as records
-from echo2.learner.rollouts.admission import RETRIES_MAX, Closure, OpenGroups
+from echo2.learner.rollouts.admission import RETRIES_MAX, Closure, OpenGroups, cap_groups
 from echo2.learner.rollouts.evaluation import MOVES_MAX, Evaluations, VersionEvaluation
 from echo2.learner.rollouts.groups import (
     NOBODY,
@@ -43,10 +44,13 @@ from echo2.learner.rollouts.groups import (
 )
 from echo2.learner.rollouts.journal import History, Journal
 from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
-from echo2.learner.rollouts.workers import WORKERS_MAX, FailureStreak
+from echo2.learner.rollouts.workers import FailureStreak
 from echo2.outside.guard import Mishaps, Tasks
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.visible import remedy
+
+if TYPE_CHECKING:
+    from echo2.learner.rollouts.agents import Agents
 
 _log = logging.getLogger("echo2.learner")
 
@@ -61,17 +65,6 @@ class PoolPort(Protocol):
     def on_answer(self, group: TrainGroup) -> None: ...
     def on_evaluation(self, row: Mapping[str, object]) -> None: ...
     def fail(self, error: BaseException) -> None: ...
-
-
-class AgentPlayers(Protocol):
-    """Plays the groups whose prompts come from agents. `on_tokens`: more tokens of a call came; `on_sampled`: all of
-    them. `numbers`: for the metrics."""
-
-    def drive(self, spec: GroupSpec, draw: Draw) -> None: ...
-    def on_tokens(self, rollout: Rollout) -> None: ...
-    def on_sampled(self, rollout: Rollout) -> None: ...
-    def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None: ...
-    def numbers(self) -> Mapping[str, float]: ...
 
 
 REWARDS_KEPT = 256  # the mean of a reward's time, which often varies as much as it is long, is then good to 6 %
@@ -109,10 +102,10 @@ class RolloutPool:
     ) -> None:  # fmt: skip
         self.groups, self.journal, self.prompts, self.evaluations = groups, journal, prompts, evaluations
         self._port = port
-        self.agents: AgentPlayers | None = None
+        self.agents: Agents | None = None  # they play the groups whose prompts come from agents
         self.cursor = history.cursor
         self.rewards = RewardSums()
-        self.failures = FailureStreak("rewards", groups.rules.rollouts_per_step)
+        self.failures = FailureStreak("rewards", groups.config.learner.rollouts_per_step)
         self.exhausted: TaskError | None = None
         self.barred: dict[PeerId, str] = {}
         self._habits: dict[PeerId, Habits] = {}
@@ -136,7 +129,7 @@ class RolloutPool:
     @property
     def is_short(self) -> bool:
         """Whether the prompts are exhausted and the groups in flight cannot fill another batch."""
-        return self.exhausted is not None and self.groups.in_flight_groups < self.groups.rules.groups_per_step
+        return self.exhausted is not None and self.groups.in_flight_groups < self.groups.groups_per_step
 
     @property
     def rewards_due(self) -> int:
@@ -149,7 +142,7 @@ class RolloutPool:
         begun = sum(not group.is_sampled and group.is_begun for group in groups)
         unbegun = sum(not group.is_sampled for group in groups) - begun
         return (
-            f"rollouts: {ready} of {self.groups.rules.groups_per_step} groups complete, {begun} begun by workers, "
+            f"rollouts: {ready} of {self.groups.groups_per_step} groups complete, {begun} begun by workers, "
             f"{unbegun} not begun, {self.rewards_due} rewards due"
             + (f"; {self.failures.text}" if self.failures.text else "")
         )
@@ -251,13 +244,9 @@ class RolloutPool:
     # ---- agents
 
     def open_call(
-        self,
-        root: GroupId,
-        chain: int | None,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
+        self, root: GroupId, chain: int | None, prompt: tuple[int, ...], sampling: SamplingParams,
         temperature: float | None,
-    ) -> GroupId | None:
+    ) -> GroupId | None:  # fmt: skip
         """Leases an agent's call as the next of `chain`; None starts a new one. Returns None if the group of its episode is closed.
         `temperature` counts in evaluations only."""
         spec = self.groups.open_call(root, chain, prompt, sampling, temperature)
@@ -266,14 +255,9 @@ class RolloutPool:
         return None if spec is None else spec.group_id
 
     def end_episode(
-        self,
-        root: GroupId,
-        chains: Mapping[int, int],
-        reward: float | None,
-        parts: Mapping[str, float],
-        *,
+        self, root: GroupId, chains: Mapping[int, int], reward: float | None, parts: Mapping[str, float], *,
         is_final: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`chains`: how many calls of each count. `reward` None: the episode failed. Not final: another one takes its seat."""
         group = self.groups.groups.get(root)
         if group is None:
@@ -317,9 +301,7 @@ class RolloutPool:
     def note_habits(self, peer_id: PeerId, told: Habits) -> None:
         """Records a worker's habits. One that once did not draw by its seeds stays marked so: otherwise it could choose with
         each report how it is tested."""
-        known = self._habits.get(peer_id, told)
-        if peer_id not in self._habits and len(self._habits) >= WORKERS_MAX:
-            del self._habits[next(iter(self._habits))]
+        known = bounded_entry(self._habits, peer_id, lambda: told)
         self._habits[peer_id] = replace(told, draws_by_seed=told.draws_by_seed and known.draws_by_seed)
 
     def on_plan(self, cap_rollouts: int | None) -> None:
@@ -391,7 +373,7 @@ class RolloutPool:
             self.journal.append(records.closed(group_id))
 
     def _draw_missing(self) -> None:
-        cap = self.groups.rules.cap_groups(self.cap_rollouts)
+        cap = cap_groups(self.groups.config, self.cap_rollouts)
         while self.groups.in_flight_groups < cap:
             if self._retries:
                 draw = self.prompts.seeded(self._retries.popleft())

@@ -206,13 +206,9 @@ class Prompts:
     the date."""
 
     def __init__(
-        self,
-        options: LearnerOptions,
-        model: PublishedModel,
-        source: PromptSource | None = None,
-        secret: bytes = b"",
+        self, options: LearnerOptions, model: PublishedModel, source: PromptSource | None = None, secret: bytes = b"",
         began: datetime | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         config, path = options.config, options.config.model.path
         self.tokenizer = load_tokenizer(path) if source is None else source.tokenizer
         self.vocabulary_size = model.vocabulary_size
@@ -354,13 +350,9 @@ class Prompts:
         return TurnAnswer(replace(scored, reward=replace(scored.reward, value=shaped)))
 
     async def answer_instance(
-        self,
-        index: int,
-        turns: Sequence[Sequence[int]],
-        context_tokens: int,
-        sender: str = "",
+        self, index: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = "",
         world: PromptWorld | None = None,
-    ) -> TurnAnswer:
+    ) -> TurnAnswer:  # fmt: skip
         """Answers a finished turn of instance `index` of the run's own tasks, or of `world`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
         if world is None:

@@ -25,42 +25,20 @@ CONFIG_KEY = "echo2_adapter"
 _PREFIX = "base_model.model."
 
 
+SCALE = 2.0  # of the product of the adapter's matrices: alpha / rank
+
+
 @dataclass(frozen=True, slots=True)
-class AdapterOptions:
-    """The product of the adapter's matrices is scaled by `alpha / rank`."""
+class TrainedAdapter:
+    """As workers hear of it. `base_fingerprint`: of the base's parameters in the published dtype, with key 0, in hex."""
 
     rank: int
-    alpha: int
-
-
-def adapter_of(rank: int) -> AdapterOptions | None:
-    """An adapter of this rank, scaled by 2; None for rank 0, with which all weights are trained."""
-    return AdapterOptions(rank, 2 * rank) if rank else None
-
-
-@dataclass(frozen=True, slots=True)
-class PutOn:
-    """An adapter attached to a model. `base_fingerprint`: fingerprint of the base's parameters in the published dtype, with key 0,
-    in hex."""
-
-    options: AdapterOptions
+    scale: float
     dtype: str
     base_fingerprint: str
 
-    @property
-    def scale(self) -> float:
-        return self.options.alpha / self.options.rank
 
-    def for_workers(self) -> dict[str, object]:
-        return {
-            "rank": self.options.rank,
-            "scale": self.scale,
-            "dtype": self.dtype,
-            "base_fingerprint": self.base_fingerprint,
-        }
-
-
-def put_on_adapter(hf_model: Any, options: AdapterOptions, weights_dtype: str, device: torch.device) -> PutOn:
+def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.device) -> TrainedAdapter:
     """Freezes the model, rounds it to the published precision and attaches a fresh adapter, all in place. With nf4, linear layers
     are moved to `device` as codes; the rest stays where it is.
 
@@ -76,13 +54,13 @@ def put_on_adapter(hf_model: Any, options: AdapterOptions, weights_dtype: str, d
     if not layers:
         raise ConfigError("model.lora_rank: expected a model with linear layers, found none")
     config = LoraConfig(
-        r=options.rank, lora_alpha=options.alpha, target_modules=list(layers), lora_dropout=0.0, bias="none"
+        r=rank, lora_alpha=round(SCALE * rank), target_modules=list(layers), lora_dropout=0.0, bias="none"
     )
     inject_adapter_in_model(config, hf_model)
     if weights_dtype == "nf4":
         for name in list(layers):
             hf_model.get_submodule(name).base_layer = Nf4Linear(layers.pop(name), device)
-    return PutOn(options, weights_dtype, f"{found:016x}")
+    return TrainedAdapter(rank, SCALE, weights_dtype, f"{found:016x}")
 
 
 @contextmanager
@@ -136,7 +114,7 @@ def published_name(name: str) -> str:
     return _PREFIX + name.replace(".default.", ".")
 
 
-def merge_into(base: Any, policy: Mapping[str, Tensor], adapter: PutOn, weights_dtype: str) -> None:
+def merge_into(base: Any, policy: Mapping[str, Tensor], weights_dtype: str) -> None:
     """Adds the adapter `policy` to `base`, a whole float32 model, and rounds that to the published precision."""
     round_parameters(base, weights_dtype)
     with torch.no_grad():
@@ -146,5 +124,5 @@ def merge_into(base: Any, policy: Mapping[str, Tensor], adapter: PutOn, weights_
                 continue
             b = policy[f"{_PREFIX}{module}.lora_B.weight"]
             weight = base.get_submodule(module).weight
-            weight.add_(b.float() @ a.float(), alpha=adapter.scale)
+            weight.add_(b.float() @ a.float(), alpha=SCALE)
     base.to(PRECISIONS[weights_dtype])

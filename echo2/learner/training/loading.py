@@ -35,12 +35,9 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()
     with naming(path):
         model, told = AutoModelForCausalLM.from_pretrained(
-            checked_path(path, has_weights=True),
-            config=read_config(path),
-            dtype=dtype,
-            output_loading_info=True,
+            checked_path(path, has_weights=True), config=read_config(path), dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True,
-        )
+        )  # fmt: skip
     if odd := sorted(told["mismatched_keys"]):
         raise ConfigError(
             f"model {path}: expected the shapes that config.json says, {len(odd)} tensors differ, first {odd[0][0]}: "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.base.import_path import imported
+from echo2.config.run import LearnerSection
 
 LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and cap, and stays finite in float32
 
@@ -109,6 +110,10 @@ class LossConfig:
     correction: str = "behaviour"
     cap: float = 2.0
     kl_coefficient: float = 0.0
+
+    @classmethod
+    def of(cls, learner: LearnerSection) -> LossConfig:
+        return cls(learner.loss, *learner.clip, learner.correction, kl_coefficient=learner.kl_coefficient)
 
     def __post_init__(self) -> None:
         loss_named(self.loss)

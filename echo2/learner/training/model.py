@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.rollout import ROUTING_KEY, RoutingShape
-from echo2.learner.training import unit_attention
-from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
+from echo2.learner.training.adapter import CONFIG_KEY, merge_into, published_name, put_on_adapter
 from echo2.learner.training.loading import (
     Skeleton,
     as_base_holds,
@@ -38,9 +37,18 @@ from echo2.learner.training.loading import (
     stop_tokens_of,
 )
 from echo2.learner.training.optimiser import host_tensors
-from echo2.learner.training.packing import BLOCK, Attention, PackedInputs, UnitTree, block_mask, dense_mask
+from echo2.learner.training.packing import (
+    BLOCK,
+    UNITS_NAME,
+    Attention,
+    PackedInputs,
+    UnitTree,
+    block_mask,
+    dense_mask,
+    parts_mask,
+    register_units,
+)
 from echo2.learner.training.ranks import Ranks, as_sharded, own_part
-from echo2.learner.training.token_scores import TokensToScore, columns_of
 from echo2.weights.elements import published_tensors
 from echo2.weights.precision import PRECISIONS
 from echo2.weights.routers import Routers
@@ -52,9 +60,8 @@ PROBE_TOLERANCE = 1e-3  # far above rounding in float32, far below a scale or a 
 
 
 class Policy(nn.Module):
-    """The model as the trainer and the audit call it. For training, packed tokens give the log-probabilities of the sampled
-    tokens; for an audit, a sequence gives the columns of `TokenScores`. Both go through `forward`, where FSDP gathers the
-    ranks' rows."""
+    """The model as the trainer and the audit call it: packed tokens give the log-probabilities of the sampled tokens. Whatever
+    computes with it goes through `forward`, where FSDP gathers the ranks' rows."""
 
     def __init__(self, hf_model: Any, temperature: float, slices_head: bool, replays_routing: bool = False) -> None:
         super().__init__()
@@ -65,7 +72,7 @@ class Policy(nn.Module):
         self.attention = Attention.DENSE
         self._dense = hf_model.config._attn_implementation
         if self._dense == "sdpa":
-            self._dense = unit_attention.registered()
+            self._dense = register_units()
             hf_model.set_attn_implementation(self._dense)
         self.uses_float_mask = self._dense == "eager"
         self.windows = windows_of(hf_model.config)
@@ -88,10 +95,7 @@ class Policy(nn.Module):
         """Whether rows need no mask: on a CPU, where torch's kernels take part after part."""
         device = self.hf_model.get_input_embeddings().weight.device
         return (
-            self.is_packed
-            and self.attention is Attention.DENSE
-            and self._dense == unit_attention.NAME
-            and device.type == "cpu"
+            self.is_packed and self.attention is Attention.DENSE and self._dense == UNITS_NAME and device.type == "cpu"
         )
 
     @property
@@ -106,7 +110,7 @@ class Policy(nn.Module):
         tree, places = inputs.tree, inputs.positions_BW
         longest = int(places.max()) + 1 if any(self.windows.values()) else 0
         if inputs.spans and self.attends_by_units and not any(0 < window < longest for window in self.windows.values()):
-            parts = unit_attention.parts_mask(inputs.spans, len(places))
+            parts = parts_mask(inputs.spans, len(places))
             return parts if "" in self.windows else dict.fromkeys(self.windows, parts)
         whole = self._mask(tree)
         masks = {
@@ -125,17 +129,13 @@ class Policy(nn.Module):
             return torch.zeros(mask_B1WW.shape, dtype=self.hf_model.dtype).masked_fill(~mask_B1WW, -torch.inf)
         return mask_B1WW
 
-    def forward(
-        self, inputs: PackedInputs | TokensToScore | Tensor, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """For `PackedInputs`: logprobs_T with gradient and entropy_T without, in nats, both at the sampling temperature. For
-        `TokensToScore`: columns_CT and None. For bare token ids: the model's own logits, and hidden states times the head."""
-        if isinstance(inputs, Tensor):
-            return self._probed(inputs)
+    def forward(self, inputs: PackedInputs | Callable[[Policy], Any], with_entropy: bool = False) -> Any:
+        """logprobs_T with gradient and entropy_T without (None unless asked for), in nats, both at the sampling temperature. For a
+        function: what it returns of this policy, called where the ranks' rows are gathered."""
         if self.routers is not None:
-            self.routers.give(None if isinstance(inputs, TokensToScore) else inputs.experts_PLK)
-        if isinstance(inputs, TokensToScore):
-            return self._scored(inputs), None
+            self.routers.give(inputs.experts_PLK if isinstance(inputs, PackedInputs) else None)
+        if not isinstance(inputs, PackedInputs):
+            return inputs(self)
         arguments = {
             "input_ids": inputs.token_ids_BW,
             "attention_mask": self._masks(inputs),
@@ -146,26 +146,9 @@ class Policy(nn.Module):
             logits_BWV = self.hf_model(**arguments).logits
             logits_TV = logits_BWV.flatten(0, 1)[inputs.predictor_T]
             return self._read(logits_TV, inputs.target_T, with_entropy)
-        hidden_BWH = _backbone(self.hf_model)(**arguments)[0]
+        hidden_BWH = backbone(self.hf_model)(**arguments)[0]
         hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
         return self._headed(hidden_TH, inputs.target_T, with_entropy)
-
-    def _probed(self, token_ids_BW: Tensor) -> tuple[Tensor, Tensor | None]:
-        whole = self.hf_model(input_ids=token_ids_BW, use_cache=False).logits.float()
-        try:
-            hidden = _backbone(self.hf_model)(input_ids=token_ids_BW, use_cache=False)[0]
-            return whole, self.hf_model.get_output_embeddings()(hidden).float()
-        except (AttributeError, TypeError):
-            return whole, None
-
-    def _scored(self, asked: TokensToScore) -> Tensor:
-        count, head = len(asked.target_T), self.hf_model.get_output_embeddings()
-        size = int(self.hf_model.get_input_embeddings().weight.shape[0])
-        if not self.slices_head:
-            logits_TV = self.hf_model(**asked.arguments, logits_to_keep=count).logits[0]
-            return columns_of(asked, logits_TV, size, lambda rows_TV: rows_TV)
-        hidden_TH = _backbone(self.hf_model)(**asked.arguments)[0][0, -count:]
-        return columns_of(asked, hidden_TH, size, head)
 
     def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         head = self.hf_model.get_output_embeddings()
@@ -247,7 +230,7 @@ def is_packable(config: Any) -> bool:
     return kinds <= {_FULL, _SLIDING}
 
 
-def _backbone(hf_model: Any) -> Any:
+def backbone(hf_model: Any) -> Any:
     base = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
     return getattr(base, base.base_model_prefix)
 
@@ -260,30 +243,22 @@ class PolicyModel:
     """
 
     def __init__(
-        self,
-        path: str,
-        weights_dtype: str,
-        device: torch.device,
-        temperature: float,
-        ranks: Ranks | None = None,
-        adapter: AdapterOptions | None = None,
-        *,
-        replays_routing: bool = False,
-        masters_on_host: bool = False,
-    ) -> None:
+        self, path: str, weights_dtype: str, device: torch.device, temperature: float, ranks: Ranks | None = None,
+        lora_rank: int = 0, *, replays_routing: bool = False, masters_on_host: bool = False,
+    ) -> None:  # fmt: skip
         self.path = path
         self.device = device
         self.ranks = ranks or Ranks()
         self.weights_dtype = weights_dtype
         dtype = torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32
         # With an adapter, load the whole base: workers compare their base with it by a fingerprint of all weights.
-        skeleton = skeleton_of(path, dtype, device) if self.ranks.count > 1 and adapter is None else None
+        skeleton = skeleton_of(path, dtype, device) if self.ranks.count > 1 and not lora_rank else None
         self.hf_model = load_whole(path, dtype) if skeleton is None else skeleton.hf_model
         _switch_dropout_off(self.hf_model)
-        is_packed = adapter is not None and weights_dtype == "nf4"  # then the whole base need not fit the device
+        is_packed = lora_rank > 0 and weights_dtype == "nf4"  # then the whole base need not fit the device
         if self.ranks.count == 1 and not is_packed:
             self.hf_model.to(device)
-        self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype, device)
+        self.adapter = put_on_adapter(self.hf_model, lora_rank, weights_dtype, device) if lora_rank else None
         if self.ranks.count == 1 and is_packed:
             self.hf_model.to(device)
         self.config = self.hf_model.config
@@ -293,9 +268,9 @@ class PolicyModel:
         self.policy = Policy(self.hf_model, temperature, slices_head=True, replays_routing=replays_routing)
         shard(self.policy, self.ranks, device, skeleton)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
-        self.published_names = [published_name(name) if adapter else name for name in self.names]
+        self.published_names = [published_name(name) if lora_rank else name for name in self.names]
         self.kept = (
-            {} if adapter else {n: t for n, t in published_tensors(self.hf_model).items() if n not in self.names}
+            {} if lora_rank else {n: t for n, t in published_tensors(self.hf_model).items() if n not in self.names}
         )
         if self.kept and self.ranks.count > 1:
             raise ConfigError(
@@ -306,7 +281,7 @@ class PolicyModel:
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
         self.parameter_count = sum(int(p.numel()) for p in self.parameters)
         # A forward pass and gradients of inputs take 2 FLOPs per parameter each, gradients of weights 2 per trained one.
-        everything = self.size.parameters + (self.parameter_count if adapter else 0)
+        everything = self.size.parameters + (self.parameter_count if lora_rank else 0)
         self.flops_per_position = 4.0 * everything + 2.0 * self.parameter_count
         self.published_dtype = PRECISIONS[weights_dtype]
         kept_bytes = sum(int(tensor.nbytes) for tensor in self.kept.values())
@@ -424,7 +399,7 @@ class PolicyModel:
         base weights. Tied tensors are written once."""
         if self.adapter is not None:
             base = load_whole(self.path, torch.float32)
-            merge_into(base, policy, self.adapter, self.weights_dtype)
+            merge_into(base, policy, self.weights_dtype)
             base.to(as_base_holds(self.path, base.state_dict(), self.published_dtype)[1]).save_pretrained(folder)
             return
         policy, dtype = as_base_holds(self.path, policy, self.published_dtype)
@@ -439,7 +414,7 @@ class PolicyModel:
 
     def config_json(self) -> bytes:
         """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
-        more: dict[str, object] = {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else {}
+        more: dict[str, object] = {CONFIG_KEY: asdict(self.adapter)} if self.adapter else {}
         if self.policy.routers is not None:
             more[ROUTING_KEY] = True
         return config_json_of(self.config, self.size, more)
@@ -457,10 +432,21 @@ class PolicyModel:
     def _head_can_be_sliced(self) -> bool:
         """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
         ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
+
+        def agree(policy: Policy) -> bool:
+            hf_model = policy.hf_model
+            whole = hf_model(input_ids=ids, use_cache=False).logits.float()
+            try:
+                hidden = backbone(hf_model)(input_ids=ids, use_cache=False)[0]
+                sliced = hf_model.get_output_embeddings()(hidden).float()
+            except (AttributeError, TypeError):
+                return False
+            return bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
+
         with torch.no_grad():
-            whole, sliced = self.policy(ids)
+            can_be = bool(self.policy(agree))
         reshard(self.policy)
-        return sliced is not None and bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
+        return can_be
 
 
 def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -260,9 +259,10 @@ SAMPLE_BYTES, SAMPLES = 64 << 10, 16
 """Bytes per sample, and intervals between evenly spread samples, of each weight file."""
 _COMPARED = (
     "steps", "lr", "warmup_steps", "schedule", "weight_decay", "optimizer_state", "advantage", "updates_per_batch",
-    "train_on_truncated", "replicas", "replay_routing", "teacher",
+    "train_on_truncated", "replicas", "replay_routing", "teacher", "loss", "correction", "clip", "kl_coefficient", "token_budget",
+    "gradient_checkpointing",
 )  # fmt: skip
-"""Options of `[learner]` that ranks must share; of what rules make of "auto" (`TrainerOptions`) all but the threads."""
+"""Options of `[learner]` that ranks must share, as rules have resolved them on each machine."""
 _HOST, _MODEL = "host", "model"
 
 
@@ -296,9 +296,8 @@ _TO_DO_MODEL = "Put the same model on every machine"
 
 
 def _facts(options: LearnerOptions) -> dict[str, str]:
-    config, trainer = options.config, options.trainer
-    told = {f"learner.{name}": getattr(config.learner, name) for name in _COMPARED}
-    told |= {f"trainer's {f.name}": getattr(trainer, f.name) for f in fields(trainer) if f.name != "threads"}
+    config = options.config
+    told: dict[str, object] = {f"learner.{name}": getattr(config.learner, name) for name in _COMPARED}
     told |= {"run": (config.run.name, config.run.seed), "sft": (config.sft.step_count, config.sft.lr)}
     told |= {
         "weights": (config.model.weights_dtype, config.model.lora_rank),

@@ -1,38 +1,173 @@
-"""Stores published versions as the newest one plus the changes between versions, loads them into a model one at a time, and runs
-forward passes under each: an audit compares claims with those scores.
+"""The model's own log-probabilities of tokens, by a forward pass over one sequence at a time: what an audit compares claims with,
+and what the layout in rows and the faster attention are tried against before the first step.
 
-Guarantees: scores are computed with exactly the published weights; it holds at most `versions_max` versions, and changes of at most
-BYTES_MAX_OF_MODEL times a version's bytes. Leaves to others: which rollouts to audit (auditor), judging the scores
-(learner/audit). Each version costs the positions and bits of its changed weights: 6 bytes per changed bf16 weight (2 bytes per
-weight of the tensor if more than a third changed); with 8 billion weights of which 2 % change, 1 GB per version. The model is the
-one that trains, between two steps (`TrainerScorer`), or a separate copy (`VersionScorer`, with a user's own trainer).
+Guarantees: scores are computed with exactly the published weights; `KeptVersions` holds at most `versions_max` versions, and
+changes of at most BYTES_MAX_OF_MODEL times a version's bytes; at most `rows_at_once` rows of logits exist at a time; a model whose
+rows do not give the log-probabilities of its own forward pass is refused; FlexAttention is used only if it agrees with a dense mask
+and has a finite gradient. Leaves to others: which rollouts to audit (audit), judging the scores (bets), masks (packing).
 
-Do not use it while a step runs on the trainer's thread, nor on the event loop's thread. Shapes: L tokens, V vocabulary.
+Published versions are kept as the newest one plus the changes between versions, and loaded into a model one at a time. Each costs
+the positions and bits of its changed weights: 6 bytes per changed bf16 weight (2 bytes per weight of the tensor if more than a
+third changed); with 8 billion weights of which 2 % change, 1 GB per version. The model is the one that trains, between two steps,
+or a separate copy (with a user's own trainer). Do not score while a step runs on the trainer's thread, nor on the event loop's.
+
+Shapes: T tokens scored, V vocabulary, X hidden size or vocabulary, C columns of `TokenScores`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from echo2.base.errors import StateError
-from echo2.base.ids import Version
-from echo2.base.rollout import SamplingParams
-from echo2.learner.audit import Passage, Piece, TokenScores
+from echo2.base.errors import ConfigError, StateError
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.audit import Passage
+from echo2.learner.bets import FLOOR_NATS, Piece, TokenScores
+from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.training.adapter import published_name
-from echo2.learner.training.model import PolicyModel, is_packable, reshard
-from echo2.learner.training.packing import Attention
-from echo2.learner.training.ranks import own_part
-from echo2.learner.training.token_scores import COLUMNS, TokensToScore, columns_of
+from echo2.learner.training.model import Policy, PolicyModel, backbone, reshard
+from echo2.learner.training.packing import (
+    BLOCK,
+    Attention,
+    PackedInputs,
+    PackingLimits,
+    collate,
+    lengths_of,
+    plan_microbatches,
+)
+from echo2.learner.training.ranks import Ranks, own_part
 from echo2.weights.elements import published_tensors
+
+_log = logging.getLogger("echo2.learner")
+
+# ---- one sequence under the weights as they are
+
+COLUMNS = len(fields(TokenScores))
+CHUNK_LOGITS = 1 << 25
+"""Logits per chunk: their softmax and sorting take about ten times as many bytes."""
+GREEDY_NATS = 1.0
+"""How far below the likeliest token a greedy one may be: at another precision, an engine may pick a nearly equal one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Scores the last `count` of `token_ids`; the very last token is only a target, not an input. `numbers`: the random numbers of
+    the scored tokens. `begin`: earlier tokens that are already in the KV cache. `keeps`: keep the cache, because a later reading
+    may continue this one."""
+
+    token_ids: tuple[int, ...]
+    count: int
+    sampling: SamplingParams
+    numbers: tuple[float, ...]
+    begin: int = 0
+    keeps: bool = False
+
+
+@functools.cache
+def cache_name() -> str:
+    """Name of the KV cache in the arguments and outputs of transformers models: `past_key_values` until version 5.24."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    return "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def columns_of(reading: Reading, policy: Policy, past: DynamicCache | None = None) -> Tensor:
+    """Returns columns_CT, float64 on the host. Call it through `policy`, which gathers the ranks' rows. `past`: the KV cache to
+    continue and fill; None if no cache is needed."""
+    hf_model, count = policy.hf_model, reading.count
+    embedding = hf_model.get_input_embeddings().weight
+    tokens = torch.tensor(reading.token_ids, device=embedding.device)
+    numbers_T = torch.tensor(reading.numbers, dtype=torch.float64, device=embedding.device)
+    arguments = {"input_ids": tokens[None, :-1], "use_cache": past is not None}
+    arguments |= {cache_name(): past} if past is not None else {}
+    if policy.slices_head:
+        rows_TX, logits_of = backbone(hf_model)(**arguments)[0][0, -count:], hf_model.get_output_embeddings()
+    else:
+        rows_TX, logits_of = hf_model(**arguments, logits_to_keep=count).logits[0], lambda rows_TV: rows_TV
+    splits = (
+        torch.split(part, rows_at_once(int(embedding.shape[0]))) for part in (rows_TX, tokens[-count:], numbers_T)
+    )
+    parts = [
+        chunk_scores(logits_of(rows), targets, numbers, reading.sampling)
+        for rows, targets, numbers in zip(*splits, strict=True)
+    ]
+    return torch.stack([torch.cat(column).double().cpu() for column in zip(*parts, strict=True)])
+
+
+def rows_at_once(vocabulary_size: int) -> int:
+    """How many rows of logits to process at a time."""
+    return max(1, CHUNK_LOGITS // vocabulary_size)
+
+
+def chunk_scores(
+    logits_CV: Tensor, targets_C: Tensor, numbers_C: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, ...]:
+    """The columns of `TokenScores` for at most `rows_at_once` rows."""
+    if sampling.temperature == 0:
+        return _greedy_scores(logits_CV, targets_C)
+    plain_CV = (logits_CV.float() / sampling.temperature).log_softmax(-1)
+    drawn_CV = _filtered(plain_CV, sampling) if sampling.is_filtered else plain_CV
+    drawn_C = drawn_CV.gather(-1, targets_C[:, None])[:, 0]
+    trained_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
+    if sampling.is_filtered and sampling.temperature != 1.0:  # a token at the filter's edge counts as kept
+        passed_C = torch.where(drawn_CV.isinf(), -torch.inf, plain_CV).logsumexp(-1)
+        trained_C = trained_C - passed_C
+    probabilities_CV = drawn_CV.exp()
+    expected_C = (probabilities_CV * drawn_CV.clamp(min=FLOOR_NATS)).sum(-1)
+    sums_CV = probabilities_CV.cumsum(-1, dtype=torch.float64)
+    sums_CV /= sums_CV[:, -1:].clone()
+    picked_C1 = torch.searchsorted(sums_CV, numbers_C[:, None], right=True).clamp_(max=logits_CV.shape[-1] - 1)
+    squares_CV = probabilities_CV.double().square().cumsum(-1)
+    edges_C2 = torch.cat([picked_C1 - 1, picked_C1], -1)
+    at_C2, is_inner_C2 = edges_C2.clamp(min=0), edges_C2 >= 0
+    cumulative_C2 = torch.where(is_inner_C2, sums_CV.gather(-1, at_C2), 0.0)
+    below_C2 = torch.where(is_inner_C2, squares_CV.gather(-1, at_C2), 0.0)
+    spread_C2 = (
+        (1.0 - cumulative_C2).square() * below_C2 + cumulative_C2.square() * (squares_CV[:, -1:] - below_C2)
+    ).sqrt()
+    picked_C = picked_C1[:, 0] == targets_C
+    edges = (*cumulative_C2.unbind(-1), *spread_C2.unbind(-1))
+    return trained_C, drawn_C.clamp(min=2 * FLOOR_NATS), expected_C, picked_C, *edges
+
+
+def _greedy_scores(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
+    """Scores of greedy completions: the claimed number is the raw model's, and a token that is further below the
+    likeliest than engines differ counts as impossible, and as one that no number picks."""
+    plain_CV = logits_CV.float().log_softmax(-1)
+    plain_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
+    picked_C = plain_CV.amax(-1) - plain_C <= GREEDY_NATS
+    drawn_C, no_C = torch.where(picked_C, 0.0, FLOOR_NATS), torch.zeros_like(plain_C)
+    return plain_C, drawn_C, no_C, picked_C, no_C, no_C + 1.0, no_C, no_C
+
+
+def _filtered(logprobs_CV: Tensor, sampling: SamplingParams) -> Tensor:
+    """Applies top-k, then top-p, like the embedded engine: cut tokens get minus infinity, the rest is renormalised."""
+    kept_CV = logprobs_CV
+    if 0 < sampling.top_k < kept_CV.shape[-1]:
+        threshold_C = torch.topk(kept_CV, sampling.top_k).values[:, -1:]
+        kept_CV = kept_CV.masked_fill(kept_CV < threshold_C, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered_CV, order_CV = torch.sort(kept_CV, descending=True, stable=True)
+        odds_CV = torch.softmax(ordered_CV, dim=-1, dtype=torch.float64)
+        before_CV = odds_CV.cumsum(dim=-1) - odds_CV
+        cut_CV = torch.zeros_like(kept_CV, dtype=torch.bool).scatter(-1, order_CV, before_CV >= sampling.top_p)
+        kept_CV = kept_CV.masked_fill(cut_CV, -torch.inf)
+    return kept_CV.log_softmax(-1)
+
+
+# ---- published versions
 
 BYTES_MAX_OF_MODEL = 2.0
 """Limit for all changes together, in bytes per byte of a published version."""
@@ -167,69 +302,28 @@ def _change(old: Tensor, new: Tensor) -> _Change | None:
     return _Change(places.to(small), bits[places])
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Scores the last `count` of `token_ids`; the very last token is only a target, not an input. `numbers`: the random numbers of
-    the scored tokens. `begin`: earlier tokens that are already in the KV cache. `keeps`: keep the cache, because a later reading
-    may continue this one."""
-
-    token_ids: tuple[int, ...]
-    count: int
-    sampling: SamplingParams
-    numbers: tuple[float, ...]
-    begin: int = 0
-    keeps: bool = False
-
-
 def reading_of(passage: Passage, piece: Piece, cached: int | None) -> Reading:
     first, stop, begin = int(passage.places[piece.start]), int(passage.places[piece.stop - 1]) + 1, cached or 0
     return Reading(
-        passage.token_ids[begin:stop],
-        stop - first,
-        passage.sampling.without_seed(),
-        tuple(passage.uniforms[piece.start : piece.stop].tolist()),
-        begin,
-        cached is not None,
-    )
-
-
-class _TokenReader:
-    """Scores one reading after another by `forward`, and keeps the KV cache that the next may continue."""
-
-    def __init__(self, forward: Callable[[TokensToScore], Tensor], device: torch.device, config: Any) -> None:
-        self._forward, self._device = forward, device
-        # Layers that carry a state along need a cache of their kinds.
-        self._config = None if is_packable(config) else config
-        self._cache: DynamicCache | None = None
-
-    def columns(self, reading: Reading) -> Tensor:
-        if reading.keeps and (reading.begin == 0 or self._cache is None):
-            self._cache = DynamicCache(config=self._config)
-        tokens = torch.tensor(reading.token_ids, device=self._device)
-        numbers = torch.tensor(reading.numbers, dtype=torch.float64, device=self._device)
-        past = self._cache if reading.keeps else None
-        with torch.no_grad():
-            return self._forward(
-                TokensToScore(tokens[None, :-1], tokens[-reading.count :], numbers, reading.sampling, past)
-            )
-
-    def forget(self) -> None:
-        self._cache = None
+        passage.token_ids[begin:stop], stop - first, passage.sampling.without_seed(),
+        tuple(passage.uniforms[piece.start : piece.stop].tolist()), begin, cached is not None,
+    )  # fmt: skip
 
 
 class VersionScorer:
-    """A `Scorer` with its own model."""
+    """A `Scorer` with a model of its own or, given `trained`, with the model that trains. On several ranks each keeps its rows of
+    the versions and runs the forward passes of its share: rank 0 calls `turn` and `score`, the others what these tell them."""
 
-    is_of_trainer = False
-
-    def __init__(self, hf_model: Any, versions_max: int) -> None:
-        self._model = hf_model.eval()
-        self.kept = KeptVersions(rows_by_name(hf_model), versions_max)
-        self._reader = _TokenReader(self._forward, next(hf_model.parameters()).device, hf_model.config)
-
-    def _forward(self, asked: TokensToScore) -> Tensor:
-        logits_TV = self._model(**asked.arguments, logits_to_keep=len(asked.target_T)).logits[0]
-        return columns_of(asked, logits_TV, logits_TV.shape[-1], lambda rows_TV: rows_TV)
+    def __init__(self, hf_model: Any, versions_max: int, trained: PolicyModel | None = None) -> None:
+        self._trained, self.is_of_trainer = trained, trained is not None
+        self._policy = trained.policy if trained is not None else Policy(hf_model.eval(), 1.0, slices_head=False)
+        self._ranks = trained.ranks if trained is not None else Ranks()
+        self.kept = KeptVersions(rows_by_name(hf_model), versions_max, is_leader=self._ranks.is_leader)
+        # Layers that carry a state along need a cache of their kinds.
+        self._cache_config = None if self._policy.is_packed else hf_model.config
+        self._cache: DynamicCache | None = None
+        self._aside: dict[str, Tensor] = {}  # the training weights, where the masters do not give them
+        self._was_training, self._attention = False, Attention.DENSE
 
     @property
     def versions(self) -> list[Version]:
@@ -240,15 +334,80 @@ class VersionScorer:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        with self.kept.held():
-            yield
+        with self.kept.held() as versions:
+            self._ranks.tell({"command": "begin_scoring", "oldest": versions[0] if versions else 0})
+            self.begin()
+            try:
+                yield
+            finally:
+                self._ranks.tell({"command": "end_scoring"})
+                self.end()
 
     def score(
         self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
     ) -> list[TokenScores]:
-        self.kept.load(version)
         readings = [reading_of(passage, piece, cached) for passage, piece in asked]
-        return [TokenScores(*self._reader.columns(reading).numpy()) for reading in readings]
+        if self._ranks.count > 1:
+            self._ranks.tell({"command": "score", "version": version}, readings_to_bytes(readings))
+        return [TokenScores(*columns_CT.numpy()) for columns_CT in self.columns(version, readings)]
+
+    def begin(self) -> None:
+        """Sets the training weights aside. Call it between two steps."""
+        if (model := self._trained) is None:
+            return
+        self._was_training = model.hf_model.training
+        model.hf_model.eval()
+        self._attention = self._policy.attention
+        if self._attention is not Attention.DENSE:  # its block masks are for packed rows
+            self._policy.attend_by(Attention.DENSE)
+        if not model.is_rounded:  # else `end` restores them from the masters
+            self._aside = {name: own_part(p.detach()).cpu().clone() for name, p in self._parameters(model)}
+
+    def end(self) -> None:
+        self._cache = None
+        if (model := self._trained) is None:
+            return
+        with torch.no_grad():
+            for name, parameter in self._parameters(model) if self._aside else ():
+                own_part(parameter.detach()).copy_(self._aside[name])
+        self._aside = {}
+        model.round_to_policy()
+        self.kept.changed_elsewhere()
+        reshard(self._policy)
+        model.hf_model.train(self._was_training)
+        if self._attention is not Attention.DENSE:
+            self._policy.attend_by(self._attention)
+
+    def columns(self, version: Version, readings: Sequence[Reading]) -> list[Tensor]:
+        """Returns columns_CT of each reading, on every rank. The ranks divide the readings; one that keeps its cache is read by all
+        of them, because the next may continue it."""
+        reshard(self._policy)
+        self.kept.load(version)
+        is_shared = not any(reading.keeps for reading in readings)
+        count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
+        found = [torch.zeros(COLUMNS, reading.count, dtype=torch.float64) for reading in readings]
+        for begin in range(0, len(readings), count):
+            own = min(begin + rank, len(readings) - 1)  # without one, the last again: all must join the forward pass
+            columns_CT = self._read(readings[own])
+            if begin + rank < len(readings):
+                found[own] = columns_CT
+        if count == 1:
+            return found
+        together = self._ranks.sum(torch.cat([columns_CT.flatten() for columns_CT in found]))
+        parts = torch.split(together, [columns_CT.numel() for columns_CT in found])
+        return [part.view(columns_CT.shape) for part, columns_CT in zip(parts, found, strict=True)]
+
+    def _read(self, reading: Reading) -> Tensor:
+        if reading.keeps and (reading.begin == 0 or self._cache is None):
+            self._cache = DynamicCache(config=self._cache_config)
+        past = self._cache if reading.keeps else None
+        with torch.no_grad():
+            columns_CT: Tensor = self._policy(lambda policy: columns_of(reading, policy, past))
+        return columns_CT
+
+    @staticmethod
+    def _parameters(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+        return iter(zip(model.names, model.parameters, strict=True))
 
 
 def readings_to_bytes(readings: Sequence[Reading]) -> bytes:
@@ -267,88 +426,136 @@ def readings_from_bytes(data: bytes) -> list[Reading]:
     ]
 
 
-class TrainerScorer:
-    """A `Scorer` that uses the model that trains. On several ranks each keeps its rows of the versions and runs the forward passes
-    of its share: rank 0 calls `turn` and `score`, the others what these tell them."""
+# ---- trials of a model before its first step
 
-    is_of_trainer = True
+TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+"""Largest allowed difference of log-probabilities: of each token in float32; of their mean in bf16, where rounding alone moves
+single tokens of a random 8 B model by up to 0.75 nats."""
+ROUNDINGS_MAX = 4.0
+"""How many times its own rounding a bf16 model may be off in rows. Right rows were off by at most 3.5 times (five random models of
+7 B to 15 B on an H200, 48 trials each), rows whose completions saw each other by 3.4 to 25 times in a dense model, and by 1 to
+4.6 times in a mixture of experts, whose routers choose others when rounded: there only float32 tells."""
+TRIAL_ROWS, TRIAL_BLOCKS = 2, 3
 
-    def __init__(self, model: PolicyModel, versions_max: int) -> None:
-        self._model = model
-        self._ranks = model.ranks
-        self.kept = KeptVersions(rows_by_name(model.hf_model), versions_max, is_leader=model.ranks.is_leader)
-        self._reader = _TokenReader(lambda asked: model.policy(asked)[0], model.device, model.config)
-        self._trained: dict[str, Tensor] = {}
-        self._was_training = False
-        self._attention = model.policy.attention
 
-    @property
-    def versions(self) -> list[Version]:
-        return self.kept.versions
+def choose_attention(policy: Policy, device: torch.device, ranks: Ranks | None = None) -> None:
+    """Switches `policy` to FlexAttention if that works on every rank's device; a CPU has no gradient of it."""
+    if device.type == "cpu":
+        return
+    failure = _failure_of_flex(policy, device)
+    if (ranks or Ranks()).largest(1.0 if failure else 0.0) == 0.0:
+        policy.attend_by(Attention.FLEX)
+        return
+    policy.attend_by(Attention.DENSE)
+    add_up_in_order()
+    _log.warning(
+        "attention: dense masks, slower on long rows, since FlexAttention fails with this model on %s: %s",
+        device, failure or "another rank could not",
+    )  # fmt: skip
 
-    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self.kept.keep(version, tensors)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self.kept.held() as versions:
-            self._ranks.tell({"command": "begin_scoring", "oldest": versions[0]})
-            self.begin()
-            try:
-                yield
-            finally:
-                self._ranks.tell({"command": "end_scoring"})
-                self.end()
+def add_up_in_order() -> None:
+    """torch's attention with a mask adds gradients up in any order on a GPU unless told otherwise, and a step that is trained again
+    must have the bits that it had."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
-    def score(
-        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
-    ) -> list[TokenScores]:
-        readings = [reading_of(passage, piece, cached) for passage, piece in asked]
-        if self._ranks.count > 1:
-            self._ranks.tell({"command": "score", "version": version}, readings_to_bytes(readings))
-        return [TokenScores(*columns_CT.numpy()) for columns_CT in self.columns(version, readings)]
 
-    def begin(self) -> None:
-        """Sets the training weights aside. Call it between two steps."""
-        self._was_training = self._model.hf_model.training
-        self._model.hf_model.eval()
-        self._attention = self._model.policy.attention
-        if self._attention is not Attention.DENSE:  # its block masks are for packed rows
-            self._model.policy.attend_by(Attention.DENSE)
-        if not self._model.is_rounded:  # else `end` restores them from the masters
-            self._trained = {name: own_part(p.detach()).cpu().clone() for name, p in self._parameters()}
+def trial_inputs(
+    vocabulary: int, seed: int = 0, rows: int = TRIAL_ROWS, width: int = TRIAL_BLOCKS * BLOCK
+) -> PackedInputs:
+    """At most this many rows of random rollouts, padded to whole blocks."""
+    draw = torch.Generator().manual_seed(seed)
 
-    def end(self) -> None:
-        self._reader.forget()
+    def drawn() -> Tensor:
+        length = int(torch.randint(1, max(2, width // 3), (1,), generator=draw))
+        return torch.randint(0, vocabulary, (length,), generator=draw)
+
+    groups = [_group_of(drawn(), [drawn() for _ in range(3)]) for _ in range(3 * rows)]
+    micro = plan_microbatches(lengths_of(groups), PackingLimits(rows * width, width))[0]
+    return collate(groups, micro, BLOCK).inputs
+
+
+def _group_of(prompt: Tensor, completions: Sequence[Tensor]) -> TrainGroup:
+    name, rollouts = GroupId("trial"), []
+    for index, ids in enumerate(completions):
+        numbers, spans = (0.0,) * len(ids), (VersionSpan(Version(0), len(ids)),)
+        rollouts.append(Rollout(name, index, tuple(ids.tolist()), numbers, numbers, spans, FinishReason.STOP))
+    spec = GroupSpec(name, tuple(prompt.tolist()), len(rollouts), SamplingParams(), 0)
+    return TrainGroup(spec, 0, tuple(rollouts), (0.0,) * len(rollouts))
+
+
+TRIAL_PROMPT, TRIAL_COMPLETIONS = 24, (8, 5)
+"""Tokens of a prompt, beyond its window of attention if it has one, and of its completions."""
+
+
+def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
+    """`ConfigError` unless rows give the log-probabilities of the model's own forward pass, one sequence at a time; beyond the
+    window of attention too, if the run's sequences are longer. A collective."""
+    windows = [window for window in policy.windows.values() if window < longest_tokens]
+    prompt = max(2, min(max(windows, default=0) + TRIAL_PROMPT, longest_tokens - sum(TRIAL_COMPLETIONS)))
+    embedding = policy.hf_model.get_input_embeddings().weight
+    draw = torch.Generator().manual_seed(0)
+    rollouts = [torch.randint(0, embedding.shape[0], (prompt + count,), generator=draw) for count in TRIAL_COMPLETIONS]
+    rollouts = [torch.cat([rollouts[0][:prompt], ids[prompt:]]) for ids in rollouts]
+    dtype, was_training, rounding = policy.hf_model.dtype, policy.hf_model.training, 0.0
+    policy.hf_model.eval()
+    with torch.no_grad():
+        expected_T = _own_logprobs(policy, rollouts, prompt)
+        group = _group_of(rollouts[0][:prompt], [ids[prompt:] for ids in rollouts])
+        (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(1 << 30, 1 << 30, policy.is_packed))
+        ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units else [micro]
+        found = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
+        if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
+            longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]
+            rounding = float((_own_logprobs(policy, longer, prompt) - expected_T).abs().mean())
+    policy.hf_model.train(was_training)
+    reshard(policy)
+    for found_T in found:
+        if difference := difference_of(found_T, expected_T, dtype, rounding):
+            raise ConfigError(f"{whose}: the learner cannot lay out its sequences in rows: {difference}")
+
+
+def _own_logprobs(policy: Policy, sequences: Sequence[Tensor], prompt: int) -> Tensor:
+    """Log-probabilities of the completions' tokens by the model's own forward pass, one sequence at a time."""
+    sampling = SamplingParams(temperature=policy.temperature)
+    found: list[Tensor] = []
+    for ids, count in zip(sequences, TRIAL_COMPLETIONS, strict=True):
+        scored = len(ids) - prompt
+        reading = Reading(tuple(ids.tolist()), scored, sampling, (0.0,) * scored)
+        found.append(policy(functools.partial(columns_of, reading))[0, :count].float())
+    return torch.cat(found)
+
+
+def difference_of(found_T: Tensor, expected_T: Tensor, dtype: torch.dtype, rounding_nats: float = 0.0) -> str:
+    """How log-probabilities computed in `dtype` differ from those expected; empty if they agree up to rounding. `rounding_nats`:
+    by how much the model's own forward pass differs from itself on average."""
+    off_T, limit = (found_T - expected_T).abs(), TOLERANCE_NATS.get(dtype, 1e-1)
+    off = float(off_T.max() if dtype == torch.float32 else off_T.mean())
+    limit = max(limit, ROUNDINGS_MAX * rounding_nats)
+    if off <= limit:  # false for NaN
+        return ""
+    return f"log-probabilities differ by {off:.3g} nats from those expected, by {limit:.3g} at most allowed"
+
+
+def _failure_of_flex(policy: Policy, device: torch.device) -> str:
+    """Why FlexAttention cannot be used; empty if it works."""
+    inputs = trial_inputs(int(policy.hf_model.get_input_embeddings().weight.shape[0])).to(device)
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    try:
         with torch.no_grad():
-            for name, parameter in self._parameters() if self._trained else ():
-                own_part(parameter.detach()).copy_(self._trained[name])
-        self._trained = {}
-        self._model.round_to_policy()
-        self.kept.changed_elsewhere()
-        reshard(self._model.policy)
-        self._model.hf_model.train(self._was_training)
-        if self._attention is not Attention.DENSE:
-            self._model.policy.attend_by(self._attention)
-
-    def columns(self, version: Version, readings: Sequence[Reading]) -> list[Tensor]:
-        """Returns columns_CT of each reading, on every rank. The ranks divide the readings; one that keeps its cache is read by all
-        of them, because the next may continue it."""
-        reshard(self._model.policy)
-        self.kept.load(version)
-        is_shared = not any(reading.keeps for reading in readings)
-        count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
-        found = [torch.zeros(COLUMNS, reading.count, dtype=torch.float64) for reading in readings]
-        for begin in range(0, len(readings), count):
-            own = min(begin + rank, len(readings) - 1)  # without one, the last again: all must join the forward pass
-            columns_CT = self._reader.columns(readings[own])
-            if begin + rank < len(readings):
-                found[own] = columns_CT
-        if count == 1:
-            return found
-        together = self._ranks.sum(torch.cat([columns_CT.flatten() for columns_CT in found]))
-        parts = torch.split(together, [columns_CT.numel() for columns_CT in found])
-        return [part.view(columns_CT.shape) for part, columns_CT in zip(parts, found, strict=True)]
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(zip(self._model.names, self._model.parameters, strict=True))
+            expected_T = policy(inputs)[0]
+        policy.attend_by(Attention.FLEX)
+        found_T: Tensor = policy(inputs)[0]
+        torch.autograd.backward(found_T.sum())
+        if difference := difference_of(found_T.detach(), expected_T, policy.hf_model.dtype):
+            return difference
+        if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+            return "its gradient is not finite"
+    except Exception as error:  # noqa: BLE001 (kernels raise many kinds of errors; each means dense)
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return ""

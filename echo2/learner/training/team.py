@@ -38,7 +38,7 @@ from echo2.learner.publishing.checkpoint import (
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
 from echo2.learner.training.ranks import own_rows, whole
-from echo2.learner.training.scoring import TrainerScorer, readings_from_bytes
+from echo2.learner.training.scoring import VersionScorer, readings_from_bytes
 from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.wire.gen.echo2.v1 import rollout_pb2
@@ -64,12 +64,9 @@ class PublishedModel(Protocol):
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
 
 
-class StepCounter(Protocol):
-    step_count: int  # completed steps
-
-
 class TrainingSide(Protocol):
-    """Makes steps, snapshots and checkpoints. `starts_from_base`: after every start, the first snapshot is the base model's.
+    """Makes steps, snapshots and checkpoints. `step_count`: completed steps. `starts_from_base`: after every start, the first
+    snapshot is the base model's.
 
     A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows; `hold` makes one of whole
     weights of a published version, under the names of a snapshot. `cross_entropy`: mean negative log-probability of a batch's
@@ -83,7 +80,7 @@ class TrainingSide(Protocol):
     @property
     def model(self) -> PublishedModel: ...
     @property
-    def trainer(self) -> StepCounter: ...
+    def step_count(self) -> int: ...
     @property
     def checkpoint_bytes(self) -> int: ...
     def step(self, batch: Batch, is_published: bool = False) -> StepResult: ...
@@ -159,8 +156,12 @@ class Team:
         self._held = HeldVersions()
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._scorer: TrainerScorer | None = None
+        self._scorer: VersionScorer | None = None
         self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
+
+    @property
+    def step_count(self) -> int:
+        return self.trainer.step_count
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -224,9 +225,9 @@ class Team:
         put_back(checkpoint, self.trainer, is_given_away=True)
         return replace(checkpoint, shards={})  # the trainer has taken them
 
-    def scorer(self, versions_max: int, newest: Version) -> TrainerScorer:
+    def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
         self.ranks.tell({"command": "audit", "versions_max": versions_max, "newest": newest})
-        return TrainerScorer(self.model, versions_max)
+        return VersionScorer(self.model.hf_model, versions_max, self.model)
 
     def stop(self) -> None:
         """Ends the other ranks. Call it once, while no checkpoint is being written."""
@@ -256,7 +257,7 @@ class Team:
                     self.ranks.meet()
                     self._keep_for_audits(Version(self.trainer.step_count))
                 case "audit":
-                    self._scorer = TrainerScorer(self.model, head["versions_max"])
+                    self._scorer = VersionScorer(self.model.hf_model, head["versions_max"], self.model)
                     self._keep_for_audits(Version(head["newest"]))
                 case "begin_scoring" | "score" | "end_scoring":
                     self._score(head, payload)

@@ -26,7 +26,6 @@ from echo2.base.errors import ConfigError, TrainingError
 from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import ROW_WIDTHS
-from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loss import (
@@ -83,6 +82,7 @@ ATTENTION_SLOWER, PART_FLOPS = 1.5, 2e7
 """Operations of attention take so many times as long as those of matrix products on a CPU (50 against 74 a nanosecond, one core),
 and beginning a part of a unit, forward and backward, as long as so many of these (0.26 ms)."""
 BETAS, EPSILON = (0.9, 0.99), 1e-8  # AdamW's
+GRAD_CLIP, NONFINITE_STEPS_MAX = 1.0, 5
 LR_SCALE_MIN = 0.1  # vcpo: a step of few effective rollouts still learns a little
 
 
@@ -159,12 +159,15 @@ class LentTensors:
 
 
 class Trainer:
-    """Holds the model and the optimiser. `step_count`: completed steps of the run."""
+    """Holds the model and the optimiser. `config`: of the run, "auto" resolved. `row_tokens`: length of rows with a mask; 0: from
+    the model's width. `step_count`: completed steps of the run."""
 
-    def __init__(self, model: PolicyModel, config: RunConfig, options: TrainerOptions) -> None:
+    def __init__(self, model: PolicyModel, config: RunConfig, threads: int = 1, row_tokens: int = 0) -> None:
         self.model = model
         self.ranks: Ranks = model.ranks
-        self.options, self.learner, self.sft = options, config.learner, config.sft
+        self.learner, self.sft, self.loss = config.learner, config.sft, LossConfig.of(config.learner)
+        self.threads, self.row_tokens = threads, row_tokens
+        self.grad_clip, self.nonfinite_steps_max = GRAD_CLIP, NONFINITE_STEPS_MAX
         self.step_count = 0
         self._temperature = model.policy.temperature
         self.nonfinite_steps = 0
@@ -175,8 +178,8 @@ class Trainer:
         )  # fmt: skip
         self.lent: LentTensors | None = None
         self.reference = self._reference_model()
-        if options.gradient_checkpointing:
-            model.enable_gradient_checkpointing(is_selective=options.gradient_checkpointing == "selective")
+        if (how := config.learner.gradient_checkpointing) in (True, "selective"):
+            model.enable_gradient_checkpointing(is_selective=how == "selective")
         else:
             model.hf_model.eval()
 
@@ -194,7 +197,7 @@ class Trainer:
 
     def step(self, batch: Batch) -> StepResult:
         """Trains on one batch; raises `TrainingError` after too many non-finite updates in a row."""
-        torch.set_num_threads(self.options.threads)
+        torch.set_num_threads(self.threads)
         self.model.policy.temperature = 1.0 if self.is_supervised else self._temperature
         if self.step_count == self.sft.step_count > 0:
             self.optimiser.state.clear()  # moments of another loss's gradients
@@ -227,24 +230,16 @@ class Trainer:
             time.sleep(missing_s)
             watch.lap("emulated")
         return StepResult(
-            self.step_count,
-            watch.spent_s,
-            loss_metrics(sums_M, ratio_max),
-            grad_norm,
-            lr,
-            is_skipped,
-            sum(micro.positions for part in parts for micro in part.layout),
-            tokens,
+            self.step_count, watch.spent_s, loss_metrics(sums_M, ratio_max), grad_norm, lr, is_skipped,
+            sum(micro.positions for part in parts for micro in part.layout), tokens,
             tuple(round(count) for count in self.ranks.sum(left_out_N).tolist()),
-        )
+        )  # fmt: skip
 
     @property
     def packing_limits(self) -> PackingLimits:
         """Limits for packing; by default a row with a mask has `ROW_WIDTHS` times as many tokens as the model's hidden size."""
-        row_tokens = self.options.row_tokens or ROW_WIDTHS * int(
-            self.model.config.get_text_config(decoder=True).hidden_size
-        )
-        return PackingLimits(self.options.token_budget, row_tokens, self.model.policy.is_packed)
+        row_tokens = self.row_tokens or ROW_WIDTHS * int(self.model.config.get_text_config(decoder=True).hidden_size)
+        return PackingLimits(self.learner.token_budget, row_tokens, self.model.policy.is_packed)
 
     def _parts(self, batch: Batch) -> list[_Part]:
         """Splits the batch into one part per update: whole groups, in order, as evenly as possible, at least one group each."""
@@ -263,7 +258,7 @@ class Trainer:
     def _layout(self, groups: Sequence[TrainGroup], limits: PackingLimits) -> list[MicroBatch]:
         lengths, model = lengths_of(groups), self.model
         skips = model.policy.attends_by_units or model.policy.attention is Attention.FLEX  # what a mask would hide
-        if self.options.row_tokens or not skips:
+        if self.row_tokens or not skips:
             return plan_microbatches(lengths, limits)
         size = model.size
         costs = AttentionCosts(
@@ -322,7 +317,7 @@ class Trainer:
         `is_trained`. `policy`: another than the one that trains. Returns each example's log-probabilities, float32 (N, K) in nats,
         and the loss."""
         assert self.ranks.count == 1, "clients drive a single rank"
-        torch.set_num_threads(self.options.threads)
+        torch.set_num_threads(self.threads)
         flat = {
             name: np.concatenate([e.columns[name].reshape(-1) for e in examples]) for name in LOSS_COLUMNS[loss.name]
         }
@@ -361,14 +356,9 @@ class Trainer:
             return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in self._packed(part)]
 
     def _accumulate(
-        self,
-        part: _Part,
-        proximal: Sequence[Tensor],
-        advantages: Advantages,
-        totals: BatchTotals,
-        left_out_N: Tensor,
+        self, part: _Part, proximal: Sequence[Tensor], advantages: Advantages, totals: BatchTotals, left_out_N: Tensor,
         watch: _Stopwatch,
-    ) -> tuple[Tensor, float]:
+    ) -> tuple[Tensor, float]:  # fmt: skip
         """Accumulates the gradients of all micro-batches; returns the metric sums and the largest ratio, over all ranks."""
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         ratio_max = 0.0
@@ -423,13 +413,9 @@ class Trainer:
         return BatchTotals(max(1, tokens), max(1, len(trained)), longest)
 
     def _loss(
-        self,
-        micro: PackedBatch,
-        advantages: Advantages,
-        totals: BatchTotals,
-        is_counted: bool,
+        self, micro: PackedBatch, advantages: Advantages, totals: BatchTotals, is_counted: bool,
         proximal_T: Tensor | None,
-    ) -> tuple[PolicyLoss, Tensor]:
+    ) -> tuple[PolicyLoss, Tensor]:  # fmt: skip
         """Loss of a micro-batch, and per rollout the number of tokens left out because their reported numbers are too far off."""
         device = self.model.device
         inputs = micro.inputs.to(device)
@@ -447,24 +433,18 @@ class Trainer:
             proximal = logprobs_T.detach() if proximal_T is None else proximal_T
             advantages_T = masked_log_ratio(reference_T, proximal, asked_T)
         tokens = PackedTokens(
-            logprobs_T,
-            behaviour_T,
-            advantages.values_R[micro.rollout_R].to(device),
-            sequence_T,
-            believed_T,
-            proximal_logprobs_T=proximal_T,
-            reference_logprobs_T=reference_T,
-            entropy_T=entropy_T,
+            logprobs_T, behaviour_T, advantages.values_R[micro.rollout_R].to(device), sequence_T, believed_T,
+            proximal_logprobs_T=proximal_T, reference_logprobs_T=reference_T, entropy_T=entropy_T,
             advantages_T=advantages_T,
-        )
+        )  # fmt: skip
         left_out_R = segments.sum_R((asked_T & ~believed_T).to(torch.float32))
-        how = SUPERVISED if self.is_supervised else self.options.loss
+        how = SUPERVISED if self.is_supervised else self.loss
         return policy_loss(tokens, how, totals), left_out_R.cpu()
 
     def _update(self, metrics: Mapping[str, float]) -> tuple[float, float]:
         """Makes the update of this gradient. Returns the gradient norm and the learning rate used, 0 if it was skipped."""
         lr = self._lr(metrics)
-        grad_norm, is_made = self._applied(self.options.grad_clip, math.isfinite(metrics["loss"]), lr=lr)
+        grad_norm, is_made = self._applied(self.grad_clip, math.isfinite(metrics["loss"]), lr=lr)
         if is_made:
             self.nonfinite_in_a_row = 0
             return grad_norm, lr
@@ -511,7 +491,7 @@ class Trainer:
     def _count_nonfinite(self, loss: float, grad_norm: float) -> None:
         self.nonfinite_steps += 1
         self.nonfinite_in_a_row += 1
-        if self.nonfinite_in_a_row > self.options.nonfinite_steps_max:
+        if self.nonfinite_in_a_row > self.nonfinite_steps_max:
             raise TrainingError(
                 f"step {self.step_count}: expected a finite loss and gradient, got loss {loss} and gradient norm "
                 f"{grad_norm}, for {self.nonfinite_in_a_row} steps in a row; their batches are in not_finite/ of the run "
@@ -522,7 +502,7 @@ class Trainer:
 
     def _reference_model(self) -> PolicyModel | None:
         teacher, model = self.learner.teacher, self.model
-        if not teacher and self.options.loss.kl_coefficient <= 0:
+        if not teacher and self.loss.kl_coefficient <= 0:
             return None
         if not teacher and model.adapter is not None:
             return model  # without its adapter it is the base

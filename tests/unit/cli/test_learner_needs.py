@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echo2.broadcast.artifact import store_bytes_for
 from echo2.cli.doctor import learner_finding
+from echo2.cli.learner import learner_options
 from echo2.cli.main import main
 from echo2.cli.plan import learner_gpus, load_catalogue
 from echo2.cli.sizing import LearnerMachine, gpus_text, learner_line, learner_needs, learner_run
 from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.sizing import Checkpointing, checkpoint_bytes, learner_memory, model_size
-from echo2.learner.auditor import auditor_of
-from echo2.learner.options import LearnerOptions, TrainerOptions
+from echo2.learner.audit import Auditor
 from echo2.learner.startup import new_team
 from echo2.learner.training.ranks import Ranks
 from echo2.worker.machine import Finding, WorkerMachine, parse_gpus
@@ -38,12 +38,12 @@ def test_the_disk_that_is_told_holds_what_the_learner_writes(tmp_path: Path) -> 
     }  # fmt: skip
     AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     config = load_config([], None, {"model.path": str(tmp_path / "model")})
-    options = LearnerOptions(tmp_path, config, TrainerOptions(token_budget=512))
+    options = learner_options(config, "", tmp_path)
     team, size = new_team(options, Ranks()), model_size(shape)
     assert team.checkpoint_bytes == checkpoint_bytes(size.parameters, 2 * size.parameters)
     told = learner_needs(config, size, LearnerMachine(0, memory_bytes=1 << 34)).memory.disk_bytes
     assert told == 3 * team.checkpoint_bytes + store_bytes_for(team.model.snapshot_bytes)
-    auditor = auditor_of(options, random.Random(0), None, print)  # type: ignore[arg-type]
+    auditor = Auditor(config, random.Random(0), None, print)  # type: ignore[arg-type]
     assert auditor.versions_max == 2 * config.staleness.bound + 2
 
 

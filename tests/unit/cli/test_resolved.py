@@ -101,6 +101,7 @@ def test_scripts_of_own_trainers_find_the_model_and_the_rate(tmp_path: Path) -> 
     config = load_config([], None, {"model.path": "somewhere", "learner.lr": "0.25"})
     trainer = learner_options(config, "", tmp_path).trainer
     assert (trainer.model_path, trainer.lr) == ("somewhere", 0.25)
+    assert (trainer.grad_clip, trainer.nonfinite_steps_max, trainer.row_tokens) == (1.0, 5, 0)
 
 
 def test_settings_of_the_loss_reach_the_trainer(tmp_path: Path) -> None:

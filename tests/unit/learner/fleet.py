@@ -23,9 +23,8 @@ from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeCalls
 from echo2.config.run import RunConfig
 from echo2.learner.learner import Learner, LearnerDaemon, RunSummary
-from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.rollouts.prompts import Prompts
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare
 from echo2.trust.calls import GatedServer
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
@@ -45,6 +44,7 @@ from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import Ticket, group_from_message, segment_to_message, sign_ticket, verdicts_from_message
 from tests.patience import WAIT_S
+from tests.unit.learner.made import RESOLVED
 
 RUN = RunId("test-run")
 
@@ -156,14 +156,9 @@ class FollowerBroadcaster:
         return self
 
     async def publish(
-        self,
-        artifact: ArtifactId,
-        frames: Iterable[bytes],
-        fingerprint: object,
-        full_snapshot_bytes: int,
-        *,
+        self, artifact: ArtifactId, frames: Iterable[bytes], fingerprint: object, full_snapshot_bytes: int, *,
         is_pushed: bool,
-    ) -> int:
+    ) -> int:  # fmt: skip
         version, parent = artifact.version, artifact.parent
         data = await asyncio.to_thread(lambda: join_frames(frames))
         if parent is not None and not is_pushed:
@@ -284,7 +279,7 @@ def prepare_node(folder: Path, authority: RunAuthority, coordinator_address: str
 
 
 def options_for(
-    folder: Path, path: Path, trainer: TrainerOptions | None = None, metrics_port: int = 0, turns_max: int = 1,
+    folder: Path, path: Path, metrics_port: int = 0, turns_max: int = 1,
     limits: LearnerLimits | None = None, **sections: dict[str, Any],
 ) -> LearnerOptions:  # fmt: skip
     """`sections`: options of the run file by section, beside and before those below."""
@@ -293,7 +288,7 @@ def options_for(
         "model": {"path": str(path)},
         "learner": {
             "steps": 6, "prompts_per_step": 2, "rollouts_per_prompt": 4, "checkpoint_every_steps": 2, "audit_share": 0,
-            "lr": 1e-3, "device": "cpu",
+            "lr": 1e-3, "device": "cpu", **RESOLVED,
         },
         "staleness": {"bound": 2},
         # Trusted: scored in this process. The first contained reward of a run waits 1.5 s for its process.
@@ -302,8 +297,8 @@ def options_for(
     }  # fmt: skip
     both = {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
     return LearnerOptions(
-        folder, RunConfig.model_validate(both), trainer or TrainerOptions(), turns_max,
-        metrics_port=metrics_port, limits=limits or LearnerLimits(free_bytes_min=1 << 20, linger_s=0.0),
+        folder, RunConfig.model_validate(both), turns_max=turns_max, metrics_port=metrics_port,
+        limits=limits or LearnerLimits(free_bytes_min=1 << 20, linger_s=0.0),
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import RunConfig
-from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, Insertion, SentTokens, TrainGroup
-from echo2.learner.training.adapter import adapter_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.trainer import Trainer
 
 WORKER = PeerId("w")
 Spans = Sequence[tuple[int, int]]  # versions, and how many tokens each sampled
+RESOLVED: dict[str, Any] = {"loss": "dapo", "token_budget": 16_384, "gradient_checkpointing": False}
+"""What rules make of "auto"."""
 
 
 def rollout_of(
@@ -65,13 +64,22 @@ def batch_of(step: int, seed: int | None = None, count: int = 3) -> Batch:
     return Batch(Step(step), random_groups(step if seed is None else seed, count))
 
 
+def groups_config(
+    bound: int = 2, rollouts_per_step: int = 4, n: int = 2, *, drops: bool = False, is_driven: bool = False
+) -> RunConfig:
+    """The options that say which groups are drawn."""
+    learner = {"prompts_per_step": rollouts_per_step // n, "rollouts_per_prompt": n, "drop_equal_groups": drops}
+    agent = {"listen": "127.0.0.1:0"} if is_driven else {}
+    return RunConfig.model_validate({"staleness": {"bound": bound}, "learner": learner, "agent": agent})
+
+
 def config_of(
     path: Path | str, weights_dtype: str = "bfloat16", *, lora_rank: int = 0, supervised_steps: int = 0, **learner: Any
 ) -> RunConfig:
     """`learner`: options of that section."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(path), "weights_dtype": weights_dtype, "lora_rank": lora_rank},
-        "learner": {"device": "cpu", "lr": 1e-3, "steps": 100} | learner,
+        "learner": RESOLVED | {"device": "cpu", "lr": 1e-3, "steps": 100} | learner,
     }
     if supervised_steps:
         sections["sft"] = {"path": "not read", "steps": supervised_steps}
@@ -79,13 +87,16 @@ def config_of(
 
 
 def new_trainer(path: Path | str, weights_dtype: str = "bfloat16", temperature: float = 1.0, **given: Any) -> Trainer:
-    """`given`: fields of `TrainerOptions`, and what `config_of` takes."""
-    own = {field.name for field in fields(TrainerOptions)} - {"model_path", "lr"}  # these are the run's
-    options = {name: given.pop(name) for name in own & given.keys()}
+    """`given`: the trainer's own `row_tokens`, `grad_clip` and `nonfinite_steps_max`, and what `config_of` takes."""
+    row_tokens = given.pop("row_tokens", 0)
+    limits = {name: given.pop(name) for name in ("grad_clip", "nonfinite_steps_max") if name in given}
     config = config_of(path, weights_dtype, **given)
     torch.manual_seed(0)  # draws the adapter
     model = PolicyModel(
-        str(path), weights_dtype, torch.device("cpu"), temperature, adapter=adapter_of(config.model.lora_rank),
+        str(path), weights_dtype, torch.device("cpu"), temperature, lora_rank=config.model.lora_rank,
         replays_routing=config.learner.replay_routing, masters_on_host=config.learner.optimizer_state == "host",
     )  # fmt: skip
-    return Trainer(model, config, TrainerOptions(**options))
+    trainer = Trainer(model, config, row_tokens=row_tokens)
+    for name, value in limits.items():
+        setattr(trainer, name, value)
+    return trainer

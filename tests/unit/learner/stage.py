@@ -20,17 +20,18 @@ from echo2.base.rollout import (
     VersionSpan,
     Work,
 )
-from echo2.learner.rollouts.admission import GroupRules, OpenGroups
+from echo2.config.run import RunConfig
+from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations as RunEvaluations
 from echo2.learner.rollouts.evaluation import QuestionSet, VersionEvaluation
 from echo2.learner.rollouts.groups import Batch, Draw, TrainGroup, evaluated_version
 from echo2.learner.rollouts.journal import History, began
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import TurnAnswer
-from echo2.staleness.rule import Ledger
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.task import Reward
 from echo2.wire.gen.echo2.v1.journal_pb2 import JournalRecord
+from tests.unit.learner.made import groups_config
 
 STOP, PROMPTS = 1, 400
 ALICE, BOB = PeerId("alice"), PeerId("bob")
@@ -142,12 +143,13 @@ class Stage:
     """`offered`: the groups that the coordinator gives out. `acknowledged`: rollouts that workers were told are admitted."""
 
     def __init__(
-        self, rules: GroupRules | None = None, sets: Sequence[QuestionSet] = (), prompts: int = PROMPTS
-    ) -> None:
-        self.rules = rules or GroupRules(2, 4, 2, 50)
+        self, config: RunConfig | None = None, sets: Sequence[QuestionSet] = (), prompts: int = PROMPTS,
+        vocabulary_size: int = 50,
+    ) -> None:  # fmt: skip
+        self.config, self.vocabulary_size = config or groups_config(), vocabulary_size
         self.loop = LOOP
         self.journal, self.prompts = Journal(), Prompts(prompts)
-        self.evaluations = Evaluations(sets, self.prompts, is_driven=self.rules.is_driven)
+        self.evaluations = Evaluations(sets, self.prompts, is_driven=self.config.agent.is_on)
         self.offered: dict[GroupId, GroupSpec] = {}
         self.closed: list[tuple[GroupId, str]] = []
         self.accused: list[tuple[PeerId, str, bool]] = []
@@ -160,7 +162,7 @@ class Stage:
         self.start()
 
     def new_groups(self) -> OpenGroups:
-        return OpenGroups(self.rules, Ledger(self.rules.staleness_bound))
+        return OpenGroups(self.config, self.vocabulary_size)
 
     def start(self, kept: int | None = None) -> None:
         """Begins, or comes back from the checkpoint and the journal. `kept`: how many of the unsynced records the disk has."""
@@ -180,7 +182,7 @@ class Stage:
         self.pool: RolloutPool = self.loop.run_until_complete(
             self._made(pool, groups, self.journal, history, self.prompts, self.evaluations, self)
         )
-        self.pool.agents = self if self.rules.is_driven else None
+        self.pool.agents = self if self.config.agent.is_on else None
         self.tell(self.pool.resume)
         self.offered = {group.spec.group_id: group.spec for group in self.pool.groups.lacking}  # as the hello says
 

@@ -14,7 +14,7 @@ from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.config.run import ModelSection, RunConfig
 from echo2.cost_model.sizing import Fit
-from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions
+from echo2.learner.training.adapter import CONFIG_KEY
 from echo2.learner.training.model import PolicyModel
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import make_engine, parse_model_config
@@ -89,13 +89,12 @@ def test_a_worker_samples_from_the_adapted_policy(model_path: Path, tmp_path: Pa
     exported = AutoModelForCausalLM.from_pretrained(summary.export_folder, dtype=torch.float32)
     assert torch.allclose(logprobs_under(exported, tokens), ours, atol=1e-4 if weights_dtype == "float32" else 5e-2)
     again = prepared_from(lora_options(tmp_path / "run", model_path, weights_dtype))
-    assert again.trainer.step_count == 4 and set(again.published) == set(names)
+    assert again.team.step_count == 4 and set(again.published) == set(names)
     assert again.team.snapshot().keys() == again.published.keys(), "it goes on from its checkpoint"
 
 
 def test_another_base_or_none_is_refused_by_the_worker(model_path: Path, tmp_path: Path) -> None:
-    adapter = AdapterOptions(2, 4)
-    model = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0, adapter=adapter)
+    model = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0, lora_rank=2)
     config = model.config_json()
     other = make_tiny_model(tmp_path / "other", seed=1)
     with pytest.raises(VersionMismatch, match="expected the learner's base model, fingerprint"):

@@ -18,13 +18,12 @@ import torch
 from echo2.base.errors import TaskError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import Verdict, Work
-from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
-from tests.unit.learner.made import new_trainer
+from tests.unit.learner.made import groups_config, new_trainer
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 
 pytest.importorskip("openai")
@@ -151,13 +150,9 @@ def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path
     )
     task = {"name": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 0}
     run = agents(
-        tmp_path / "run",
-        model_path,
-        "",
-        agent={"listen": "0.0.0.0:0", "tls": str(pem)},
-        task=task,
+        tmp_path / "run", model_path, "", agent={"listen": "0.0.0.0:0", "tls": str(pem)}, task=task,
         learner={"steps": 1},
-    )
+    )  # fmt: skip
 
     async def both() -> Any:
         async def outside(**trust: str) -> str:
@@ -167,12 +162,9 @@ def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path
             address = f"https://127.0.0.1:{found.url.removesuffix('/v1').rpartition(':')[2]}"
             program = [ROOT / "examples" / "outside_harness.py", address, found.key_file, f"{sys.executable} {agent}"]
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *map(str, program),
-                env=os.environ | trust,
-                stdout=subprocess.PIPE,
+                sys.executable, *map(str, program), env=os.environ | trust, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-            )
+            )  # fmt: skip
             return (await process.communicate())[0].decode()
 
         async def one_by_one() -> tuple[str, str]:
@@ -220,7 +212,7 @@ SETS = (QuestionSet("held_out", 2, 1), QuestionSet("hard", 1, 3))
 
 
 def new_stage(sets: tuple[QuestionSet, ...] = ()) -> Stage:
-    return Stage(GroupRules(2, 2, 2, 100, is_driven=True), sets)
+    return Stage(groups_config(2, 2, is_driven=True), sets, vocabulary_size=100)
 
 
 def call(

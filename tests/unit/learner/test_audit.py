@@ -26,36 +26,12 @@ from echo2.base.errors import StateError
 from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams
-from echo2.learner.audit import (
-    DAY_S,
-    MEASURED_TOKENS,
-    WAITING_MAX,
-    AuditDraw,
-    Bets,
-    Evidence,
-    Habits,
-    KindNoise,
-    Passage,
-    Piece,
-    Scorer,
-    TokenScores,
-    examine,
-    passage_of,
-    pieces_of,
-)
-from echo2.learner.auditor import Auditor
-from echo2.learner.options import TrainerOptions
+from echo2.learner.audit import WAITING_MAX, AuditDraw, Auditor, Habits, Passage, Scorer, examine, passage_of, pieces_of
+from echo2.learner.bets import DAY_S, MEASURED_TOKENS, Bets, Evidence, KindNoise, Piece, TokenScores
 from echo2.learner.rollouts.groups import Insertion, TrainGroup
-from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.model import PolicyModel
-from echo2.learner.training.scoring import (
-    KeptVersions,
-    TrainerScorer,
-    VersionScorer,
-    rows_by_name,
-)
+from echo2.learner.training.scoring import KeptVersions, VersionScorer, cache_name, rows_by_name
 from echo2.learner.training.team import Team
-from echo2.learner.training.token_scores import cache_name
 from echo2.learner.training.trainer import Trainer
 from echo2.worker.engines.embedded.loop import draw
 from tests.contract.engine_rig import fp8_rows, rounded_to_fp8
@@ -333,7 +309,7 @@ def new_auditor(scorer: Watched, workers: Workers, *, is_trainer_idle: bool) -> 
     def fail(error: BaseException) -> None:
         raise error
 
-    auditor = Auditor(1.0, random.Random(0), workers, fail)
+    auditor = Auditor(config_of("none", audit_share=1.0), random.Random(0), workers, fail)
     auditor.begin(scorer, ThreadPoolExecutor(1), lambda: is_trainer_idle)
     return auditor
 
@@ -347,6 +323,15 @@ async def look(auditor: Auditor, count: int, expected: int) -> None:
             await asyncio.sleep(0.001)
     await asyncio.sleep(0.02)
     assert auditor.counts.rollouts == expected
+
+
+def test_what_is_audited_follows_the_options_and_of_an_adapter_nothing_is() -> None:
+    made = [
+        Auditor(config_of("none", lora_rank=rank, audit_share=0.5), random.Random(0), Workers(), print)
+        for rank in (0, 4)
+    ]
+    assert [(auditor.is_on, auditor.draw.share) for auditor in made] == [(True, 0.5), (False, 0.0)]
+    assert made[0].versions_max > config_of("none").staleness.bound, "all that a rollout of the run may name"
 
 
 async def test_who_is_accused_is_not_looked_at_until_it_is_taken_back_and_then_afresh() -> None:
@@ -393,7 +378,7 @@ def model_with_history(
     model = PolicyModel(path, weights_dtype, torch.device("cpu"), 1.0)
     scorer: Scorer
     if is_own:
-        scorer = Team(Trainer(model, config_of(path), TrainerOptions())).scorer(2, Version(0))
+        scorer = Team(Trainer(model, config_of(path))).scorer(2, Version(0))
     else:
         scorer = VersionScorer(PolicyModel(path, weights_dtype, torch.device("cpu"), 1.0).hf_model, versions_max=2)
     snapshots: Snapshots = {}
@@ -491,7 +476,7 @@ def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_publis
     assert kept.held_bytes < 0.4 * sum(tensor.nbytes for tensor in snapshots[4].values())
     for version in (4, 2, 2, 4, 2):
         kept.load(Version(version))
-        own = dict(scorer._model.named_parameters())
+        own = dict(scorer._policy.hf_model.named_parameters())
         assert all(torch.equal(own[name].bfloat16(), tensor) for name, tensor in snapshots[version].items())
     with pytest.raises(StateError, match="version 0: expected a kept version among 2, 4"):
         kept.load(Version(0))
@@ -509,8 +494,8 @@ def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_publis
 def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = str(make_tiny_model(tmp_path / "model"))
-    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4))
-    scorer = TrainerScorer(model, versions_max=3)
+    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, lora_rank=2)
+    scorer = VersionScorer(model.hf_model, 3, model)
     scorer.keep(Version(0), dict(model.snapshot()))
     with torch.no_grad():
         for master in model.masters:

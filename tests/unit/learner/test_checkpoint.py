@@ -89,11 +89,13 @@ def test_masters_in_host_memory_step_bit_equal(model_path: Path, monkeypatch: py
     assert other.model.parameters[0].dtype == torch.bfloat16
 
 
-def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path: Path, tmp_path: Path) -> None:
+def test_steps_not_finite_change_nothing_and_count_on_after_a_restart(model_path: Path, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     trainer = new_trainer(model_path, nonfinite_steps_max=3)
     break_weights(trainer)
+    before = [master.clone() for master in trainer.model.masters]
     train(trainer, 2)
+    assert all(torch.equal(*pair) for pair in zip(before, trainer.model.masters, strict=True))
     saved(store, trainer)
     resumed = new_trainer(model_path, nonfinite_steps_max=3)
     loaded = store.load_newest()

@@ -137,7 +137,7 @@ def test_a_run_learns_its_conversations_before_anything_is_asked_of_workers(mode
     for step in (1, 3, STEPS):
         again = prepared_from(options_of(tmp_path / f"killed-{step}", model_path, rows))
         assert again.conversations is not None
-        while again.trainer.step_count < step:
-            again.team.step(again.conversations.batch(again.trainer.step_count))
+        while again.team.step_count < step:
+            again.team.step(again.conversations.batch(again.team.step_count))
         masters = again.model.masters  # type: ignore[attr-defined]
         assert all(map(torch.equal, images[step]["masters"], masters)), f"killed after step {step}"

@@ -15,11 +15,11 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.rollouts import journal as records
-from echo2.learner.rollouts.admission import GroupRules, OpenGroups
+from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Draw, SentTokens, TurnOf
 from echo2.learner.rollouts.journal import History, Journal, read_journal
-from echo2.staleness.rule import Ledger
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
+from tests.unit.learner.made import groups_config
 
 Record = pb.JournalRecord
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
@@ -191,7 +191,7 @@ def test_a_record_without_room_leaves_no_part_of_itself(tmp_path: Path, monkeypa
 
 
 def restored(told: list[Record], next_step: int = 0) -> tuple[OpenGroups, History]:
-    history, groups = History(), OpenGroups(GroupRules(4, 2, 2, 100, is_driven=True), Ledger(4), Step(next_step))
+    history, groups = History(), OpenGroups(groups_config(4, 2, is_driven=True), 100, Step(next_step))
     for record in told:
         history.apply(record, Step(0))
     history.restore(groups)

@@ -15,7 +15,6 @@ from echo2.base.errors import ConfigError
 from echo2.learner.own_trainer import DeclaredModel
 from echo2.learner.rollouts.prompts import load_tokenizer
 from echo2.learner.startup import export
-from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.loading import load_whole, read_ends, skeleton_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.model_files import checked_path
@@ -38,14 +37,14 @@ def changed(folder: Path, **fields: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("adapter", [None, AdapterOptions(2, 4)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapter"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, adapter: AdapterOptions | None) -> None:
+def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, rank: int) -> None:
     base = base_of(tmp_path / "base", getattr(torch, dtype))
     if dtype == "float16":  # what a policy in bf16 can hold as well
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).half().save_pretrained(base)
     precision = "float32" if dtype == "float32" else "bfloat16"
-    model = PolicyModel(str(base), precision, CPU, 1.0, adapter=adapter)
+    model = PolicyModel(str(base), precision, CPU, 1.0, lora_rank=rank)
     export(model, model.snapshot(), load_tokenizer(str(base)), tmp_path / "out")
     of_base, of_export = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert {name: (t.shape, t.dtype) for name, t in of_export.items()} == {
@@ -68,13 +67,9 @@ def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, adap
 )
 @pytest.mark.parametrize("model_class", [PolicyModel, DeclaredModel])
 def test_a_base_in_float16_stays_so_unless_that_would_change_the_policy(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    precision: str,
-    value: float,
-    dtype: torch.dtype,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, precision: str, value: float, dtype: torch.dtype,
     model_class: type,
-) -> None:
+) -> None:  # fmt: skip
     base, name = base_of(tmp_path / "base", torch.float16), "model.norm.weight"
     policy = PolicyModel(str(base), precision, CPU, 1.0).snapshot()
     policy[name].fill_(value)

@@ -35,12 +35,9 @@ from echo2.learner.training.loss import (
 LENGTHS = (3, 1, 5, 2, 4, 2)
 OWN = f"{__name__}:own_loss"
 CONFIGS = st.builds(
-    LossConfig,
-    loss=st.sampled_from([*LOSSES, OWN]),
-    correction=st.sampled_from(list(CORRECTIONS)),
-    cap=st.sampled_from([1.1, 2.0]),
-    kl_coefficient=st.sampled_from([0.0, 0.1]),
-)
+    LossConfig, loss=st.sampled_from([*LOSSES, OWN]), correction=st.sampled_from(list(CORRECTIONS)),
+    cap=st.sampled_from([1.1, 2.0]), kl_coefficient=st.sampled_from([0.0, 0.1]),
+)  # fmt: skip
 
 
 def own_loss(inputs: LossInputs) -> Tensor:
@@ -185,9 +182,6 @@ def test_m2po_leaves_out_the_fewest_tokens_that_keep_its_limit(seed: int, spread
         assert bool((gradient_T[mine_T & ~away_T] != 0).all())
 
 
-# ---- what vcpo takes from the ratios
-
-
 # ---- a user's own function
 
 
@@ -328,13 +322,10 @@ def config_of(case: dict[str, Any]) -> LossConfig:
     loss, high = case["loss_type"], case.get("epsilon_high", 0.28)
     is_gspo = loss == "grpo" and case.get("importance_sampling_level") == "sequence"
     return LossConfig(
-        "gspo" if is_gspo else loss,
-        clip_low=case.get("epsilon", 0.2),
-        clip_high=high - 1.0 if loss == "cispo" else high,
-        correction=correction_of(case),
-        cap=case.get("clip_max", 2.0),
-        kl_coefficient=case.get("beta", 0.0),
-    )
+        "gspo" if is_gspo else loss, clip_low=case.get("epsilon", 0.2),
+        clip_high=high - 1.0 if loss == "cispo" else high, correction=correction_of(case),
+        cap=case.get("clip_max", 2.0), kl_coefficient=case.get("beta", 0.0),
+    )  # fmt: skip
 
 
 def advantages_of(case: dict[str, Any]) -> Tensor:
@@ -358,14 +349,10 @@ def loss_and_gradient(case: dict[str, Any], advantages_R: Tensor) -> tuple[float
     for first in range(0, len(lengths), size):
         part_T = (sequence_T >= first) & (sequence_T < first + size)
         tokens = PackedTokens(
-            current_T[part_T],
-            anchor_T[part_T],
-            advantages_R[first : first + size],
-            sequence_T[part_T] - first,
-            mask_T[part_T],
-            None if case["old"] == "none" else flat(BATCH["proximal"])[part_T],
+            current_T[part_T], anchor_T[part_T], advantages_R[first : first + size], sequence_T[part_T] - first,
+            mask_T[part_T], None if case["old"] == "none" else flat(BATCH["proximal"])[part_T],
             flat(BATCH["reference"])[part_T],
-        )
+        )  # fmt: skip
         loss = policy_loss(tokens, config_of(case), totals).loss
         loss.backward()
         total += float(loss.detach())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echo2.base.ids import Step, Version
 from echo2.cost_model.sizing import Checkpointing, LearnerRun, learner_memory, model_size
-from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import new_team
@@ -74,8 +74,8 @@ def main() -> None:
     del model
     how: Any = sys.argv[2]
     precision, rank, budget = sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-    config = config_of(folder / "model", precision, lora_rank=rank, lr=1e-5, optimizer_state=how)
-    options = LearnerOptions(folder, config, TrainerOptions(token_budget=budget))
+    config = config_of(folder / "model", precision, lora_rank=rank, lr=1e-5, optimizer_state=how, token_budget=budget)
+    options = LearnerOptions(folder, config)
     before = status("VmRSS")
     team = new_team(options, Ranks())
     Path("/proc/self/clear_refs").write_text("5")

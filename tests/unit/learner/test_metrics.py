@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -32,8 +33,7 @@ from echo2.learner.metrics import (
 )
 from echo2.learner.recent import RecentRollouts, answer, plain
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
-from echo2.learner.run_folder import RunFolder
-from echo2.learner.startup import prepare
+from echo2.learner.startup import RunFolder, prepare
 from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.loss import SUM_NAMES, loss_metrics
 from echo2.learner.training.trainer import StepResult
@@ -70,23 +70,23 @@ def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path
 
 
 def served(endpoint: PrometheusEndpoint) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def test_prometheus_serves_the_last_row_under_the_documented_names() -> None:
+async def test_prometheus_serves_the_last_row_under_the_documented_names() -> None:
     endpoint = PrometheusEndpoint(0, lambda: {"step": 4, "waiting_s": 1.5})
     try:
-        assert served(endpoint) == {"echo2_learner_step": 4.0, "echo2_learner_waiting_s": 1.5}
+        assert await asyncio.to_thread(served, endpoint) == {"echo2_learner_step": 4.0, "echo2_learner_waiting_s": 1.5}
         endpoint.write(ROW)
-        found = served(endpoint)
+        found = await asyncio.to_thread(served, endpoint)
         assert found["echo2_learner_reward_mean"] == 0.5 and found["echo2_learner_is_skipped"] == 0.0
         assert found['echo2_learner_lag_histogram{lag="2"}'] == 2.0 and found["echo2_learner_step"] == 4.0
         with pytest.raises(PortBusy, match="metrics_port"):
-            PrometheusEndpoint(endpoint.port, dict)
+            PrometheusEndpoint(int(endpoint.url.rpartition(":")[2].partition("/")[0]), dict)
     finally:
-        endpoint.close()
+        await endpoint.stop()
     assert len({gauge_name(name) for name in documented_names()}) == len(documented_names()), "no two share a name"
     page = DOCS.read_text()
     for name in ("echo2_learner_reward_mean", "echo2_learner_step", "echo2_learner_waiting_s"):

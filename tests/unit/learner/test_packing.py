@@ -23,7 +23,7 @@ from echo2.learner.training.packing import (
     dense_mask,
     plan_microbatches,
 )
-from echo2.learner.training.trials import choose_attention, refuse_wrong_rows, trial_inputs
+from echo2.learner.training.scoring import choose_attention, refuse_wrong_rows, trial_inputs
 from tests.unit.learner.tiny import make_tiny_model
 
 GROUPS = st.lists(

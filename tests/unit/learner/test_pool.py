@@ -17,12 +17,7 @@ from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
 from echo2.learner.audit import Habits
 from echo2.learner.rollouts import workers
-from echo2.learner.rollouts.admission import (
-    GroupRules,
-    OpenGroups,
-    problem_of_end,
-    problem_of_segment,
-)
+from echo2.learner.rollouts.admission import OpenGroups, cap_groups, problem_of_end, problem_of_segment
 from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet
 from echo2.learner.rollouts.groups import NOBODY, SentTokens, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.journal import closed, drawn
@@ -37,8 +32,8 @@ from echo2.learner.rollouts.workers import (
     FailureStreak,
     SenderRecords,
 )
-from echo2.staleness.rule import Ledger
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.learner.made import groups_config
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, SAMPLING, STOP, Stage, draw, piece
 
 WORKERS = (ALICE, BOB)
@@ -51,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(bound=st.integers(0, 3), drops=st.booleans(), evaluates=st.booleans())
     def begin(self, bound: int, drops: bool, evaluates: bool) -> None:
         sets = (QuestionSet("held_out", 3, 1), QuestionSet("hard", 2, 2)) if evaluates else ()
-        self.stage = Stage(GroupRules(bound, 4, 2, 50, drops_equal_rewards=drops), sets)
+        self.stage = Stage(groups_config(bound, drops=drops), sets)
         self.pool = self.stage.pool
         self.names: list[GroupId] = []
         self.attempts: dict[GroupId, int] = {}  # the newest that took over or reported, since the start
@@ -162,7 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
             grown = held.token_ids
         if STOP in grown[:-1] or len(grown) > SAMPLING.max_new_tokens:
             return Verdict.REFUSED, ()
-        if exact is None and min([*old, span.version]) < groups.next_step - self.stage.rules.staleness_bound:
+        if exact is None and min([*old, span.version]) < groups.next_step - self.stage.pool.groups.bound:
             return Verdict.STALE, ()
         return Verdict.ADMITTED if segment.is_final else Verdict.HELD, grown
 
@@ -186,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
         step = groups.next_step
         fresh = [group for group in groups.training if group.is_ready and not is_later_turn(group.spec.group_id)]
         ages = {group.spec.group_id: self.oldest_of(group.spec.group_id) for group in fresh}
-        ages = {name: oldest for name, oldest in ages.items() if oldest >= step - self.stage.rules.staleness_bound}
+        ages = {name: oldest for name, oldest in ages.items() if oldest >= step - self.stage.pool.groups.bound}
         expected = {(name, index): self.whole(name, index) for name in ages for index in range(2)}
         batch = self.stage.next_batch()
         assert (batch is None) == (len(ages) < 2)
@@ -204,7 +199,7 @@ class PoolMachine(RuleBasedStateMachine):
                 senders = [sent.peer_id for sent in group.senders[place] for _ in range(sent.token_count)]
                 assert (group.text_of(place)[0], senders) == expected[group.spec.group_id, rollout.index]
                 assert rollout.is_finished and rollout.oldest_version is not None
-                assert rollout.oldest_version >= step - self.stage.rules.staleness_bound
+                assert rollout.oldest_version >= step - self.stage.pool.groups.bound
 
     def oldest_of(self, root: GroupId) -> int:
         """The version of a group's oldest token, of all turns: by it a batch takes those first that grow stale first."""
@@ -283,7 +278,7 @@ class PoolMachine(RuleBasedStateMachine):
     def as_many_groups_are_in_flight_as_the_cap_allows(self) -> None:
         if hasattr(self, "stage") and self.stage.pool.exhausted is None:
             in_flight = self.stage.pool.groups.in_flight_groups
-            assert in_flight >= self.stage.rules.cap_groups(self.stage.pool.cap_rollouts)
+            assert in_flight >= cap_groups(self.stage.config, self.stage.pool.cap_rollouts)
 
     @invariant()
     def the_journal_gives_back_what_is_held(self) -> None:
@@ -398,7 +393,7 @@ def test_a_stop_ends_the_wait_for_a_batch() -> None:
 
 
 def test_a_worker_does_not_choose_by_the_report_how_it_is_tested() -> None:
-    stage = Stage(GroupRules(2, 4, 2, 50))
+    stage = Stage()
     worker = PeerId("w")
     assert stage.pool.habits_of(worker) == Habits(False, False)
     stage.pool.note_habits(worker, Habits(True, False))
@@ -408,8 +403,8 @@ def test_a_worker_does_not_choose_by_the_report_how_it_is_tested() -> None:
     assert stage.pool.habits_of(worker) == Habits(False, True)
 
 
-def new_groups(bound: int = 2, per_step: int = 4, per_group: int = 2, **options: Any) -> OpenGroups:
-    return OpenGroups(GroupRules(bound, per_step, per_group, vocabulary_size=50, **options), Ledger(bound))
+def new_groups(*shape: int, **options: Any) -> OpenGroups:
+    return OpenGroups(groups_config(*shape, **options), 50)
 
 
 def filled(
@@ -434,17 +429,17 @@ def verdict(groups: OpenGroups, *of_piece: Any, attempt: int = 0, **changes: Any
     planned=st.none() | st.integers(0, 10_000),
 )
 def test_the_cap_is_at_least_a_batch_and_stays_fresh(groups: int, n: int, bound: int, planned: int | None) -> None:
-    rules = GroupRules(bound, groups * n, n, 50)
-    cap = rules.cap_groups(planned)
-    assert rules.groups_per_step <= cap <= rules.groups_per_step * (bound + 1)
-    if planned and rules.rollouts_per_step <= planned <= rules.rollouts_per_step * (bound + 1):
+    config = groups_config(bound, groups * n, n)
+    cap = cap_groups(config, planned)
+    assert groups <= cap <= groups * (bound + 1)
+    if planned and groups * n <= planned <= groups * n * (bound + 1):
         assert cap == planned // n
-    assert rules.cap_groups(None) == min(2, bound + 1) * groups, "without a plan: one sampled, one in the buffer"
+    assert cap_groups(config, None) == min(2, bound + 1) * groups, "without a plan: one sampled, one in the buffer"
 
 
 def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
     """Else they wait for a version that comes only with the step that waits for them."""
-    groups = new_groups(per_step=2)  # one group a step
+    groups = new_groups(2, 2)  # one group a step
     filled(groups, 0)
     ids = [groups.open_group(draw(cursor)).group_id for cursor in range(1, 4)]
     assert groups.move_up() == []
@@ -462,7 +457,7 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
 
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_stale_groups_are_dropped_and_their_prompts_offered_again(is_buffered: bool) -> None:
-    groups = new_groups(bound=1, per_step=4)
+    groups = new_groups(1)
     late = filled(groups, 0) if is_buffered else groups.open_group(draw(0)).group_id
     groups.next_step = Step(2)
     if is_buffered:
@@ -479,12 +474,14 @@ def test_stale_groups_are_dropped_and_their_prompts_offered_again(is_buffered: b
 
 
 def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_trains_on_them() -> None:
-    groups = new_groups(per_step=2, drops_equal_rewards=True)
+    groups = new_groups(2, 2, drops=True)
     kept = [filled(groups, cursor, rewards=(1.0, 1.0)) in groups.groups for cursor in range(3)]
     assert kept == [False, False, True]
     assert [(closure.reason, closure.retry) for closure in groups.take_closures()] == [("no contrast", None)] * 2
     assert groups.draw_batch() is not None
     assert filled(groups, 3, rewards=(1.0, 1.0)) not in groups.groups, "the next step may drop again"
+    groups = new_groups(2, 2)
+    assert filled(groups, 0, rewards=(1.0, 1.0)) in groups.groups, "unless it is asked for, none is dropped"
 
 
 # ---- what no honest worker sends
@@ -539,7 +536,7 @@ V0 = Version(0)
 
 
 def begun(version: int = 0, sets: tuple[QuestionSet, ...] = SETS) -> Stage:
-    stage = Stage(GroupRules(4, 4, 2, 50), sets)
+    stage = Stage(groups_config(4), sets)
     stage.tell(stage.pool.evaluate, Version(version), False)
     return stage
 

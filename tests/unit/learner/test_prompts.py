@@ -16,10 +16,10 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
+from echo2.learner.options import RunFolder
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.groups import Batch, Insertion, turn_of
 from echo2.learner.rollouts.prompts import SKIPS_MAX, Prompts
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import prepare
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.tasks.built_in import SortDigits
@@ -185,7 +185,7 @@ def test_a_template_s_date_is_the_run_s_beginning(tmp_path: Path, model: Path, m
     (model / "chat_template.jinja").write_text("{{ strftime_now('%Y%m%d%H%M%S') }}:{{ messages[0].content }}")
     drawn = []
     for now in (1.7e9, 1.8e9):
-        monkeypatch.setattr("echo2.learner.run_folder.unix_now", lambda now=now: now)
+        monkeypatch.setattr("echo2.learner.options.unix_now", lambda now=now: now)
         folder = RunFolder(tmp_path / "run")
         prepared = prepare(options_for(tmp_path / "run", model), folder)
         drawn.append(prepared.prompts.draw(0).prompt_token_ids)
@@ -320,7 +320,7 @@ def test_a_mixture_with_an_environment_survives_a_kill(model_path: Path, tmp_pat
 
     shutil.copytree(tmp_path / "crashed", tmp_path / "again")
     prepared = prepared_from(mixed(tmp_path / "crashed", model_path))
-    assert prepared.trainer.step_count == 3
+    assert prepared.team.step_count == 3
     for ours, theirs in zip(prepared.model.masters, image["masters"], strict=True):  # type: ignore[attr-defined]
         assert torch.equal(ours, theirs)
     second = Run(mixed(tmp_path / "again", model_path))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from echo2.base.ids import Step, Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
+from echo2.config.run import StalenessSection
 from echo2.learner.publishing.publisher import VersionPublisher
 from echo2.learner.publishing.schedule import (
     BASE_REACH,
@@ -30,6 +31,10 @@ from echo2.learner.rollouts.journal import Journal, began, read_journal
 from echo2.staleness.rule import is_admissible
 from echo2.weights import CodecSetting, HostWeights
 from tests.unit.learner.fleet import FollowerBroadcaster
+
+
+def schedule_of(bound: int, kappa: int = 0, **more: Any) -> PublicationSchedule:
+    return PublicationSchedule(StalenessSection(bound=bound, kappa=kappa), **more)
 
 
 class Watching(FollowerBroadcaster):
@@ -66,7 +71,7 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
 
     async def scene() -> None:
         broadcaster = Watching(journal)
-        publisher = VersionPublisher(broadcaster, journal, PublicationSchedule(2), port, 7)
+        publisher = VersionPublisher(broadcaster, journal, schedule_of(2), port, 7)
         await publisher.take_up({"w": torch.zeros(8, dtype=torch.bfloat16)}, Version(0), None)
         await publisher.publish_soon(Version(1), {"w": torch.ones(8, dtype=torch.bfloat16)})
         await publisher.settled()
@@ -104,7 +109,7 @@ class Learning:
 
     async def process(self, count: int) -> None:
         """One process of the learner: takes up the newest version, with the base at hand or not, and publishes `count` more."""
-        schedule = PublicationSchedule(2, 1, chain_max=self.chance.choice([4, 16]))
+        schedule = schedule_of(2, 1, chain_max=self.chance.choice([4, 16]))
         self.broadcaster.spread_bytes_per_s = self.chance.choice([0.0, 1e3])  # deltas are coded fast, or densely
         publisher = VersionPublisher(self.broadcaster, self.journal, schedule, Port(), 7)
         version = max(self.weights)
@@ -166,9 +171,9 @@ def test_newcomers_reach_the_newest_version(seed: int, tmp_path_factory: pytest.
     assert learning.with_base > 0
 
 
-@given(bound=st.integers(0, 16), fixed=st.none() | st.integers(1, 16), planned=st.none() | st.integers(1, 16))
-def test_versions_are_admissible_until_the_next(bound: int, fixed: int | None, planned: int | None) -> None:
-    schedule = PublicationSchedule(bound, fixed, planned_kappa=planned)
+@given(bound=st.integers(0, 16), fixed=st.integers(0, 16), planned=st.none() | st.integers(1, 16))
+def test_versions_are_admissible_until_the_next(bound: int, fixed: int, planned: int | None) -> None:
+    schedule = schedule_of(bound, min(fixed, max(1, bound)), planned_kappa=planned)
     for step in range(1, 40):
         assert is_admissible(Step(step - 1), schedule.newest, bound)
         if schedule.is_due(Step(step)):
@@ -176,15 +181,15 @@ def test_versions_are_admissible_until_the_next(bound: int, fixed: int | None, p
 
 
 def test_a_fixed_kappa_wins_over_the_plan_and_default_is_one_less_than_the_bound() -> None:
-    assert PublicationSchedule(6, 2, planned_kappa=4).kappa == 2
-    assert PublicationSchedule(6, planned_kappa=4).kappa == 4
-    assert PublicationSchedule(6).kappa == 5
-    assert PublicationSchedule(1).kappa == 1
+    assert schedule_of(6, 2, planned_kappa=4).kappa == 2
+    assert schedule_of(6, planned_kappa=4).kappa == 4
+    assert schedule_of(6).kappa == 5
+    assert schedule_of(1).kappa == schedule_of(0).kappa == 1
 
 
 @given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=60))
 def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes: list[int]) -> None:
-    schedule = PublicationSchedule(4, 1, chain_max=8)
+    schedule = schedule_of(4, 1, chain_max=8)
     schedule.keyframe_published(Version(0), 1000)
     for step, size in enumerate(sizes, start=1):
         schedule.begin(Version(step))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError, MalformedMessage, StateError, Unreachable
 from echo2.base.ids import Step, Version
-from echo2.learner.options import LearnerLimits
+from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import prepare
-from echo2.learner.training.ranks import Ranks, check_replicas, difference
+from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
 from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, ShardLeader
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.weights import DeltaHeader, FrameReader, HostWeights, encode_delta, fingerprint, join_frames
@@ -39,7 +39,7 @@ from tests.contract.engine_rig import tiny_config
 from tests.patience import WAIT_S
 from tests.unit.learner import two_ranks
 from tests.unit.learner.fleet import RUN
-from tests.unit.learner.made import random_groups
+from tests.unit.learner.made import config_of, random_groups
 from tests.unit.learner.tiny import make_tiny_model
 from tests.unit.learner.two_ranks import STEPS
 from tests.unit.weights.models import KEY, decoded, with_changes
@@ -161,7 +161,7 @@ def test_copies_add_up_their_gradients_once_an_update(two: Two, scenario: str) -
 
 def test_ranks_that_were_told_something_else_are_refused_by_name(two: Two) -> None:
     said = found_of(two, "moe")["refused"]
-    assert "trainer's token_budget of rank 1 on " in said
+    assert "learner.token_budget of rank 1 on " in said
     assert "expected 40, as on rank 0 on " in said and "got 41." in said
 
 
@@ -174,6 +174,38 @@ def test_another_model_is_named_by_its_file_and_its_machine() -> None:
         "model file model.safetensors of rank 2 on b: expected 8 bytes of sum 1, as on rank 0 on a, got 8 bytes of sum 2. "
         "Put the same model on every machine"
     )
+
+
+class OfTwo(Ranks):
+    """The second of two ranks, whose first was started with `first`."""
+
+    def __init__(self, first: LearnerOptions) -> None:
+        self._first = first
+
+    def gather(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+        ranks = Ranks()
+        ranks.gather = lambda first: told.append(dict(first)) or [dict(first)]  # type: ignore[method-assign, func-returns-value]
+        check_agreement(self._first, ranks)
+        return [*told, dict(said)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", "gspo"), ("correction", "decoupled"), ("clip", (0.1, 0.1)), ("kl_coefficient", 0.5), ("lr", 0.5),
+        ("gradient_checkpointing", True), ("updates_per_batch", 2), ("advantage", "mc_grpo"), ("token_budget", 7),
+    ],
+)  # fmt: skip
+def test_ranks_that_would_train_otherwise_are_refused_by_the_option(name: str, value: object, model_path: Path) -> None:
+    first = LearnerOptions(Path("one"), config_of(model_path))
+    check_agreement(LearnerOptions(Path("other"), first.config, threads=3), OfTwo(first))
+    learner = first.config.learner.model_copy(update={name: value})
+    other = LearnerOptions(Path("other"), first.config.model_copy(update={"learner": learner}))
+    with pytest.raises(
+        ConfigError, match=f"^learner.{name} of rank 1 on .* got {re.escape(repr(value))}. Give every machine"
+    ):
+        check_agreement(other, OfTwo(first))
 
 
 @pytest.mark.parametrize(("replicas", "count"), [(3, 4), (8, 4), (2, 1), (0, 4)])
@@ -226,7 +258,7 @@ def test_a_daemon_on_ranks_publishes_what_workers_hold(models: tuple[Path, Path]
     folder = RunFolder(tmp_path / "run")
     resumed = prepare(two_ranks.options_of("bf16", *models, tmp_path / "run"), folder)
     folder.release()
-    assert resumed.trainer.step_count == 6 and resumed.checkpoint_step == 6
+    assert resumed.team.step_count == 6 and resumed.checkpoint_step == 6
 
 
 @pytest.mark.soak

@@ -16,11 +16,10 @@ from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
-from echo2.learner.options import LearnerLimits, LearnerOptions, chunk_folder
+from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.publisher import LocalCoder, SeedNode
 from echo2.learner.rollouts.groups import Batch, Draw, SentTokens
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
-from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.team import Team
@@ -68,7 +67,7 @@ def fingerprints(run: Run) -> dict[int, str]:
 
 
 def left_of(options: LearnerOptions) -> LeftVersions:
-    return LeftVersions(chunk_folder(options), RunId(RUN))
+    return LeftVersions(options.chunk_folder, RunId(RUN))
 
 
 class LeftDeltas(LeftVersions):
@@ -80,7 +79,7 @@ class LeftDeltas(LeftVersions):
 
 
 def deltas_of(options: LearnerOptions) -> LeftVersions:
-    return LeftDeltas(chunk_folder(options), RunId(RUN))
+    return LeftDeltas(options.chunk_folder, RunId(RUN))
 
 
 def killed_as_it_left(model: Path, tmp_path: Path, versions: tuple[int, ...]) -> Killed:
@@ -242,7 +241,7 @@ def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[Gro
 
 def test_where_the_store_lost_the_published_version_the_start_says_so(kill: Kill, tmp_path: Path) -> None:
     crashed, _ = kill(tmp_path, 5, kappa=1)
-    shutil.rmtree(chunk_folder(crashed))
+    shutil.rmtree(crashed.chunk_folder)
     folder = RunFolder(crashed.folder)
     with pytest.raises(FingerprintMismatch, match=r"version \d+: expected the fingerprint.*not in the chunk store"):
         prepared_elsewhere(crashed, folder)
@@ -255,7 +254,7 @@ def test_on_the_same_device_the_store_is_not_asked_and_steps_without_a_row_get_o
     """The kill came before the rows were written. And the log says how far training again is."""
     monkeypatch.setattr("echo2.learner.startup.TOLD_EVERY_S", 0.0)
     crashed, _ = kill(tmp_path, 5, kappa=2)
-    shutil.rmtree(chunk_folder(crashed))
+    shutil.rmtree(crashed.chunk_folder)
     rows = crashed.folder / "metrics.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-2]))
     with caplog.at_level("INFO", "echo2.learner"):

@@ -13,7 +13,6 @@ from echo2.base.rollout import Verdict, Work
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts import request_pool
-from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.request_pool import RequestPool
 from tests.unit.learner.stage import ALICE, BOB, SAMPLING, STOP, Stage, piece
 
@@ -24,7 +23,7 @@ class Door(Stage):
     """A stage whose pool answers requests."""
 
     def __init__(self) -> None:
-        super().__init__(GroupRules(BOUND, 4, 2, 50))
+        super().__init__()
         self.prompts.sampling, self.prompts.context_tokens, self.prompts.vocabulary_size = SAMPLING, 16, 50  # type: ignore[attr-defined]
         self.prompts.stop_strings = SimpleNamespace(pieces_of=lambda texts: ((), ()))  # type: ignore[attr-defined]
         self.prompts.secret_seed = lambda name: hash(name) & 0xFFFF  # type: ignore[attr-defined]

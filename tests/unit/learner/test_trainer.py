@@ -1,34 +1,37 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from echo2.base.errors import ConfigError, TrainingError
+from echo2.base.errors import ConfigError
 from echo2.base.ids import Step
-from echo2.base.rollout import FinishReason
-from echo2.config.run import OptimizerState
+from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
+from echo2.config.run import OptimizerState, RunConfig
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.rollouts.prompts import check_teacher
 from echo2.learner.startup import new_team
 from echo2.learner.training import model as model_module
 from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.loading import load_whole
-from echo2.learner.training.loss import LossConfig
+from echo2.learner.training.loss import group_advantages
 from echo2.learner.training.model import PolicyModel, check_dtypes, selective_contexts
 from echo2.learner.training.optimiser import refuse_optimizer
-from echo2.learner.training.packing import PackedInputs
+from echo2.learner.training.packing import PackedInputs, client_losses
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.trainer import BETAS, Trainer
 from echo2.weights.precision import round_parameters
-from tests.unit.learner.made import config_of, new_trainer, random_groups
+from tests.unit.learner.made import config_of, group_of, new_trainer, random_groups, rollout_of
+from tests.unit.learner.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
 PLAIN = {"weights_dtype": "float32", "grad_clip": 1e9}
-DECOUPLED = LossConfig(correction="decoupled")
 
 
 def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -> None:
@@ -122,22 +125,9 @@ def test_bf16_gradients_add_up_in_float32(model_path: Path, monkeypatch: pytest.
     assert float((whole_N - many_N).norm() / whole_N.norm()) < 0.02
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_stops_after_the_limit(model_path: Path) -> None:
-    trainer = new_trainer(model_path, nonfinite_steps_max=2)
-    batch = Batch(Step(0), random_groups(6))
-    with torch.no_grad():
-        trainer.model.parameters[0].fill_(float("nan"))
-    before = [master.clone() for master in trainer.model.masters]
-    for _ in range(2):
-        assert trainer.step(batch).is_skipped
-    with pytest.raises(TrainingError, match="in a row"):
-        trainer.step(batch)
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.masters, strict=True))
-
-
 @pytest.mark.parametrize("rank", [0, 4])
 def test_kl_penalty_compares_with_the_base_model(model_path: Path, rank: int) -> None:
-    trainer = new_trainer(model_path, loss=LossConfig(kl_coefficient=0.1), lora_rank=rank)
+    trainer = new_trainer(model_path, kl_coefficient=0.1, lora_rank=rank)
     batch = Batch(Step(0), random_groups(7, logprob=-4.0))
     first = trainer.step(batch)
     assert abs(first.metrics["kl/reference"]) < 1e-6
@@ -214,7 +204,7 @@ def own_logprobs(path: Path, groups: tuple[TrainGroup, ...]) -> tuple[TrainGroup
 
 def test_each_update_trains_on_its_share_as_a_batch_of_its_own_would(model_path: Path) -> None:
     groups = own_logprobs(model_path, random_groups(7, count=4))
-    options = {**PLAIN, "loss": DECOUPLED}
+    options = {**PLAIN, "correction": "decoupled"}
     parts = new_trainer(model_path, updates_per_batch=2, **options)
     result = parts.step(Batch(Step(0), groups))
     apart = new_trainer(model_path, **options)
@@ -231,7 +221,7 @@ def test_each_update_trains_on_its_share_as_a_batch_of_its_own_would(model_path:
 def test_the_ratio_of_later_updates_starts_from_the_policy_before_the_batch(model_path: Path) -> None:
     """A copy of the first half as second half: tokens that the first update moved beyond the clip get no gradient again."""
     half = own_logprobs(model_path, random_groups(8, count=2))
-    trainer = new_trainer(model_path, updates_per_batch=2, loss=DECOUPLED, **{**PLAIN})
+    trainer = new_trainer(model_path, updates_per_batch=2, correction="decoupled", **{**PLAIN})
     for group in trainer.optimiser.param_groups:
         group["lr"] = 0.05
     trainer.learner = trainer.learner.model_copy(update={"lr": 0.05})
@@ -330,3 +320,208 @@ def test_a_state_that_cannot_be_had_is_refused(state: OptimizerState, dtype: str
     config = config_of("no/model/here", "float32", optimizer_state="host")
     with pytest.raises(ConfigError, match="for host"):
         new_team(LearnerOptions(Path("nowhere"), config), Ranks())
+
+
+# ---- steps that a client drives
+
+
+ADAM = AdamStep(1e-3, 0.9, 0.99, 1e-8, grad_clip=1e9)
+
+
+@pytest.mark.parametrize("settings", [{"beta1": 1.0}, {"lr": -1e-3}, {"epsilon": -1.0}, {"weight_decay": -0.1}])
+def test_settings_of_adam_that_unlearn_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="adam_params: expected betas from 0"):
+        replace(ADAM, **settings)
+
+
+def examples_of(groups: tuple[TrainGroup, ...]) -> list[Example]:
+    """The rollouts as a client sends them: with the advantages of the loop's own loss, divided by all tokens."""
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards])
+    advantages = iter(group_advantages(rewards, numbers, "grpo", None).values_R.tolist())
+    total = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    examples = []
+    for group in groups:
+        prompt = group.spec.prompt_token_ids
+        for rollout in group.rollouts:
+            whole = np.array([*prompt, *rollout.token_ids], dtype=np.int64)
+            advantage, logprobs = (np.zeros((len(whole) - 1, 1), np.float32) for _ in range(2))
+            advantage[len(prompt) - 1 :] = next(advantages) / total
+            logprobs[len(prompt) - 1 :, 0] = rollout.logprobs
+            examples.append(Example(whole[:-1], whole[1:, None], {"advantages": advantage, "logprobs": logprobs}))
+    return examples
+
+
+def gradient_that_was_applied(trainer: Trainer) -> list[torch.Tensor]:
+    _, is_made = trainer.optim_step(ADAM)
+    assert is_made
+    return [trainer.optimiser.state[master]["exp_avg"] / (1 - ADAM.beta1) for master in trainer.model.masters]
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_a_client_s_gradient_is_the_loop_s_own(model_path: Path, calls: int, weights_dtype: str) -> None:
+    groups = random_groups(3)
+    options = {**PLAIN, "weights_dtype": weights_dtype, "token_budget": 60}
+    own = gradient_of(new_trainer(model_path, **options), Batch(Step(0), groups))
+    trainer, examples = new_trainer(model_path, **options), examples_of(groups)
+    for begin in range(calls):
+        trainer.forward_backward(examples[begin::calls], ClientLoss("ppo", 0.8, 1.28))
+    applied = gradient_that_was_applied(trainer)
+    assert any(gradient.abs().max() > 1e-4 for gradient in applied)
+    for one, other in zip(own, applied, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_a_forward_pass_scores_any_targets_and_leaves_no_gradient(model_path: Path) -> None:
+    trainer = new_trainer(model_path, **PLAIN)
+    ids, targets = np.array([5, 9, 11, 7]), np.array([[3, 4], [5, 6], [40, 41], [9, 10]])
+    example = Example(ids, targets, {"weights": np.ones((4, 2), np.float32)})
+    with torch.no_grad():
+        alone = torch.log_softmax(trainer.model.hf_model(input_ids=torch.tensor(ids)[None]).logits[0], -1)
+    alone = alone.gather(-1, torch.tensor(targets))
+    found, loss = trainer.forward_backward([example, example], ClientLoss("cross_entropy"), is_trained=False)
+    for logprobs in found:
+        assert torch.allclose(logprobs, alone, atol=1e-5)
+    assert loss == pytest.approx(-2 * float(alone.sum()), rel=1e-4)
+    assert trainer.optim_step(ADAM) == (0.0, True), "nothing was added up"
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten(model_path: Path) -> None:
+    trainer = new_trainer(model_path, **PLAIN)
+    example = examples_of(random_groups(1))[0]
+    before = [master.clone() for master in trainer.model.masters]
+    infinite = {"weights": np.full(example.targets_NK.shape, np.inf, np.float32)}
+    trainer.forward_backward([replace(example, columns=infinite)], ClientLoss("cross_entropy"))
+    assert trainer.optim_step(ADAM)[1] is False
+    assert all(torch.equal(one, other) for one, other in zip(before, trainer.model.masters, strict=True))
+    trainer.forward_backward([example], ClientLoss("importance_sampling"))
+    assert trainer.optim_step(ADAM)[1] is True
+
+
+@pytest.mark.parametrize("name", LOSS_COLUMNS)
+def test_the_losses_are_those_of_tinker_s_api(name: str) -> None:
+    """Written once more, by the formulas of its pages, for tokens within and beyond the clip."""
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], requires_grad=True)
+    sampled, weights = torch.tensor([-1.05, -1.0, -1.5, -3.0, -2.0]), torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
+    advantages = torch.tensor([1.0, -2.0, 0.5, 0.0, -1.0])
+    found = client_losses(
+        ClientLoss(name), logprobs, {"weights": weights, "logprobs": sampled, "advantages": advantages}
+    )
+    ratio = torch.exp(logprobs - sampled)
+    clipped = torch.clamp(ratio, 0.8, 1.2)
+    expected = {
+        "cross_entropy": -logprobs * weights,
+        "importance_sampling": -ratio * advantages,
+        "ppo": -torch.minimum(ratio * advantages, clipped * advantages),
+        "cispo": -clipped.detach() * logprobs * advantages,
+        "dro": -(logprobs * advantages - 0.5 * 0.05 * (logprobs - sampled) ** 2),
+    }[name]
+    assert torch.allclose(found, expected, atol=1e-6)
+    gradients = [torch.autograd.grad(loss.sum(), logprobs, retain_graph=True)[0] for loss in (found, expected)]
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+# ---- on-policy distillation: a teacher's log-probabilities of the student's tokens are its advantages
+
+
+PROMPTS = torch.arange(3, 35)
+TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A student; and a teacher of another size that has learned to say one thing, by supervised steps."""
+    torch.set_num_threads(1)
+    student = make_tiny_model(tmp_path_factory.mktemp("student"))
+    teacher = make_tiny_model(tmp_path_factory.mktemp("teacher"), seed=7, hidden=48)
+    trainer = new_trainer(teacher, "float32", lr=3e-3, supervised_steps=12)
+    ids = torch.cat([PROMPTS[:, None], torch.tensor([[10, 11, 10, 11]]).expand(len(PROMPTS), TOKENS)], 1)
+    for step in range(12):
+        trainer.step(batch_of(ids.tolist(), [[0.0] * TOKENS] * len(PROMPTS), step))
+    trainer.model.save(trainer.model.snapshot(), teacher)
+    return student, teacher
+
+
+def taught(student: Path, teacher: Path, lr: float) -> Trainer:
+    return new_trainer(student, "float32", lr=lr, teacher=str(teacher), grad_clip=1e9)
+
+
+def sampled(trainer: Trainer, step: int) -> Batch:
+    """The student's own tokens after each prompt; all rewards are equal."""
+    ids = PROMPTS[:, None]
+    generator, logprobs = torch.Generator().manual_seed(step), []
+    for _ in range(TOKENS):
+        with torch.no_grad():
+            row_BV = trainer.model.hf_model(ids).logits[:, -1].log_softmax(-1)
+        drawn_B1 = torch.multinomial(row_BV.exp(), 1, generator=generator)
+        logprobs.append(row_BV.gather(-1, drawn_B1))
+        ids = torch.cat([ids, drawn_B1], 1)
+    return batch_of(ids.tolist(), torch.cat(logprobs, 1).tolist(), step)
+
+
+def batch_of(rows: list[list[int]], logprobs: list[list[float]], step: int) -> Batch:
+    """A group of one rollout for each row: a prompt of one token, and what was sampled."""
+    made = zip(rows, logprobs, strict=True)
+    rollouts = [rollout_of(row[1:], name=f"g{number}", logprobs=told) for number, (row, told) in enumerate(made)]
+    groups = [group_of(row[:1], [rollout], [0.5]) for row, rollout in zip(rows, rollouts, strict=True)]
+    return Batch(Step(step), tuple(groups))
+
+
+def distance(trainer: Trainer) -> float:
+    """KL of the student from the teacher after each prompt, nats."""
+    assert trainer.reference is not None
+    with torch.no_grad():
+        own, other = (
+            m.hf_model(PROMPTS[:, None]).logits[:, -1].log_softmax(-1) for m in (trainer.model, trainer.reference)
+        )
+    return float((own.exp() * (own - other)).sum(-1).mean())
+
+
+def test_each_tokens_advantage_is_minus_its_reverse_kl(models: tuple[Path, Path]) -> None:
+    trainer = taught(*models, lr=1e-3)
+    batch = sampled(trainer, 0)
+    ids = torch.tensor([[*group.spec.prompt_token_ids, *group.rollouts[0].token_ids] for group in batch.groups])
+
+    def logprobs(model: PolicyModel) -> torch.Tensor:
+        return model.hf_model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    assert trainer.reference is not None
+    with torch.no_grad():
+        teacher = logprobs(trainer.reference)
+    own = logprobs(trainer.model)
+    (-(teacher - own.detach()) * own).mean().backward()
+    norm = torch.stack([p.grad.norm() for p in trainer.model.hf_model.parameters() if p.grad is not None]).norm()
+    trainer.model.hf_model.zero_grad()
+    result = trainer.step(batch)
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-4) and result.metrics is not None
+    assert result.metrics["kl/reference"] > 0.1
+
+
+def test_the_student_comes_nearer_to_the_teacher_whatever_the_rewards(models: tuple[Path, Path]) -> None:
+    trainer = taught(*models, lr=1e-2)
+    before = distance(trainer)
+    for step in range(15):
+        trainer.step(sampled(trainer, step))
+    assert distance(trainer) < 0.25 * before
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    student, teacher = models
+    config = RunConfig.model_validate({"model": {"path": str(student)}, "learner": {"teacher": str(teacher)}})
+    check_teacher(config)
+    other = make_tiny_model(tmp_path / "other")
+    text = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = text["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    (other / "tokenizer.json").write_text(json.dumps(text))
+    learner = config.learner.model_copy(update={"teacher": str(other)})
+    with pytest.raises(ConfigError, match=r"learner.teacher .*: expected a model with the tokenizer .* got 2 of"):
+        check_teacher(config.model_copy(update={"learner": learner}))
+
+
+def test_a_teacher_with_fewer_embeddings_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    larger = make_tiny_model(tmp_path / "padded", vocabulary=128)
+    with pytest.raises(ConfigError, match="expected at least the model's 128 embeddings"):
+        taught(larger, models[1], lr=1e-3)
+    assert new_trainer(larger, "float32").reference is None

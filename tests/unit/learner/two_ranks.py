@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import ConfigError, EchoError
 from echo2.base.ids import Step, Version
 from echo2.learner.audit import Habits, Passage, examine, passage_of
-from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import new_team
@@ -52,7 +52,7 @@ def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOp
     dtype = {"float32": "float32", "moe": "float32", "qlora": "nf4"}.get(scenario, "bfloat16")
     copies = 2 if scenario.startswith("copies") else 1
     return options_for(
-        folder, moe if scenario == "moe" else dense, TrainerOptions(token_budget=40), learner={"replicas": copies},
+        folder, moe if scenario == "moe" else dense, learner={"replicas": copies, "token_budget": 40},
         staleness={"bound": 4, "kappa": 2},
         model={"weights_dtype": dtype, "lora_rank": 2 if scenario.endswith("lora") else 0},
     )  # fmt: skip
@@ -173,9 +173,10 @@ def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: lis
 
 def refused(options: LearnerOptions, ranks: DistributedRanks) -> str:
     """What a start is refused with whose second rank was told another budget."""
-    budget = options.trainer.token_budget + ranks.rank
+    learner = options.config.learner
+    learner = learner.model_copy(update={"token_budget": learner.token_budget + ranks.rank})
     try:
-        new_team(replace(options, trainer=replace(options.trainer, token_budget=budget)), ranks)
+        new_team(replace(options, config=options.config.model_copy(update={"learner": learner})), ranks)
     except ConfigError as error:
         return str(error)
     return ""

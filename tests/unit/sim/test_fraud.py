@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.rng import derived_rng
-from echo2.learner.auditor import Auditor
+from echo2.learner.audit import Auditor
 from echo2.learner.learner import LearnerDaemon
 from echo2.sim.liars import Liar, Lie
 from echo2.sim.scenario import Scenario
