@@ -94,7 +94,7 @@ $(VLLM_STAMP): pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM_STAMP)
-	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py tests/contract/test_vllm_rounded.py
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py tests/contract/test_vllm_routing.py tests/contract/test_vllm_adapter.py tests/contract/test_vllm_rounded.py
 
 # What is skipped where optional packages are missing. The packages choose other releases than constraints.txt does, so they lie over
 # the tests' environment, not in it.

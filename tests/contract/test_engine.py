@@ -42,6 +42,7 @@ KINDS = [
     pytest.param(("embedded-general", "qwen3_moe"), id="embedded-general-qwen3-moe"),
     pytest.param(("vllm", "qwen3"), id="vllm-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm", "llama"), id="vllm-llama", marks=pytest.mark.vllm),
+    pytest.param(("vllm", "qwen3_moe"), id="vllm-qwen3-moe", marks=pytest.mark.vllm),
     pytest.param(("vllm-2-ranks", "qwen3"), id="vllm-2-ranks-qwen3", marks=pytest.mark.vllm),
     pytest.param(("vllm-drafts", "qwen3"), id="vllm-drafts-qwen3", marks=pytest.mark.vllm),
 ]

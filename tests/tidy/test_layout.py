@@ -117,7 +117,7 @@ SHELL_FILES |= {
         "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "reports", "weights",
         "worker", "engines/adapter", "engines/making", "engines/outbox",
         *(f"engines/embedded/{name}" for name in ("embedded_engine", "forward", "general", "kernels", "live_weights", "loop")),
-        *(f"engines/vllm/{name}" for name in ("extension", "vllm_engine", "vllm_weights", "weight_map")),
+        *(f"engines/vllm/{name}" for name in ("experts", "extension", "vllm_engine", "vllm_weights", "weight_map")),
     )
 }  # fmt: skip
 IO_MODULES = {"socket", "asyncio", "threading", "subprocess", "grpc", "trio", "sqlalchemy", "sqlite3", "requests"}

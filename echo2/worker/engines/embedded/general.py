@@ -30,6 +30,7 @@ from echo2.weights.routers import Routers
 from echo2.worker.engines.adapter import Adapter
 from echo2.worker.engines.embedded.live_weights import LiveTensors, library_config
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, Copy, Fill, blocks_for
+from echo2.worker.engines.engine import exact_positions
 
 ATTENTION = "echo2_blocks"
 """The name under which transformers finds the attention over a cache in blocks."""
@@ -54,7 +55,8 @@ class ModuleWeights(LiveTensors):
         self.model_type = str(known.model_type)
         text = known.get_text_config(decoder=True)
         _refuse_other_models(self.model_type, text)
-        self.context_tokens, self.vocab_count = _context_tokens(text), int(text.vocab_size)
+        positions, rope = int(text.max_position_embeddings), getattr(text, "rope_parameters", None)
+        self.context_tokens, self.vocab_count = exact_positions(positions, rope, self.model_type), int(text.vocab_size)
         self.carries_state = not set(getattr(text, "layer_types", None) or []) <= set(_WINDOWS)
         attention = {} if self.carries_state else {"attn_implementation": ATTENTION}
         self.changes = 0
@@ -83,26 +85,10 @@ class ModuleWeights(LiveTensors):
         self.changes += 1
 
 
-def _context_tokens(config: Any) -> int:
-    longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
-    return min(map(int, [config.max_position_embeddings, *(r["original_max_position_embeddings"] for r in longropes)]))
-
-
 def _refuse_other_models(model_type: str, config: Any) -> None:
     for name in ("num_attention_heads", "max_position_embeddings", "vocab_size"):
         if not isinstance(getattr(config, name, None), int):
             raise ConfigError(f"model_type {model_type}: expected a decoder with attention, its config has no {name}")
-    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
-        raise ConfigError(
-            f"model_type {model_type}, rope_type: dynamic rotates cached keys again, which no engine here does"
-        )
-
-
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The rotary embeddings of a config: one, or one per kind of layer."""
-    said = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in said.values() if isinstance(value, Mapping)]
-    return nested or [said]
 
 
 TRIAL_TOKENS, TRIAL_DECODED = 70, 4

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import vllm._custom_ops as vllm_ops
 from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod, OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.parameter import ModelWeightParameter
@@ -31,6 +32,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from echo2.base.errors import EchoError, EngineError
 from echo2.base.rng import uniform
+from echo2.worker.engines.vllm.experts import ChosenExperts
 from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, RAW_LOGPROB_ID, STREAM, Entry, read_patches
 from echo2.worker.engines.vllm.weight_map import RoundedLayer, WeightMap, record_map, record_pieces
 
@@ -156,7 +158,7 @@ vllm_ops._supports_onednn = False
 
 SUMS_MAX = 1 << 24
 """Cumulative probabilities held at a time: 128 MiB that vLLM's memory planning does not include."""
-_BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+_BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON", "CPU")  # the last as experts.py changes it
 
 Shapes = list[tuple[str, list[int]]]
 
@@ -207,7 +209,7 @@ class SeededDraws(torch.nn.Module):
         return torch.cat([_picked(*part) for part in parts]), logprobs
 
 
-def place_of(told: dict[str, int], sampled_tokens: int) -> tuple[int, int]:
+def place_of(told: dict[str, Any], sampled_tokens: int) -> tuple[int, int]:
     """The random stream of a request, and the position in it of the token that it draws next."""
     return told[STREAM], told[POSITION] + sampled_tokens
 
@@ -219,12 +221,20 @@ def _picked(logprobs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class SamplerOfBoth(Sampler):  # type: ignore[misc]
-    """vLLM's sampler, except that it reports the token's raw log-probability in place of the likeliest alternative's."""
+    """vLLM's sampler, except that it reports the token's raw log-probability in place of the likeliest alternative's, and where its
+    experts are recorded, those in place of others'."""
+
+    experts: ChosenExperts | None = None
 
     def forward(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raw = self.compute_logprobs(logits)
         output = super().forward(logits, *args, **kwargs)
-        _report_raw(output.logprobs_tensors, raw, output.sampled_token_ids[:, :1].long())
+        reported = output.logprobs_tensors
+        _report_raw(reported, raw, output.sampled_token_ids[:, :1].long())
+        if self.experts is not None:
+            reported.logprobs[:, 2:] = self.experts.of_step()
+            others = reported.logprob_token_ids[:, 2:]
+            others.copy_(RAW_LOGPROB_ID - 1 - torch.arange(others.shape[1], device=others.device))
         return output
 
 
@@ -267,6 +277,7 @@ class WorkerExtension:
         if type(sampler) is not Sampler:
             return f"error: expected the sampler {Sampler.__name__}, got {type(sampler).__name__}"
         self.model_runner.sampler = SamplerOfBoth(logprobs_mode="processed_logprobs")
+        self.model_runner.sampler.experts = getattr(self.model_runner, "echo2_experts", None)
         drafts = getattr(self.model_runner, "rejection_sampler", None)
         if drafts is None:
             self.model_runner.sampler.topk_topp_sampler = SeededDraws(self.model_runner)
@@ -278,6 +289,10 @@ class WorkerExtension:
         )
         return ""
 
+    def echo2_routing_shape(self) -> tuple[int, int, int]:
+        """The routers whose choices are recorded."""
+        return astuple(self.model_runner.echo2_experts.shape)
+
     def echo2_map(self, shapes: Shapes, is_base: bool) -> Any:
         """Builds the map for whole weights of these names and shapes; returns which of their elements are here (`covers`)."""
         try:
@@ -287,7 +302,7 @@ class WorkerExtension:
             with without_adapters(model), set_current_vllm_config(self.model_runner.vllm_config):
                 layers = rounded_layers(model)
                 if not layers:
-                    _refuse_changed_experts(model)
+                    _refuse_detached(model)
                 device = next(iter(layers[0].live.values())).device if layers else None
                 with _masters_in_place(model, layers):
                     found = record_map(model.load_weights, _shapes(shapes), model, device, config, layers)
@@ -343,9 +358,17 @@ def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in shapes}
 
 
-def _refuse_changed_experts(model: torch.nn.Module) -> None:
-    """EngineError for experts' kernels that repack or change their weights after loading, as the one for CPUs does."""
+def _refuse_detached(model: torch.nn.Module) -> None:
+    """EngineError for layers that compute with values derived from their weights at loading: experts' kernels that repack them, and
+    latent attention unless both halves of its `kv_b_proj` are views of it."""
     for name, module in model.named_modules():
+        if isinstance(module, MLAAttention):
+            whole = module.kv_b_proj.weight.untyped_storage().data_ptr()
+            halves = [getattr(module, half, None) for half in ("W_UV", "W_UK_T")]
+            if any(half is None or half.untyped_storage().data_ptr() != whole for half in halves):
+                raise EngineError(
+                    f"{name}: expected latent attention on views of kv_b_proj, got copies, which changes would not reach"
+                )
         backend = getattr(getattr(getattr(module, "quant_method", None), "unquantized_backend", None), "name", None)
         if backend is not None and backend not in _BACKENDS_AS_LOADED:
             raise EngineError(

@@ -24,13 +24,28 @@ from typing import Any
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
-from echo2.base.rollout import ROUTING_KEY, FinishReason
+from echo2.base.rollout import ROUTING_KEY, FinishReason, Routing, RoutingShape
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
-from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.engines.engine import (
+    EngineStats,
+    GenerateRequest,
+    SwapMode,
+    TokenChunk,
+    exact_positions,
+    refuse_bad_request,
+)
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
-from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, RAW_LOGPROB_ID, STREAM, VllmWeights
+from echo2.worker.engines.vllm.vllm_weights import (
+    ADAPTER_ID,
+    POSITION,
+    PROMPT_FILE,
+    STREAM,
+    VllmWeights,
+    expert_dtype,
+    routing_rows,
+)
 from echo2.worker.options import WorkerOptions
 
 GPU_MEMORY_SHARE = 0.9  # share of a GPU's memory that vLLM may use
@@ -57,11 +72,11 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
     """Raises ConfigError for a model that vLLM's workers could not follow, or could not round in this way."""
     text = config.get("text_config")
     said = {**config, **(text if isinstance(text, Mapping) else {})}
-    # vLLM derives further matrices of latent attention when it loads its weights. An update in place would not reach those, and the
-    # fingerprint of the weights would not show it.
-    if rank := said.get("kv_lora_rank"):
+    # vLLM multiplies by views of a matrix of latent attention, which an adapter or rounding would make copies.
+    if (rank := said.get("kv_lora_rank")) and (adapter is not None or quantisation is not Quantisation.NONE):
         raise ConfigError(
-            f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
+            f"model: vLLM's workers follow changes of latent attention (kv_lora_rank {rank!r}) only in whole weights that are not "
+            "rounded; expected no adapter and worker.quantisation none, or --worker.engine embedded"
         )
     # vLLM keeps -exp(A_log) of Mamba's layers, from which the published values cannot be read back for the fingerprint.
     state = next((field for field in said if field.startswith("mamba_") or field in _STATES), "")
@@ -130,7 +145,10 @@ def is_cpu() -> bool:
 
 def environment() -> dict[str, str]:
     """Environment variables for vLLM; the caller keeps any that the operator has set."""
-    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    common = {
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the default on GPUs, whose samplers are others than those that extension.py replaces
+    }  # fmt: skip
     if not is_cpu():
         return common
     cpu = {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -154,6 +172,7 @@ class _Stream:
     count: int = 0
     is_known: bool = False
     is_aborted: bool = False
+    prompt_file: Path | None = None  # where vLLM's process writes the experts of its prompt
 
 
 class VllmEngine:
@@ -179,12 +198,17 @@ class VllmEngine:
     ) -> None:
         refuse_unsupported(config, quantisation, adapter)
         self._config, self._quantisation = config, quantisation
-        limit = int(str(config.get("max_position_embeddings", 0)))
+        positions, rope = int(str(config.get("max_position_embeddings", 0))), config.get("rope_parameters")
+        limit = exact_positions(positions, rope, str(config.get("model_type")))
         self._context_tokens = context_tokens or limit
         if not 2 <= self._context_tokens <= limit:
             raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
         self._vocab_count = int(str(self._config["vocab_size"]))
         self.version: Version | None = None
+        if config.get(ROUTING_KEY) and draft_tokens:
+            raise ConfigError(
+                f"worker.draft_tokens: expected 0, as the learner's run file has learner.replay_routing, got {draft_tokens}"
+            )
         self.slot_count, self._gpus = slot_count, tuple(gpus)
         self.draws_by_seed = not draft_tokens  # with drafts, vLLM draws acceptance from its own random generator
         self._llm: Any = None
@@ -201,6 +225,8 @@ class VllmEngine:
             is_rounded=quantisation is not Quantisation.NONE,
         )
         self._swap_order = asyncio.Lock()
+        self._tells_routing, self._routing = bool(config.get(ROUTING_KEY)), RoutingShape(0, 0, 0)
+        self._expert_bytes = self._prompt_count = 0  # of a token; of prompts whose experts were asked for
         self._sampled_tokens = self._swap_count = 0
         self._busy_s = self._swap_s = 0.0
         self._busy_since: float | None = None
@@ -216,6 +242,9 @@ class VllmEngine:
         for answer in await self._rpc("echo2_report_both_logprobs"):
             if answer:
                 raise EngineError(answer.removeprefix("error: "))
+        if self._tells_routing:
+            self._routing = RoutingShape(*(await self._rpc("echo2_routing_shape"))[0])
+            self._expert_bytes = self._routing.routers * self._routing.chosen * expert_dtype(self._routing).itemsize
         if adapter is not None and base is not None:
             await self._weights.lay_base(base, adapter.spec)
 
@@ -261,6 +290,13 @@ class VllmEngine:
             given["quantization"] = _FP8
         elif is_cpu():
             given["dtype"] = "float32"
+        if is_cpu():
+            # For latent attention vLLM prefers a kernel that repacks its weights.
+            given["attention_backend"] = "CPU_MLA" if self._config.get("kv_lora_rank") else None
+        else:
+            given["moe_backend"] = "triton"  # others repack weights
+        if self._tells_routing:
+            given |= {"additional_config": {ROUTING_KEY: True}, "max_logprobs": -1}
         if self._draft_tokens:
             given["speculative_config"] = {
                 "method": "ngram", "num_speculative_tokens": self._draft_tokens, "prompt_lookup_min": 2,
@@ -297,6 +333,10 @@ class VllmEngine:
             )
         self._outbox.open(request.request_id)
         stream = _Stream(request)
+        shares = any(each.request.prefix_key == request.prefix_key for each in self._streams.values())
+        if self._tells_routing and not shares and not request.token_ids:  # one of a group tells its prompt's
+            self._prompt_count += 1
+            stream.prompt_file = Path(self._folder.name, f"prompt-{self._prompt_count}")
         self._streams[request.request_id] = stream
         if self.version is not None:
             self._begin(stream)
@@ -380,7 +420,7 @@ class VllmEngine:
         reason = FinishReason.ABORTED
         try:
             outputs = await self._llm.add_request(
-                request.request_id, prompt, self._parameters(request), lora_request=self._lora_request()
+                request.request_id, prompt, self._parameters(stream), lora_request=self._lora_request()
             )
             stream.is_known = True
             if stream.is_aborted:
@@ -404,16 +444,32 @@ class VllmEngine:
     def _put(self, stream: _Stream, completion: Any) -> None:
         versions = self._versions(stream, completion)
         is_greedy = stream.request.sampling.temperature == 0.0
+        told: list[list[float]] = []
+        if completion.token_ids:
+            flat = completion.logprobs
+            told = [flat.logprobs[begin:end] for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+        routing = self._routing_of(stream, [values[2:] for values in told])
         sampled = []
-        for token_id, logprobs, version in zip(completion.token_ids, completion.logprobs or (), versions, strict=True):
-            raw = min(logprobs[RAW_LOGPROB_ID].logprob, 0.0)
-            logprob = 0.0 if is_greedy else min(logprobs[token_id].logprob, 0.0)
+        for token_id, values, version, rows in zip(completion.token_ids, told, versions, routing, strict=True):
+            raw, logprob = min(values[1], 0.0), 0.0 if is_greedy else min(values[0], 0.0)
             sampled.append(
-                SampledToken(stream.request.request_id, version, FinishReason.UNFINISHED, token_id, logprob, raw)
+                SampledToken(stream.request.request_id, version, FinishReason.UNFINISHED, token_id, logprob, raw, rows)
             )
         stream.count += len(sampled)
         self._sampled_tokens += len(sampled)
         self._outbox.put(sampled)
+
+    def _routing_of(self, stream: _Stream, numbers: list[list[float]]) -> list[Routing]:
+        """The routing of a sequence's new tokens, from the numbers of three bytes that vLLM's process sent with each."""
+        shape, prompt, path = self._routing, b"", stream.prompt_file
+        size = self._expert_bytes
+        if stream.count == 0 and path is not None and path.exists():
+            raw = path.read_bytes()
+            is_whole = len(raw) == size * (len(stream.request.prompt_token_ids) - 1)
+            prompt = routing_rows(raw, shape) if raw and is_whole else b""
+        each = (b"".join(int(number).to_bytes(3, "little") for number in row)[:size] for row in numbers)
+        rows = [routing_rows(raw, shape) if raw else b"" for raw in each]
+        return [Routing(prompt if at == 0 else b"", row) for at, row in enumerate(rows)]
 
     def _versions(self, stream: _Stream, completion: Any) -> list[Version]:
         """The version of each new token, from the version labels that vLLM keeps per sequence."""
@@ -425,12 +481,17 @@ class VllmEngine:
         else:
             processor = self._llm.output_processor
             (internal_id,) = processor.external_req_ids[stream.request.request_id]
-            starts = processor.request_states[internal_id].weight_version_starts
+            state = processor.request_states[internal_id]
+            # Else vLLM holds those of all tokens to the end.
+            state.logprobs_processor.logprobs = type(completion.logprobs)()
+            starts = state.weight_version_starts
         return [Version(int([name for name, start in starts if start <= at][-1])) for at in new]
 
     def _end(self, stream: _Stream, reason: FinishReason) -> None:
         request_id = stream.request.request_id
         self._streams.pop(request_id, None)
+        if stream.prompt_file is not None:
+            stream.prompt_file.unlink(missing_ok=True)
         self._outbox.put([SampledToken(request_id, self.version or Version(0), reason)])
         if not self._streams and self._busy_since is not None:
             self._busy_s += time.monotonic() - self._busy_since
@@ -444,11 +505,12 @@ class VllmEngine:
 
         return LoRARequest("policy", ADAPTER_ID, "/in/memory")
 
-    def _parameters(self, request: GenerateRequest) -> Any:
+    def _parameters(self, stream: _Stream) -> Any:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
+        request, sampling = stream.request, stream.request.sampling
+        prompt_file = {} if stream.prompt_file is None else {PROMPT_FILE: str(stream.prompt_file)}
         length = len(request.prompt_token_ids) + len(request.token_ids)
         return VllmSamplingParams(
             temperature=sampling.temperature,
@@ -461,8 +523,10 @@ class VllmEngine:
             seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids))
             if self._draft_tokens
             else None,
-            extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)},
-            logprobs=1,  # the sampled token's, and one more entry for its raw log-probability
+            extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)} | prompt_file,
+            logprobs=1
+            - (-self._expert_bytes // 3),  # after the token's own: the raw one, then its experts, three bytes each
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from echo2.base.errors import EngineError, ResourceError, VersionMismatch
+from echo2.base.rollout import RoutingShape, packed
 from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.base.units import format_bytes
 from echo2.cost_model.sizing import ROUND_BYTES
@@ -74,10 +75,12 @@ def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> R
 STREAM, POSITION = "echo2_stream", "echo2_position"
 """Keys of the arguments that vLLM passes along with a request: the seed of its random numbers, and how many tokens were sampled
 before this request."""
+PROMPT_FILE = "echo2_prompt_file"
+"""Key of the path that a prompt's experts are written to, for a request whose experts are wanted."""
 ADAPTER_ID = 1
 """vLLM's number for the only adapter."""
 RAW_LOGPROB_ID = -1
-"""Marks, in place of a token id, the entry with the raw model's log-probability of the sampled token."""
+"""Marks, in place of a token id, the entry with the raw model's log-probability of the sampled token; below it are its experts."""
 NO_FINGERPRINT = -1  # no sum is negative
 Entry = tuple[str, str, int, int, int]
 """A patch in a file: name, dtype, offset in bytes, number of positions or -1 (whole tensor), number of values."""
@@ -204,6 +207,16 @@ class VllmWeights:
                 f"{folder}: expected room for {format_bytes(sum(map(_bytes_of, updates)))} on their way to vLLM's "
                 f"processes, got: {error.strerror}; free some, or give the container more (--shm-size)"
             ) from None
+
+
+def expert_dtype(shape: RoutingShape) -> np.dtype[Any]:
+    """The dtype of experts that leave vLLM's process."""
+    return np.dtype(np.uint8 if shape.experts <= 256 else np.int16)
+
+
+def routing_rows(raw: bytes, shape: RoutingShape) -> bytes:
+    """The packed rows of experts in that dtype."""
+    return packed(np.frombuffer(raw, expert_dtype(shape)).reshape(-1, shape.routers, shape.chosen), shape)
 
 
 def read_patches(path: Path, entries: Sequence[Entry]) -> Iterator[Patch]:

@@ -92,7 +92,7 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
         ),  # before its base
         ("vllm", CONFIG, {"quantisation": "bf16"}, "bf16 is the embedded engine's; .*expected none or fp8"),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
-        ("vllm", CONFIG | {"kv_lora_rank": 8}, {}, "latent attention"),  # vLLM would not follow its changes
+        ("vllm", CONFIG | {"kv_lora_rank": 8}, {"quantisation": "fp8"}, "latent attention .* not rounded"),
         ("vllm", CONFIG | {"mamba_d_state": 8}, {}, r"Mamba's layers \(mamba_d_state 8\).*embedded"),
         ("vllm", CONFIG | {"ssm_state_size": 8, "layer_types": ["mamba", "attention"]}, {}, "Mamba's layers"),
         *(

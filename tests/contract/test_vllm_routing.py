@@ -1,0 +1,98 @@
+"""What vLLM tells of a mixture of experts: which experts computed each token, as transformers' routers choose them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from echo2.base.errors import ConfigError
+from echo2.base.rollout import ROUTING_KEY, FinishReason, RoutingShape, SamplingParams, unpacked
+from echo2.weights.routers import Routers
+from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
+from echo2.worker.engines.vllm.vllm_engine import VllmEngine
+from tests.contract.engine_rig import delta_of, keyframe_of, make_versions, tiny_config
+from tests.patience import WAIT_S
+
+pytestmark = pytest.mark.vllm
+CONFIG = tiny_config("qwen3_moe") | {ROUTING_KEY: True}
+SHAPE = RoutingShape(2, 2, 6)
+PROMPT = tuple((7 * place + 3) % 96 for place in range(90))  # several blocks of the cache
+
+
+def chosen_by(model: torch.nn.Module, tokens: tuple[int, ...]) -> np.ndarray:
+    """The experts of transformers' routers at each position [positions, L, K], in ascending order."""
+    routers = Routers(model, "judge")
+    with torch.no_grad(), routers.recording() as found_LTK:
+        model(torch.tensor([tokens]))
+    assert routers.shape == SHAPE
+    return np.sort(torch.stack(found_LTK, 1).numpy(), axis=-1)
+
+
+async def collected(engine: VllmEngine, *requests: GenerateRequest) -> dict[str, list[TokenChunk]]:
+    chunks: dict[str, list[TokenChunk]] = defaultdict(list)
+    for request in requests:
+        engine.submit(request)
+    running = len(requests)
+    while running:
+        for chunk in await engine.next_chunks():
+            chunks[chunk.request_id].append(chunk)
+            running -= chunk.finish_reason is not FinishReason.UNFINISHED
+    return chunks
+
+
+def rows_of(raw: bytes) -> np.ndarray:
+    return np.sort(unpacked(raw, SHAPE), axis=-1)
+
+
+def tokens_of(chunks: list[TokenChunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
+def request(name: str, prompt: tuple[int, ...], seed: int, token_ids: tuple[int, ...] = ()) -> GenerateRequest:
+    return GenerateRequest(
+        name, prompt, token_ids, SamplingParams(max_new_tokens=30, seed=seed), name.partition("/")[0]
+    )
+
+
+def test_each_token_and_a_prompt_found_in_the_cache_tell_the_experts_that_computed_them() -> None:
+    old, new, _ = make_versions(CONFIG)
+
+    async def body() -> tuple[dict[str, list[TokenChunk]], ...]:
+        engine = VllmEngine(CONFIG, slot_count=4)
+        await engine.start()
+        try:
+            await engine.swap(keyframe_of(old, 0), SwapMode.RECOMPUTE_KV)
+            group = await collected(engine, *(request(f"a/{seed}", PROMPT, seed) for seed in range(6)))
+            longer = PROMPT + tokens_of(group["a/0"])
+            turn = await collected(engine, request("b/0", longer, 1), request("c/0", (5,), 2))
+            await engine.swap(delta_of(old, new, 0, 1), SwapMode.RECOMPUTE_KV)
+            begun = tokens_of(group["a/1"])[:10]
+            after = await collected(engine, request("d/0", PROMPT, 3), request("e/0", PROMPT, 4, begun))
+            return group, turn, after
+        finally:
+            await engine.stop()
+
+    group, turn, after = asyncio.run(asyncio.wait_for(body(), WAIT_S))
+    prompts = {"b/0": PROMPT + tokens_of(group["a/0"]), "c/0": (5,)}
+    begun = {"e/0": tokens_of(group["a/1"])[:10]}
+    for judge, told in ((old, group | turn), (new, after)):
+        for name, chunks in told.items():
+            prompt = prompts.get(name, PROMPT)
+            before = prompt + begun.get(name, ())
+            expected = chosen_by(judge, before + tokens_of(chunks))
+            found = rows_of(b"".join(chunk.routing.tokens for chunk in chunks))
+            assert np.array_equal(found, expected[len(before) - 1 : -1]), name
+            told_prompt = b"".join(chunk.routing.prompt for chunk in chunks)
+            if name in ("a/0", "b/0", "d/0"):  # one of a group tells its prompt's
+                assert np.array_equal(rows_of(told_prompt), expected[: len(prompt) - 1]), name
+            else:
+                assert not told_prompt, name
+
+
+def test_drafts_with_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="draft_tokens: expected 0"):
+        VllmEngine(CONFIG, draft_tokens=2)
