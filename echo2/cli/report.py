@@ -7,18 +7,23 @@ import html
 import importlib.resources
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
+
+from google.protobuf.json_format import ParseDict
 
 from echo2.base.errors import StateError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.process import wrapped
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
 SUMMARY, PAGE = "summary.json", "report.html"  # in the run's folder
+PARTS = ("dom.js", "format.js", "rollouts.js")  # of the dashboard, in the order in which they need one another
 RAMP_STEPS = 5  # machines still start and their rates are being measured
 
 
@@ -30,7 +35,7 @@ class RunReport:
     problems: tuple[str, ...]
 
 
-def write_report(run_folder: Path, status: coordinator_pb2.RunStatus, elapsed_s: float | None = None) -> RunReport:
+def write_report(run_folder: Path, status: pb.RunStatus, elapsed_s: float | None = None) -> RunReport:
     """Writes summary.json, plots and report.html into the run folder, from the run's last status and the learner's files there.
 
     `elapsed_s`: since the command that ran it began; None if several programs did."""
@@ -41,7 +46,7 @@ def write_report(run_folder: Path, status: coordinator_pb2.RunStatus, elapsed_s:
     (run_folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is not None:  # a coordinator's machine has it not
         _plot(run_folder / "plots", steps, evaluations, status.learner_hello.staleness_bound)
-    _write_page(run_folder, facts)
+    _write_page(run_folder, facts, {worker.peer_id: worker.name for worker in status.workers})
     return read_report(run_folder)
 
 
@@ -96,7 +101,7 @@ def samples_of(run_folder: Path) -> list[HeldOutSample]:
 
 
 def _facts(
-    status: coordinator_pb2.RunStatus,
+    status: pb.RunStatus,
     steps: Sequence[dict[str, Any]],
     evaluations: Sequence[tuple[int, float]],
     elapsed_s: float | None,
@@ -153,7 +158,7 @@ def lags_of(steps: Sequence[dict[str, Any]]) -> list[int]:
     return [sum(row[lag] for row in rows if lag < len(row)) for lag in range(max(map(len, rows), default=0))]
 
 
-def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
+def _problems(status: pb.RunStatus) -> list[str]:
     from echo2.coordinator.planning.advice import EQUAL_REWARD_STEPS_MAX  # loads the lease book and numpy
 
     learner, problems = status.learner, []
@@ -207,8 +212,8 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
-    """Writes report.html in the dashboard's own style, with its pictures inside."""
+def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Writes report.html in the dashboard's own style, with its pictures inside. `names`: of the workers, by peer id."""
     escape = html.escape
     rows = "".join(f"<tr><th scope=row>{escape(a)}<td>{escape(b)}" for a, b in _entries(run_folder, facts))
     problems = "".join(f'<div class="banner">{escape(one)}</div>' for one in facts["problems"])
@@ -224,13 +229,47 @@ def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
         for one in samples_of(run_folder)
     )
     name = escape(run_folder.name)
-    style = (importlib.resources.files("echo2.coordinator.web") / "static" / "page.css").read_text()
+    style, rollouts = _static("page.css"), _rollouts_section(run_folder, names)
     (run_folder / PAGE).write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{name}"
         f"</title><style>{style}</style><header class=bar><h1>{name}</h1></header>{problems}<main>"
         f"<section class=panel><table class=totals>{rows}</table></section>{plots}<section class=panel><h2>Held-out prompts"
-        f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section></main>\n",
+        f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section>{rollouts}\n",
         encoding="utf-8",
+    )
+
+
+def _static(name: str) -> str:
+    return (importlib.resources.files("echo2.coordinator.web") / "static" / name).read_text()
+
+
+def _rollouts_section(run_folder: Path, names: Mapping[str, str]) -> str:
+    """The dashboard's view of rollouts, token by token, with its answers to the questions that a reader may ask. Ends `main`."""
+    from echo2.coordinator.web.state import rollout_summary, rollout_value  # loads the lease book and numpy
+
+    pages = [ParseDict(row, pb.RolloutsShown(), True) for row in rows_of(run_folder / "learner" / "rollouts.jsonl")]
+    if not pages:
+        return "</main>"
+    name_of, offsets, answers = (lambda peer: names.get(peer, peer[-8:])), dict[str, int](), dict[str, Any]()
+    for page in pages:
+        name = page.rollouts[0].rollout_id
+        offset = offsets.get(name, 0)
+        answers["/api/rollout?" + urlencode({"id": name, "offset": offset})] = rollout_value(page, offset, name_of)
+        offsets[name] = offset + len(page.tokens)
+    newest = {page.rollouts[0].rollout_id: rollout_summary(page.rollouts[0], name_of) for page in pages}
+    answers["/api/rollouts"] = {"rollouts": list(newest.values()), "problem": ""}
+    index = _static("index.html")
+    panel, dialog = (
+        re.findall(rf'<{tag} [^>]*id="{name}".*?</{tag}>', index, re.DOTALL)[0].replace(
+            "<details class", "<details open class"
+        )
+        for tag, name in (("details", "rollouts"), ("dialog", "rollout-dialog"))
+    )
+    script = "".join(re.sub(r"^import .*$|^export ", "", _static(name), flags=re.M) for name in PARTS)
+    kept = json.dumps(answers).replace("<", "\\u003c")
+    return (
+        f'{panel.replace(" span7", "")}</main>{dialog}<script type="application/json" id="rollouts-kept">{kept}</script>'
+        f"<script type=module>{script}</script>"
     )
 
 

@@ -114,7 +114,8 @@ class RunnerLost(Exception):
 
 
 class Runner(Protocol):
-    """One process that answers requests, one at a time: `sandbox.Sandbox`, or an equivalent on another machine."""
+    """One process that answers requests, one at a time: `sandbox.Sandbox`, or an equivalent on another machine. Three methods do: a
+    request brings its files, the answer brings what it printed, and nothing stays, so that another runner can be asked again."""
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
         """Waits until it can take a request; False once `is_wanted` returns False."""
@@ -206,6 +207,13 @@ class Pool:
             return None
 
 
+def program_sandboxes(limits: Limits | None = None) -> Callable[[], Sandbox]:
+    """Makes the sandboxes of programs on this machine. Raises ResourceError if containment does not work here."""
+    bubblewrap()
+    launch = Launch("echo2.contain.program_inside", "", limits or Limits(), view_here(folder=SCRATCH))
+    return lambda: Sandbox(launch)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """`files`: contents by name (no folders), written beside the program before it starts."""
@@ -221,12 +229,14 @@ class Program:
 
 
 class ProgramPool:
-    """`process_count` processes, each running one program at a time. Raises ResourceError if containment does not work here."""
+    """`process_count` processes, each running one program at a time, here or where the runners of `make` are. Raises ResourceError
+    if they are to be here and containment does not work here."""
 
-    def __init__(self, limits: Limits | None = None, process_count: int = 1, queue_max: int = 1 << 12):
-        bubblewrap()
-        launch = Launch("echo2.contain.program_inside", "", limits or Limits(), view_here(folder=SCRATCH))
-        self._pool = Pool(lambda: Sandbox(launch), launch.limits, process_count, queue_max)
+    def __init__(
+        self, limits: Limits | None = None, process_count: int = 1, queue_max: int = 1 << 12,
+        make: Callable[[], Runner] | None = None,
+    ):  # fmt: skip
+        self._pool = Pool(make or program_sandboxes(limits), limits or Limits(), process_count, queue_max)
 
     def submit(self, program: Program, sender: str = "") -> Future[Answer]:
         """Queues a program. `sender`: whom it runs for; senders with long-running programs queue behind others. The answer's `note`

@@ -53,14 +53,17 @@ class _ServedTaskset:
     """A taskset's environment, and the servers that its episodes share, run by one asyncio task."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        from verifiers.v1.configs.agent import AgentConfig
-        from verifiers.v1.envs.single_agent.env import SingleAgentEnv, SingleAgentEnvConfig
-        from verifiers.v1.utils.loaders import taskset_config_type
+        from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+        from verifiers.v1.utils.loaders import env_config_type, environment_class, taskset_config_type
 
-        options = {"id": told["taskset"], **told["options"]}
+        name = str(told["taskset"])
         agent = AgentConfig.model_validate({"harness": dict(_HARNESS), "runtime": dict(_RUNTIME), **told["agent"]})
-        taskset = taskset_config_type(told["taskset"]).model_validate(options)
-        self.env: Any = SingleAgentEnv(SingleAgentEnvConfig(taskset=taskset, agent=agent))
+        taskset = taskset_config_type(name).model_validate({"id": name, **told["options"]})
+        config = env_config_type(name)  # of the taskset's own environment, or of one that only lets the agent play
+        seats = list(agent_config_fields(config(taskset=taskset)))
+        if len(seats) != 1:
+            raise TaskError(f"verifiers/{name}: expected an environment of one agent, got {', '.join(seats)}")
+        self.env: Any = environment_class(name)(config(taskset=taskset, **{seats[0]: agent}))
         self.tasks = loaded(told["taskset"], told["options"], int(told["size"]))
         self.players = self.episodes = 0
         self._is_over = asyncio.Event()

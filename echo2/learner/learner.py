@@ -35,7 +35,7 @@ from echo2.learner.metrics import PrometheusEndpoint, number_in, open_sinks
 from echo2.learner.options import LearnerOptions, RunFolder
 from echo2.learner.publishing.publisher import SeedNode, VersionPublisher
 from echo2.learner.publishing.schedule import SettingChoice, encode_cores
-from echo2.learner.recent import answer
+from echo2.learner.recent import answer, keep
 from echo2.learner.rollouts.agents import Agents
 from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.rollouts.ingest import IngestPort
@@ -326,6 +326,7 @@ class Learner:
                 "stopped after step %d of %d; saved in %s: the same command goes on from there",
                 loop.step, self.options.config.learner.steps, self.options.folder / "checkpoints",
             )  # fmt: skip
+        await asyncio.to_thread(keep, loop.recent, loop.p.prompts.tokenizer, self.options.folder)
         groups = self.pool.groups
         return RunSummary(
             loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",

@@ -10,10 +10,13 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
+
+from google.protobuf.json_format import MessageToJson
 
 from echo2.base.ids import PeerId, Step
 from echo2.base.rollout import VersionSpan
@@ -133,8 +136,11 @@ def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
     )
 
 
-# ---- for the dashboard
+# ---- for the dashboard, and for the report of a finished run
 
+REPORTED_TOKENS_MAX = 1 << 14
+"""Some 2 MB of a report."""
+KEPT_FILE = "rollouts.jsonl"
 PREVIEW_TOKENS = 64  # more than PREVIEW_CHARS, whatever the tokenizer
 PREVIEW_CHARS = 160  # a line of the page
 _BREAKS = {"\n": "\n", "\t": "\t"}  # kept as they are
@@ -165,7 +171,7 @@ def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) ->
         text = plain(_text(tokenizer, said[:TURN_CHARS_MAX]), TURN_CHARS_MAX)
         reply.turns.add(turn=number, position=position, text=text)
     token_ids = rollout.token_ids[part]
-    texts = tokenizer.batch_decode([[token] for token in token_ids], skip_special_tokens=False)
+    texts = [_text(tokenizer, [token]) for token in token_ids]
     all_versions = (span.version for span in rollout.version_spans for _ in range(span.count))
     versions = islice(all_versions, part.start, part.stop)
     peers = {peer_id: index for index, peer_id in enumerate(reply.rollouts[0].peer_ids)}
@@ -175,6 +181,23 @@ def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) ->
     for token, text, logprob, version, peer in rows:
         reply.tokens.add(token_id=token, text=plain(text, TOKEN_CHARS_MAX), logprob=logprob, version=version, peer=peer)
     return reply
+
+
+def pages(recent: RecentRollouts, tokenizer: Any) -> Iterator[pb.RolloutsShown]:
+    """The newest rollouts, REPORTED_TOKENS_MAX tokens of them, as the dashboard is answered that turns all their pages."""
+    left = REPORTED_TOKENS_MAX
+    for rollout in recent.newest(ROLLOUTS_SHOWN_MAX):
+        at = 0
+        while at < len(rollout.token_ids) and left > 0:
+            shown = answer(recent, tokenizer, pb.RolloutsWanted(rollout_id=rollout.rollout_id, offset=at))
+            at, left = at + len(shown.tokens), left - len(shown.tokens)
+            yield shown
+
+
+def keep(recent: RecentRollouts, tokenizer: Any, folder: Path) -> None:
+    """Writes `pages` for the report of the run, which is made when this process has ended."""
+    if lines := [MessageToJson(shown, indent=None) for shown in pages(recent, tokenizer)]:
+        (folder / KEPT_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _summary(rollout: SeenRollout, tokenizer: Any) -> pb.RolloutSummary:

@@ -63,10 +63,12 @@ class VerifiersTask:
 
 def loaded(taskset: str, options: Mapping[str, object], size: int) -> list[Any]:
     try:
-        from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+        from verifiers.v1.utils.loaders import load_taskset, taskset_class, taskset_config_type
     except ImportError as error:
         raise TaskError(f"verifiers/{taskset}: the package verifiers is not installed ({error})") from error
     try:
+        if size >= SIZE_MAX and taskset_class(taskset).INFINITE:
+            raise ConfigError(f"verifiers/{taskset}: expected size, how many of its endless tasks to take")
         config = taskset_config_type(taskset).model_validate({"id": taskset, **options})
         tasks = list(itertools.islice(load_taskset(config), size))
     except (ImportError, AttributeError, TypeError, ValueError) as error:

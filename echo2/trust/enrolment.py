@@ -32,15 +32,16 @@ _log = logging.getLogger("echo2.broadcast")
 Reply = TypeVar("Reply")
 
 
-def fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
-    """The certificate that the enrolment port shows, not yet verified."""
-    return here().net.certificate_at(link.host, link.port, dns_name_of(link.peer_id), timeout_s)
-
-
-def _checked_certificate(link: JoinLink, timeout_s: float) -> NodeCertificate:
+def checked_certificate(link: JoinLink, timeout_s: float) -> NodeCertificate:
     """The certificate of the coordinator that `link` pins. Raises Unreachable; TrustError for another peer or an expired one."""
-    shown = NodeCertificate.parse(fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
-    shown.check_peer(link.peer_id)
+    data = here().net.certificate_at(link.host, link.port, dns_name_of(link.peer_id), timeout_s)
+    shown = NodeCertificate.parse(data, f"coordinator at {link.address}")
+    if shown.peer_id != link.peer_id:
+        raise TrustError(
+            f"coordinator at {link.address}: expected the peer {link.peer_id}, which the join link names; the coordinator of "
+            f"run {shown.run_id!r:.80} answers there, {shown.peer_id}. The link is of another run, or its coordinator has another "
+            "port by now: join by a new link (on the coordinator's machine: echo2 link @operator.link)"
+        )
     shown.check_time(unix_now())
     return shown
 
@@ -51,13 +52,13 @@ def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> flo
     Joins nothing and uses no token. Raises Unreachable; TrustError for another peer or an expired certificate.
     """
     began = monotonic()
-    _checked_certificate(link, timeout_s)
+    checked_certificate(link, timeout_s)
     return monotonic() - began
 
 
 async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
     """Joins the run that `link` names. Raises TrustError for a wrong peer or role, BadToken or Unreachable."""
-    shown = await asyncio.to_thread(_checked_certificate, link, timeout_s)
+    shown = await asyncio.to_thread(checked_certificate, link, timeout_s)
     key = new_tls_key()
     request = enrolment_pb2.EnrolRequest(
         protocol_version=PROTOCOL_VERSION,

@@ -99,7 +99,8 @@ async def test_wrong_pin_token_role_and_address_each_say_so() -> None:
     pinned = authority.identity.peer_id
     async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
         other = Identity.generate().peer_id
-        with pytest.raises(TrustError, match=f"expected the peer {other}"):
+        text = f"expected the peer {other}, which the join link names; the coordinator of run '{RUN}' answers there, {pinned}"
+        with pytest.raises(TrustError, match=f"{text}.*join by a new link"):
             await enrol(_link(port, other), Identity.generate(), Role.WORKER)
         with pytest.raises(BadToken, match="known token"):
             await enrol(_link(port, pinned, "bad"), Identity.generate(), Role.WORKER)

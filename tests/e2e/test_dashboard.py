@@ -15,12 +15,17 @@ from typing import Any
 import pytest
 
 from benchmarks.coordinator_load import Ledger, Shape, run_load
+from echo2.base.ids import Step
+from echo2.cli.report import write_report
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.web.page import METRICS, WORKER_METRICS
+from echo2.learner.recent import RecentRollouts, keep
+from echo2.learner.rollouts.groups import Batch
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
+from tests.unit.learner.test_metrics import Letters, group
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -458,3 +463,28 @@ async def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
         await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
         assert "does not answer" in await page.get_by_role("alert").text_content()
         await shoot(page, "away-1440-light")
+
+
+async def test_the_report_of_a_finished_run_shows_tokens_from_its_file_alone(tmp_path: Path) -> None:
+    learner = tmp_path / "learner"
+    learner.mkdir()
+    recent = RecentRollouts()
+    recent.add(Batch(Step(4), (group("g1", 600, count=1),)))
+    keep(recent, Letters(), learner)
+    status = pb.RunStatus()
+    status.workers.add(peer_id="w1", name="berlin")
+    write_report(tmp_path, status)
+    async with browser() as chromium:
+        page, troubles = await chromium.new_page(), list[str]()
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda sent: None if sent.url.startswith(("file:", "data:")) else troubles.append(sent.url))
+        await page.goto((tmp_path / "report.html").as_uri())
+        await page.click("#rollouts-body button", timeout=WAIT_MS)
+        assert "600 tokens, ended by stop · v3 – v4 · sampled on berlin, w2" in await page.inner_text("#rollout-facts")
+        await page.focus(".token")
+        assert "id 0, log-probability 0 (100.00 %), sampled by version 3 on berlin" in await page.inner_text(
+            "#rollout-token"
+        )
+        await page.click("#rollout-on")
+        await page.wait_for_function("document.querySelectorAll('.token').length == 88", timeout=WAIT_MS)
+        assert not troubles

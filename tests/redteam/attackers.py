@@ -14,8 +14,8 @@ from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.events import Have, RelayAck
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
-from echo2.trust.enrolment import fetch_certificate
-from echo2.trust.identity import JoinLink, NodeCertificate
+from echo2.trust.enrolment import checked_certificate
+from echo2.trust.identity import JoinLink
 from echo2.wire import broadcast as wire
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, enrolment_pb2, ingest_pb2, probe_pb2
 from tests.redteam.grammar import Grammar
@@ -135,10 +135,10 @@ async def enrolment(scene: Scene, until: float) -> int:
     """Its token is among what the grammar knows; a probe's first block may be followed by many."""
     sent, loop = 0, asyncio.get_running_loop()
     link = JoinLink.parse((scene.folder / "links" / "worker.link").read_text().strip())
-    shown = await asyncio.to_thread(fetch_certificate, link, 5.0)
+    shown = await asyncio.to_thread(checked_certificate, link, 5.0)
     grammar = Grammar(scene.rng, [link.token, "worker", "operator", scene.run_id])
     while loop.time() < until:
-        async with tls.open_enrolment_channel(link, NodeCertificate.parse(shown, "enrolment").pem) as channel:
+        async with tls.open_enrolment_channel(link, shown.pem) as channel:
             for _ in range(40):
                 name, kind = scene.rng.choice(list(OF_STRANGERS.items()))
                 message: Any = grammar.message(_kind(kind), scene.rng.random() < 0.4)

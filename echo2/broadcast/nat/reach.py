@@ -31,7 +31,7 @@ from echo2.broadcast.uplink import local_end
 from echo2.outside import here, monotonic, unix_now
 from echo2.outside.guard import cancel_all
 from echo2.outside.net import EVERY_ADDRESS, check_free, listened, listening_socket
-from echo2.trust.enrolment import fetch_certificate
+from echo2.trust.enrolment import checked_certificate
 from echo2.trust.identity import JoinLink, NodeCertificate, dns_name_of
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, error_of, open_enrolment_channel
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
@@ -253,10 +253,7 @@ async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: 
 
     Raises Unreachable, TrustError, BadToken, VersionMismatch or PortBusy.
     """
-    shown = NodeCertificate.parse(
-        await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
-    )
-    shown.check_peer(link.peer_id)
+    shown = await asyncio.to_thread(checked_certificate, link, timeout_s)
     async with open_enrolment_channel(link, shown.pem) as channel:
         stub = probe_pb2_grpc.ProbeStub(channel)
         try:

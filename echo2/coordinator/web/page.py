@@ -46,14 +46,13 @@ from echo2.coordinator.planning.advice import WHAT_IF, what_if
 from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.coordinator.planning.service import snapshot_of
-from echo2.coordinator.web.state import StateView, finite, plan_value
+from echo2.coordinator.web.state import StateView, finite, plan_value, rollout_summary, rollout_value
 from echo2.outside.guard import cancel_all
 from echo2.outside.net import listened, listening_socket
 from echo2.trust.http_port import HttpServer
 from echo2.trust.ports import PAGE
 from echo2.trust.tls import Credentials, read_secret, write_secret
 from echo2.wire.bounds import ROLLOUT_TOKENS_MAX
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 # Controls access to the page: who may look and who may act.
 #
@@ -376,7 +375,8 @@ class Web:
             shown = await self._commands.hub.learner.rollouts.newest()
         except EchoError as error:
             return {"rollouts": [], "problem": str(error)}
-        return {"rollouts": [self._summary(one) for one in shown.rollouts], "problem": ""}
+        name_of = self._commands.hub.membership.name_of
+        return {"rollouts": [rollout_summary(one, name_of) for one in shown.rollouts], "problem": ""}
 
     async def _rollout(self, query: QueryParams) -> Values:
         """One rollout: its prompt, its tokens from `offset` on, and the turns that begin among them. MalformedMessage for a bad
@@ -389,22 +389,7 @@ class Web:
         shown = await self._commands.hub.learner.rollouts.tokens(rollout_id, int(offset))
         if not shown.rollouts:
             raise MalformedMessage(f"id: expected a rollout that the learner still keeps, {rollout_id!r} is none")
-        summary = self._summary(shown.rollouts[0])
-        workers = dict(enumerate(summary["workers"]))
-        tokens = [
-            {"id": one.token_id, "text": one.text, "logprob": finite(one.logprob, 4), "version": one.version,
-             "worker": workers.get(one.peer, "")} for one in shown.tokens
-        ]  # fmt: skip
-        said = [{"turn": one.turn, "position": one.position, "text": one.text} for one in shown.turns]
-        return {**summary, "prompt": shown.prompt, "offset": int(offset), "tokens": tokens, "said": said}
-
-    def _summary(self, one: pb.RolloutSummary) -> Values:
-        names = [self._commands.hub.membership.name_of(peer) for peer in one.peer_ids]
-        return {
-            "id": one.rollout_id, "step": one.step, "reward": finite(one.reward, 4), "token_count": one.token_count,
-            "oldest_version": one.oldest_version, "newest_version": one.newest_version,
-            "finish_reason": one.finish_reason, "workers": names, "completion": one.completion, "turns": one.turn_count,
-        }  # fmt: skip
+        return rollout_value(shown, int(offset), self._commands.hub.membership.name_of)
 
     def _ready(self, query: QueryParams) -> Values:
         """Always ready: the state is open and both ports listen before the page is served. The learner may be away."""

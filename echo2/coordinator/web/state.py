@@ -6,6 +6,7 @@ Guarantees: valid JSON (no infinities or NaN). A fact that the message has is re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from heapq import nsmallest
 from typing import Any
@@ -419,6 +420,27 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
             for term in plan.terms
         ],
     }  # fmt: skip
+
+
+def rollout_summary(one: pb.RolloutSummary, name_of: Callable[[str], str]) -> dict[str, Any]:
+    """`name_of`: a worker's name by its peer id."""
+    return {
+        "id": one.rollout_id, "step": one.step, "reward": finite(one.reward, 4), "token_count": one.token_count,
+        "oldest_version": one.oldest_version, "newest_version": one.newest_version, "finish_reason": one.finish_reason,
+        "workers": [name_of(peer) for peer in one.peer_ids], "completion": one.completion, "turns": one.turn_count,
+    }  # fmt: skip
+
+
+def rollout_value(shown: pb.RolloutsShown, offset: int, name_of: Callable[[str], str]) -> dict[str, Any]:
+    """One rollout as the page shows it: its tokens from `offset` on, and the turns that begin among them."""
+    summary = rollout_summary(shown.rollouts[0], name_of)
+    workers = dict(enumerate(summary["workers"]))
+    tokens = [
+        {"id": one.token_id, "text": one.text, "logprob": finite(one.logprob, 4), "version": one.version,
+         "worker": workers.get(one.peer, "")} for one in shown.tokens
+    ]  # fmt: skip
+    said = [{"turn": one.turn, "position": one.position, "text": one.text} for one in shown.turns]
+    return {**summary, "prompt": shown.prompt, "offset": offset, "tokens": tokens, "said": said}
 
 
 def _errors(corrections: Corrections) -> dict[str, Any]:

@@ -30,19 +30,21 @@ OFFERED_MAX = 1024  # rollouts offered at once: more than a fleet's slots, few e
 ASKED_MAX = 8192
 """Rollouts asked for and not answered; beyond it clients are told to come again."""
 RETRY_AFTER_S = 1.0  # a completion or a version takes seconds
+EXACT_WAIT_S = 10.0  # a worker that still held a version which is not the newest would have begun
 FINISHED_MAX = 4096
 """Answered groups kept until the next version, for what operators see of them."""
 
 
 @dataclass(order=True, slots=True)
 class Asked:
-    """A request in the order in which it is offered. `retry`: how often it has begun anew."""
+    """A request in the order in which it is offered. `retry`: how often it has begun anew. `offered_at`: the last time."""
 
     priority: int
     number: int
     answer: TokenAnswer = field(compare=False)
     sampling: SamplingParams = field(compare=False)
     retry: int = field(default=0, compare=False)
+    offered_at: float = field(default=0.0, compare=False)
 
     @property
     def group_id(self) -> GroupId:
@@ -118,10 +120,7 @@ class RequestPool(RolloutPool):
             text = f"expected a version up to {newest}, the newest, got {wanted}: ask again when it is published"
             raise CallRefused(409, "version_not_published", text, RETRY_AFTER_S)
         if exact is not None and (exact < newest - bound or exact not in self.groups.published):
-            text = (
-                f"expected one of the versions that workers may hold, {max(0, newest - bound)} to {newest}, got {exact}"
-            )
-            raise CallRefused(409, "version_gone", text)
+            raise _gone(exact, f"one of the versions that workers may hold, {max(0, newest - bound)} to {newest}")
 
     def _sampling_of(self, request: TokenRequest, number: int) -> SamplingParams:
         run, room = self.prompts.sampling, self.prompts.context_tokens - len(request.token_ids)
@@ -211,6 +210,19 @@ class RequestPool(RolloutPool):
         finished, self.finished = self.finished, []
         return finished
 
+    def tick(self, now: float) -> None:
+        """Refuses requests for a version that no worker is at any more. Call about every second; `now`: seconds."""
+        newest = self.groups.published[-1]
+        for group_id, asked in self._asked.items():
+            exact, group = asked.answer.request.exact_version, self.groups.groups.get(group_id)
+            if exact is None or exact >= newest or now - asked.offered_at <= EXACT_WAIT_S:
+                continue
+            if group is not None and not group.is_begun:
+                asked.answer.whole.set_exception(_gone(exact, f"{newest}, the newest, since no worker is at another"))
+                asked.answer.whole.exception()  # its client may have left
+                self.groups.close_family(group_id, "unused")
+        self._settle()
+
     def _note_idle(self) -> None:
         if not self._asked and not self._waiting and self._busy_since:
             self._busy_s += monotonic() - self._busy_since
@@ -228,7 +240,7 @@ class RequestPool(RolloutPool):
             step = Step(max(self.groups.next_step, least + self.groups.rules.staleness_bound if least else 0))
             exact = None if request.exact_version is None else Version(request.exact_version)
             spec = GroupSpec(name, request.token_ids, request.choices, asked.sampling, step, work, exact)
-            self._asked[name] = asked
+            self._asked[name], asked.offered_at = asked, monotonic()
             offered += request.choices
             draw = Draw(asked.number, asked.retry, request.token_ids, asked.sampling)
             self.groups.open(spec, draw)
@@ -239,5 +251,12 @@ class RequestPool(RolloutPool):
     def waits_for(self) -> str:
         if not self._asked and not self._waiting:
             return "requests of trainers"
-        begun = sum(self.groups.groups[name].is_begun for name in self._asked)
+        groups = [
+            self.groups.groups.get(name) for name in self._asked
+        ]  # None: closed, which is told with the next version
+        begun = sum(group is not None and group.is_begun for group in groups)
         return f"{len(self._asked)} requests, {begun} begun by workers; {len(self._waiting)} wait for their turn"
+
+
+def _gone(exact: int, expected: str) -> CallRefused:
+    return CallRefused(409, "version_gone", f"expected {expected}, got {exact}")

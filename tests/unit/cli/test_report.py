@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+from google.protobuf.json_format import MessageToJson
 
 from echo2.base.errors import Unreachable
 from echo2.cli.main import main
 from echo2.cli.report import is_reported, write_report
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def finished(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def status_of(step: int) -> coordinator_pb2.RunStatus:
-    status = coordinator_pb2.RunStatus(usd_spent=1.5)
+def status_of(step: int) -> pb.RunStatus:
+    status = pb.RunStatus(usd_spent=1.5)
     status.learner.step, status.learner.trained_tokens = step, 1000
     status.learner_hello.step_limit, status.learner_hello.staleness_bound = 4, 2
     return status
@@ -58,6 +59,34 @@ def test_the_report_has_rewards_cost_time_samples_and_tracker_and_a_page_that_ne
     page = (finished / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3 and "&lt;b&gt;5" in page, "a model's text is no markup"
     assert not re.search(r'(src|href)="?(/|http)', page)
+
+
+def test_the_page_shows_rollouts_token_by_token_by_the_dashboards_own_code(finished: Path, without_plots: None) -> None:
+    write_report(finished, status_of(4))
+    assert "rollouts-kept" not in (finished / "report.html").read_text(), "an older run's folder has none"
+    one = pb.RolloutSummary(rollout_id="g1/0", step=4, reward=0.5, token_count=3, peer_ids=["p1", "p2"], turn_count=2)
+    pages = [pb.RolloutsShown(rollouts=[one], prompt="</script>"), pb.RolloutsShown(rollouts=[one])]
+    for number, page in ((0, pages[0]), (1, pages[0]), (2, pages[1])):
+        page.tokens.add(token_id=number, text="<b>", logprob=-0.5, version=3, peer=number % 2)
+    pages[0].turns.add(turn=2, position=1, text="go on")
+    (finished / "learner" / "rollouts.jsonl").write_text(
+        "".join(MessageToJson(page, indent=None) + "\n" for page in pages)
+    )
+    status = status_of(4)
+    status.workers.add(peer_id="p1", name="berlin")
+    write_report(finished, status)
+    text = (finished / "report.html").read_text()
+    kept = json.loads(re.findall(r'id="rollouts-kept">(.*?)</script>', text)[0])
+    assert [row["id"] for row in kept["/api/rollouts"]["rollouts"]] == ["g1/0"]
+    first, rest = (kept[f"/api/rollout?id=g1%2F0&offset={offset}"] for offset in (0, 2))
+    assert [token["worker"] for token in first["tokens"]] == ["berlin", "p2"], (
+        "of a worker without a name, its id's end"
+    )
+    assert (first["prompt"], first["reward"], first["said"][0]["position"]) == ("</script>", 0.5, 1)
+    assert (rest["offset"], rest["tokens"][0]["id"], rest["tokens"][0]["version"]) == (2, 2, 3)
+    assert text.count("</script>") == 2 and not re.search(r"^(import|export) ", text, re.MULTILINE)
+    for name in ("rollouts", "rollout-dialog", "rollout-tokens", "rollouts-body"):
+        assert text.count(f'id="{name}"') == 1
 
 
 def test_status_of_a_finished_run_shows_its_report_until_it_trains_on(

@@ -13,8 +13,8 @@ import grpc.aio
 
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.trust import tls
-from echo2.trust.enrolment import fetch_certificate
-from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
+from echo2.trust.enrolment import checked_certificate
+from echo2.trust.identity import Identity, JoinLink, Role, TlsKey, certificate_request
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import enrolment_pb2
 from tests.unit.coordinator.test_daemon import Node, group, options, running
@@ -154,7 +154,7 @@ async def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_pa
 
 async def enrolment_channel(link: JoinLink) -> grpc.aio.Channel:
     """As a newcomer opens it."""
-    shown = NodeCertificate.parse(await asyncio.to_thread(fetch_certificate, link, 10), "the coordinator")
+    shown = await asyncio.to_thread(checked_certificate, link, 10)
     return tls.open_enrolment_channel(link, shown.pem)
 
 

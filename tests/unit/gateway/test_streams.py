@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 
 from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes
-from echo2.gateway.replies import reply_of
+from echo2.gateway.replies import pieces_of, reply_of
 from echo2.gateway.requests import chat_call, text_call
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import RecordingFleet, completion, on_port
+from tests.unit.gateway.fakes import RecordingFleet, completion, letter_bytes, on_port
 
 openai = pytest.importorskip("openai")
 
@@ -71,3 +72,23 @@ async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_seve
         assert b"".join(bytes(token["bytes"]) for token in logprobs["content"]).decode() == text
     else:
         assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
+async def test_whole_answers_and_events_are_of_the_stock_clients_own_types(is_chat: bool) -> None:
+    types, chat_types = openai.types, openai.types.chat
+    whole = chat_types.ChatCompletion if is_chat else types.Completion
+    tool = {"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    for tools, wanted in itertools.product(([], [tool]), ({}, {"logprobs": True if is_chat else 1})):
+        asked = {"messages": [{"role": "user", "content": "hi"}], **wanted} if is_chat else {"prompt": "hi", **wanted}
+        request = (chat_call if is_chat else text_call)({**asked, "n": 2, "stream_options": {"include_usage": True}})
+        call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future())
+        choices = [Choice("yes", tuple(tools), completion("yes"), reason) for reason in ("stop", "length")]
+        told = whole.model_validate(reply_of(call, choices, "policy", 0, letter_bytes), strict=True)
+        assert not told.model_extra and told.usage.completion_tokens == 6 and len(told.choices) == 2
+        *events, last = "".join(pieces_of(call, choices, "policy", 0, letter_bytes)).strip().split("\n\n")
+        assert last == "data: [DONE]" and len(events) == 5
+        if is_chat:  # of a text's events the client's type has a reason to end in each, which none but the last one has
+            pieces = [chat_types.ChatCompletionChunk.model_validate_json(line[6:], strict=True) for line in events]
+            assert not any(piece.model_extra for piece in pieces) and pieces[-1].usage.completion_tokens == 6
+            assert [one.finish_reason for piece in pieces for one in piece.choices][1::2] == ["stop", "length"]

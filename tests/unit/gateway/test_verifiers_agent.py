@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from echo2.base.errors import ConfigError
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
 from echo2.tasks.verifiers_task import PLAYER
@@ -71,6 +72,37 @@ class Calc(vf.Taskset[CalcTask, CalcTasksetConfig]):
 
 __all__ = ["Calc"]
 """
+GAME = """
+import itertools
+import verifiers.v1 as vf
+
+
+class GameTask(vf.Task[vf.TaskData]):
+    pass
+
+
+class GameConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class GameEnv(vf.Env[GameConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            first = await interaction.turn()
+            second = await interaction.turn(f"after {first.last_reply}")
+        interaction.trace.record_reward("won", float((first.last_reply + second.last_reply) == "ab"))
+
+
+class Game(vf.Taskset[GameTask, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        for n in itertools.count():
+            yield GameTask(vf.TaskData(prompt=f"board {n}"), self.config.task)
+
+
+__all__ = ["Game", "GameEnv"]
+"""
 CALLS_THE_TOOL = (1,)
 
 
@@ -90,10 +122,13 @@ def installed_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if shutil.which("uv") is None:
         pytest.skip("verifiers starts its chat program by uv, which is not installed")
-    package = tmp_path / "echo2_calc"
-    package.mkdir()
-    (package / "__init__.py").write_text(TASKSET)
-    (package / "tools.py").write_text(TOOLS)
+    for name, files in (
+        ("echo2_calc", {"__init__.py": TASKSET, "tools.py": TOOLS}),
+        ("echo2_game", {"__init__.py": GAME}),
+    ):
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
@@ -101,6 +136,34 @@ def installed_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def told_of(spec: TaskSpec, index: int) -> Mapping[str, object]:
     instance = make_task(spec).sample(index)
     return {"index": instance.index, "messages": [], "answer": instance.answer, "metadata": dict(instance.metadata)}
+
+
+def test_a_taskset_with_its_own_environment_plays_in_it_as_textarena_and_openenv_do() -> None:
+    args = {"taskset": "echo2_game", "options": {}, "agent": {"max_turns": 4}}
+    with pytest.raises(ConfigError, match="expected size"):
+        make_task(TaskSpec("verifiers", args))
+    spec = TaskSpec("verifiers", {**args, "size": 3})
+
+    async def scene() -> RecordingFleet:
+        loop, answers = asyncio.get_running_loop(), list("abba")
+
+        def sample(group_id: str) -> None:
+            loop.call_later(0.05, episodes.on_completion, group_id, completion(answers.pop(0)))
+
+        fleet = RecordingFleet(sample)
+        async with on_port(fleet, Script(), PLAYER, episode_s=120.0) as (episodes, _):
+            for number in range(2):
+                episodes.open_problem(f"a{number}", 1, told_of(spec, 2))
+                async with asyncio.timeout(WAIT_S):
+                    while len(fleet.ends) <= number:
+                        await asyncio.sleep(0.05)
+        return fleet
+
+    fleet = asyncio.run(scene())
+    assert [end.reward for end in fleet.ends] == [1.0, 0.0]
+    asked = ["".join(map(chr, lease.prompt_token_ids)) for lease in fleet.leases.values()]
+    assert "board 2" in asked[0] and "after a" in asked[1] and "after b" in asked[3]
+    assert [lease.chain for lease in fleet.leases.values()] == [None, 0, None, 1]
 
 
 def test_a_taskset_with_tools_is_played_as_it_is_and_its_rewards_are_its_own() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf.json_format import Parse
 
 from echo2.base.errors import PortBusy, StateError
 from echo2.base.ids import PeerId, Step
@@ -31,7 +32,7 @@ from echo2.learner.metrics import (
     peak_flops_of,
     time_fields,
 )
-from echo2.learner.recent import RecentRollouts, answer, plain
+from echo2.learner.recent import REPORTED_TOKENS_MAX, RecentRollouts, answer, keep, plain
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
 from echo2.learner.startup import RunFolder, prepare
 from echo2.learner.training import trainer as trainer_module
@@ -167,9 +168,6 @@ class Letters:
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return "".join(PIECES[token % len(PIECES)] for token in token_ids)
 
-    def batch_decode(self, lists: list[list[int]], **_: Any) -> list[str]:
-        return [self.decode(one) for one in lists]
-
 
 def group(name: str, tokens: int, count: int = 2) -> TrainGroup:
     half, told = tokens // 2, [-0.5 * place for place in range(tokens)]
@@ -224,6 +222,22 @@ def test_an_episode_shows_what_the_environment_said_before_each_turn_and_no_more
     assert seen == [(turn + 1, 2 * turn, "a<b>") for turn in range(1, 100)]
     calls = shown(recent, "a1/0")
     assert [(turn.turn, turn.position, turn.text) for turn in calls.turns] == [(1, 0, "<b>"), (2, 2, "")]
+
+
+def test_the_newest_rollouts_are_kept_for_the_report_with_all_their_tokens_as_far_as_they_fit(tmp_path: Path) -> None:
+    recent = RecentRollouts()
+    keep(recent, Letters(), tmp_path)
+    assert not list(tmp_path.iterdir()), "an earlier process may have left some"
+    recent.add(Batch(Step(1), (group("g1", 9000, count=3),)))
+    recent.add(Batch(Step(2), (group("g2", 1200, count=1),)))
+    keep(recent, Letters(), tmp_path)
+    pages = [Parse(line, pb.RolloutsShown()) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    told: dict[str, list[int]] = {}
+    for page in pages:
+        told.setdefault(page.rollouts[0].rollout_id, []).extend(token.token_id for token in page.tokens)
+    assert list(told) == ["g2/0", "g1/2", "g1/1"], "newest first"
+    assert told["g2/0"] == list(range(1200)) and told["g1/2"] == list(range(9000))
+    assert REPORTED_TOKENS_MAX <= sum(map(len, told.values())) < REPORTED_TOKENS_MAX + TOKENS_SHOWN_MAX
 
 
 def test_hostile_texts_are_shown_as_escapes_and_cut() -> None:

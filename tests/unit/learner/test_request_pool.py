@@ -14,6 +14,7 @@ from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts import request_pool
 from echo2.learner.rollouts.request_pool import RequestPool
+from echo2.outside import monotonic
 from tests.unit.learner.stage import ALICE, BOB, SAMPLING, STOP, Stage, piece
 
 BOUND = 2
@@ -114,6 +115,30 @@ def test_an_exact_version_that_no_worker_can_hold_any_more_is_told(door: Door) -
     assert refusal(answer).status == 409 and "versions that workers may hold, 1 to 3" in refusal(answer).message
     with pytest.raises(CallRefused, match="got 0"):
         door.ask(exact_version=0)
+
+
+def test_what_waits_can_be_asked_while_a_version_is_written_that_some_of_it_is_too_old_for(door: Door) -> None:
+    old, _ = door.ask(exact_version=0), door.ask()
+    door.tell(door.pool.begin_version, Version(3))  # type: ignore[attr-defined]
+    assert door.pool.waits_for.startswith("2 requests, 0 begun")  # type: ignore[attr-defined]
+    door.tell(door.pool.tick, monotonic() + 60)
+    door.tell(door.pool.on_published, Version(3))
+    assert refusal(old).status == 409 and "1 to 3" in refusal(old).message
+
+
+def test_an_exact_version_at_which_no_worker_is_any_more_is_told_within_seconds(door: Door) -> None:
+    door.publish(1)
+    door.publish(2)
+    begun, waiting, newest = door.ask(exact_version=1), door.ask(exact_version=1), door.ask(exact_version=2)
+    first, second, _ = door.offered
+    assert door.report(piece(first, 0, [9], version=1)) == [Verdict.HELD]
+    now = monotonic()
+    door.tell(door.pool.tick, now + 5)
+    assert not waiting.whole.done()
+    door.tell(door.pool.tick, now + 11)
+    assert refusal(waiting).status == 409 and "expected 2, the newest" in refusal(waiting).message
+    assert (second, "unused") in door.closed and not begun.whole.done() and not newest.whole.done()
+    assert door.report(piece(first, 1, [STOP], version=1)) == [Verdict.ADMITTED] and begun.whole.done()
 
 
 def test_tokens_that_cannot_be_used_are_asked_for_again_then_refused(door: Door) -> None:

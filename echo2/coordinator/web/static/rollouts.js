@@ -11,7 +11,9 @@ function row(r) {
   const cell = (name, text, kind) => make("td", { class: kind, "data-label": name }, make("span", {}, text));
   return make("tr", {}, make("td", { class: "wide name completion", "data-label": "Completion" }, open), cell("Reward", number(r.reward), "n"), cell("Step", whole(r.step), "n"), cell("Tokens", `${whole(r.token_count)}${turnsOf(r)}${r.finish_reason === "length" ? " (cut)" : ""}`, "n"), cell("Versions", versions(r)), cell("Worker", r.workers.join(", ") || "–"));
 }
+const kept = $("rollouts-kept"); // in the report of a finished run the answers lie beside, for there is no server
 async function fetched(path) {
+  if (kept) { const answer = JSON.parse(kept.textContent)[path]; if (!answer) throw new Error("The report has no more tokens of it."); return answer; }
   const response = await fetch(path), answer = await response.json();
   if (!response.ok) throw new Error(answer.error || response.statusText);
   return answer;
@@ -35,7 +37,7 @@ export function rolloutsAt(learner) { // called with each change of the learner
   stepShown = learner.step; load();
 }
 new IntersectionObserver((entries) => { isSeen = entries.some((one) => one.isIntersecting); if (isSeen && !askedAt) load(); }).observe($("rollouts"));
-$("rollouts-again").onclick = load;
+$("rollouts-again").onclick = load; $("rollouts-again").hidden = Boolean(kept);
 
 function colourOf(token, by) {
   const kind = { version: token.version, worker: shown.workers.indexOf(token.worker) + 1 }[by];
@@ -71,7 +73,7 @@ async function openRollout(id, offset) {
   setText($("rollout-facts"), `reward ${number(shown.reward)} · trained on in step ${whole(shown.step)} · ${whole(shown.token_count)} tokens${turnsOf(shown)}, ended by ${shown.finish_reason === "length" ? "the length limit" : shown.finish_reason} · ${versions(shown)} · sampled on ${shown.workers.join(", ") || "an unknown worker"}`);
   setText($("rollout-prompt"), shown.prompt); setText($("rollout-token"), "Point at a token, or move through them with the arrow keys.");
   $("rollout-back").disabled = !offset; $("rollout-on").disabled = offset + shown.tokens.length >= shown.token_count;
-  $("rollout-back").onclick = () => openRollout(id, Math.max(0, offset - PAGE)); $("rollout-on").onclick = () => openRollout(id, offset + PAGE);
+  $("rollout-back").onclick = () => openRollout(id, Math.max(0, offset - PAGE)); $("rollout-on").onclick = () => openRollout(id, offset + shown.tokens.length);
   drawTokens();
   if (!$("rollout-dialog").open) ask($("rollout-dialog"));
 }
