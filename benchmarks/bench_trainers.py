@@ -125,20 +125,28 @@ def sampled_by_tokens(log: Path) -> list[Sampled]:
     return found
 
 
-def trained_by_tinker(log: Path) -> tuple[list[Sampled], int]:
-    """What door 2 trained on and had sampled, and how many trained tokens were sampled by nothing."""
+def trained_by_tinker(log: Path) -> tuple[list[Sampled], dict[str, int]]:
+    """What door 2 trained on and had sampled; how many trained tokens were sampled by nothing, how many answers were given, and how
+    many of those by exactly the version of the sampler that was asked."""
     import numpy as np
     from tinker.proto import tinker_public_pb2 as proto
 
-    asked_by_id: dict[str, tuple[int, ...]] = {}
+    asked_by_id: dict[str, tuple[tuple[int, ...], int]] = {}
     sampled: dict[tuple[int, ...], list[Sampled]] = {}
-    trained, unknown = [], 0
+    trained, counts = [], {"sampled_by_nothing": 0, "answers": 0, "answers_exact": 0}
     for path, asked, said, versions in exchanges(log):
         if path.endswith("/asample"):
-            chunks = json.loads(asked)["prompt"]["chunks"]
-            asked_by_id[json.loads(said)["request_id"]] = tuple(t for chunk in chunks for t in chunk["tokens"])
+            told = json.loads(asked)
+            sampler = told.get("sampling_session_id") or told.get("model_path") or "base@0"
+            prompt = tuple(token for chunk in told["prompt"]["chunks"] for token in chunk["tokens"])
+            asked_by_id[json.loads(said)["request_id"]] = prompt, int(sampler.rpartition("@")[2])
         elif path.endswith("/retrieve_future") and json.loads(asked)["request_id"] in asked_by_id and versions:
-            prompt, (oldest, newest) = asked_by_id[json.loads(asked)["request_id"]], map(int, versions.split("-"))
+            (prompt, version), (oldest, newest) = (
+                asked_by_id[json.loads(asked)["request_id"]],
+                map(int, versions.split("-")),
+            )
+            counts["answers"] += 1
+            counts["answers_exact"] += oldest == newest == version
             for one in proto.SampleResponse.FromString(said).sequences:
                 tokens = tuple(np.frombuffer(one.tokens, np.int32).tolist())
                 logprobs = tuple(np.frombuffer(one.logprobs, np.float32).tolist())
@@ -150,14 +158,14 @@ def trained_by_tinker(log: Path) -> tuple[list[Sampled], int]:
                     continue
                 ids = np.frombuffer(b"".join(c.encoded_text.tokens for c in datum.model_input), np.int32)
                 targets = np.frombuffer(datum.loss_fn_inputs["target_tokens"].dense, np.int64)
-                told = np.frombuffer(datum.loss_fn_inputs["logprobs"].dense, np.float32)
+                held = np.frombuffer(datum.loss_fn_inputs["logprobs"].dense, np.float32)
                 whole = (int(ids[0]), *targets.tolist())
                 match = [
-                    one for one in sampled.get(whole, []) if told[-len(one.tokens) :].tolist() == list(one.logprobs)
+                    one for one in sampled.get(whole, []) if held[-len(one.tokens) :].tolist() == list(one.logprobs)
                 ]
                 trained += match[:1]
-                unknown += 0 if match else int((told != 0).sum())
-    return trained, unknown
+                counts["sampled_by_nothing"] += 0 if match else int((held != 0).sum())
+    return trained, counts
 
 
 # ---- scored again
@@ -359,9 +367,8 @@ def show_tinker(folder: Path, packages: str) -> dict[str, Any]:
                 "distillation.on_policy_distillation", "distilled", "w2", 30, "dataset=deepmath", f"teacher_model={model}",
                 teacher, "group_size=4", "groups_per_batch=12", "learning_rate=5e-4", "max_tokens=5", "save_every=4", begun,
             )  # fmt: skip
-        trained, unknown = trained_by_tinker(stage.log)
-        result = rescored(trained, versions)
-    result["sampled_by_nothing"] = unknown
+        trained, counts = trained_by_tinker(stage.log)
+        result = {**rescored(trained, versions), **counts}
     found = outcome(stage, seconds, column(folder / "reinforced", "env/all/reward/total"), result)
     found["supervised nats"] = ends(column(folder / "supervised", "train_mean_nll"))
     found["teacher_kl"] = ends(column(folder / "distilled", "teacher_kl"))

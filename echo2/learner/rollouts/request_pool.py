@@ -113,14 +113,15 @@ class RequestPool(RolloutPool):
         return taken
 
     def _check_versions(self, request: TokenRequest) -> None:
-        newest, bound = self.groups.published[-1], self.groups.rules.staleness_bound
+        newest, coming = self.groups.published[-1], self.groups.next_step  # the same, unless a version is being written
         exact, least = request.exact_version, request.min_version
         wanted = least if exact is None else exact
         if wanted is not None and wanted > newest:
             text = f"expected a version up to {newest}, the newest, got {wanted}: ask again when it is published"
             raise CallRefused(409, "version_not_published", text, RETRY_AFTER_S)
-        if exact is not None and (exact < newest - bound or exact not in self.groups.published):
-            raise _gone(exact, f"one of the versions that workers may hold, {max(0, newest - bound)} to {newest}")
+        oldest = max(0, coming - self.groups.rules.staleness_bound)
+        if exact is not None and (exact < oldest or exact not in self.groups.published):
+            raise _gone(exact, f"one of the versions that workers may hold, {oldest} to {coming}")
 
     def _sampling_of(self, request: TokenRequest, number: int) -> SamplingParams:
         run, room = self.prompts.sampling, self.prompts.context_tokens - len(request.token_ids)

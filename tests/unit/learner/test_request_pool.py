@@ -138,7 +138,7 @@ def test_an_exact_version_at_which_no_worker_is_any_more_is_told_within_seconds(
     door.tell(door.pool.tick, now + 11)
     assert refusal(waiting).status == 409 and "expected 2, the newest" in refusal(waiting).message
     assert (second, "unused") in door.closed and not begun.whole.done() and not newest.whole.done()
-    assert door.report(piece(first, 1, [STOP], version=1)) == [Verdict.ADMITTED] and begun.whole.done()
+    assert door.report(piece(first, 0, [STOP], 1, version=1)) == [Verdict.ADMITTED] and begun.whole.done()
 
 
 def test_tokens_that_cannot_be_used_are_asked_for_again_then_refused(door: Door) -> None:
