@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -138,14 +141,11 @@ def told_of(spec: TaskSpec, index: int) -> Mapping[str, object]:
     return {"index": instance.index, "messages": [], "answer": instance.answer, "metadata": dict(instance.metadata)}
 
 
-def test_a_taskset_with_its_own_environment_plays_in_it_as_textarena_and_openenv_do() -> None:
-    args = {"taskset": "echo2_game", "options": {}, "agent": {"max_turns": 4}}
-    with pytest.raises(ConfigError, match="expected size"):
-        make_task(TaskSpec("verifiers", args))
-    spec = TaskSpec("verifiers", {**args, "size": 3})
+def played(spec: TaskSpec, index: int, answers: list[str]) -> RecordingFleet:
+    """Two episodes of a problem, one after the other, whose calls get the answers in their order."""
 
     async def scene() -> RecordingFleet:
-        loop, answers = asyncio.get_running_loop(), list("abba")
+        loop = asyncio.get_running_loop()
 
         def sample(group_id: str) -> None:
             loop.call_later(0.05, episodes.on_completion, group_id, completion(answers.pop(0)))
@@ -153,13 +153,51 @@ def test_a_taskset_with_its_own_environment_plays_in_it_as_textarena_and_openenv
         fleet = RecordingFleet(sample)
         async with on_port(fleet, Script(), PLAYER, episode_s=120.0) as (episodes, _):
             for number in range(2):
-                episodes.open_problem(f"a{number}", 1, told_of(spec, 2))
+                episodes.open_problem(f"a{number}", 1, told_of(spec, index))
                 async with asyncio.timeout(WAIT_S):
                     while len(fleet.ends) <= number:
                         await asyncio.sleep(0.05)
         return fleet
 
-    fleet = asyncio.run(scene())
+    return asyncio.run(scene())
+
+
+class GymServer(BaseHTTPRequestHandler):
+    """A resource server of NeMo Gym: it rewards the text "4"."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        told: dict[str, object] = {}
+        if self.path == "/verify":
+            said = asked["response"]["output"][-1]["content"][0]["text"]
+            told = {**asked, "reward": float(said == "4")}
+        body = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_the_librarys_tasksets_reach_nemo_gym(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"responses_create_params": {"input": [{"role": "user", "content": "2+2?"}]}}) + "\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), GymServer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        options = {"dataset": str(rows), "task": {"resources_url": f"http://127.0.0.1:{server.server_port}"}}
+        fleet = played(TaskSpec("verifiers", {"taskset": "nemo_gym", "options": options, "agent": {}}), 0, ["4", "5"])
+        server.shutdown()
+    assert [end.reward for end in fleet.ends] == [1.0, 0.0], [end.failure for end in fleet.ends]
+    assert "2+2?" in "".join(map(chr, next(iter(fleet.leases.values())).prompt_token_ids))
+
+
+def test_a_taskset_with_its_own_environment_plays_in_it_as_textarena_and_openenv_do() -> None:
+    args = {"taskset": "echo2_game", "options": {}, "agent": {"max_turns": 4}}
+    with pytest.raises(ConfigError, match="expected size"):
+        make_task(TaskSpec("verifiers", args))
+    fleet = played(TaskSpec("verifiers", {**args, "size": 3}), 2, list("abba"))
     assert [end.reward for end in fleet.ends] == [1.0, 0.0]
     asked = ["".join(map(chr, lease.prompt_token_ids)) for lease in fleet.leases.values()]
     assert "board 2" in asked[0] and "after a" in asked[1] and "after b" in asked[3]
