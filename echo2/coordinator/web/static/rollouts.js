@@ -37,7 +37,7 @@ export function rolloutsAt(learner) { // called with each change of the learner
   stepShown = learner.step; load();
 }
 new IntersectionObserver((entries) => { isSeen = entries.some((one) => one.isIntersecting); if (isSeen && !askedAt) load(); }).observe($("rollouts"));
-$("rollouts-again").onclick = load; $("rollouts-again").hidden = Boolean(kept);
+$("rollouts-again").onclick = load; if (kept) { $("rollouts-again").hidden = true; load(); }
 
 function colourOf(token, by) {
   const kind = { version: token.version, worker: shown.workers.indexOf(token.worker) + 1 }[by];
