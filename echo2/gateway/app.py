@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -144,7 +145,9 @@ def too_large() -> CallRefused:
 
 def _refusal(request: Request, *, is_known: bool) -> CallRefused | None:
     if not is_known:
-        return CallRefused(401, "invalid_api_key", "expected the key of an episode that has not ended")
+        return CallRefused(
+            401, "invalid_api_key", "expected the gateway's key, or that of an episode that has not ended"
+        )
     if not _has_body(request):
         return None
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -200,7 +203,9 @@ class GatewayApp:
             Route("/v1/sessions/{session}/reward", self._reward, methods=["POST"]),
             Route("/v1/sessions/{session}", self._give_up, methods=["DELETE"]),
         ]
-        handlers = dict.fromkeys((CallRefused, MalformedMessage, ClientDisconnect, Exception), error_answer)
+        handlers = dict.fromkeys(
+            (CallRefused, MalformedMessage, ClientDisconnect, HTTPException, Exception), error_answer
+        )
         return AccessCheck(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
 
     # ---- calls
@@ -348,6 +353,9 @@ async def error_answer(request: Request, error: Exception) -> Response:
             return error_response(CallRefused(400, "invalid_request_error", str(error)))
         case ClientDisconnect():
             return Response(status_code=499)
+        case HTTPException():
+            text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+            return error_response(CallRefused(error.status_code, "not_supported", text))
     return error_response(CallRefused(500, "internal_error", f"{type(error).__name__}; see the learner's log"))
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import Rollout, RoutingShape, unpacked
+from echo2.broadcast.artifact import VERSION_MAX
 from echo2.gateway.app import (
     KEEP_ALIVE_S,
     MASTER,
@@ -139,7 +141,7 @@ class GenerateApp:
             Route("/v1/models", self._models),
             Route("/health", self._status),
         ]
-        handlers = dict.fromkeys((CallRefused, EchoError, ClientDisconnect, Exception), error_answer)
+        handlers = dict.fromkeys((CallRefused, EchoError, ClientDisconnect, HTTPException, Exception), error_answer)
         return AccessCheck(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
 
     def _caller_of(self, key: str) -> str | None:
@@ -227,7 +229,7 @@ class GenerateApp:
             raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
         if not isinstance(is_last, bool):
             raise MalformedMessage(f"is_last: expected true or false, got {shown(is_last)}")
-        await self._sampler.publish(whole_number(version, "version", TOKENS_MAX), folder, is_last)
+        await self._sampler.publish(whole_number(version, "version", VERSION_MAX), folder, is_last)
         return JSONResponse(self._sampler.status(), status_code=201)
 
     async def _status(self, request: Request) -> Response:
@@ -259,7 +261,7 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
                 f"workers sample by {', '.join(sorted(_OBEYED))} alone, got {shown(value)}"
             )
     exact, least = (
-        None if body.get(name) is None else _within(body[name], name, 0, 1 << 53) for name in ("exact_version", "min_version")
+        None if body.get(name) is None else _within(body[name], name, 0, VERSION_MAX) for name in ("exact_version", "min_version")
     )  # fmt: skip
     if exact is not None and least is not None:
         raise MalformedMessage("exact_version: expected it or min_version, got both")

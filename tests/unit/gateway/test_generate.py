@@ -118,15 +118,19 @@ async def test_a_refusal_says_when_to_come_again() -> None:
 
     assert (await generate({}, fails)).status_code == 503
     assert (await asked(PlayedSampler(whole), "GET", "/v1/versions", headers={})).status_code == 401
+    for method, path, status in (("GET", "/inference/v1/generate", 405), ("POST", "/v1/sessions", 404)):
+        odd = await asked(PlayedSampler(whole), method, path)
+        assert odd.status_code == status and odd.json()["error"]["message"].startswith(f"{method} {path}: ")
 
 
 async def test_weights_are_handed_in_by_the_path_of_a_folder() -> None:
     sampler = PlayedSampler(whole)
-    taken = await asked(sampler, "POST", "/v1/versions", {"version": 5, "folder": "/models/5", "is_last": True})
-    assert taken.status_code == 201 and sampler.published == [(5, "/models/5", True)]
+    taken = await asked(sampler, "POST", "/v1/versions", {"version": 1 << 40, "folder": "/models/5", "is_last": True})
+    assert taken.status_code == 201 and sampler.published == [(1 << 40, "/models/5", True)], "any step of a trainer"
     for body, told in (
         ({"version": 5, "folder": "models"}, "expected the absolute path"),
         ({"version": True, "folder": "/m"}, "version: expected a whole number"),
+        ({"version": 1 << 53, "folder": "/m"}, "version: expected a whole number"),
         ({"version": 5, "folder": "/m", "is_last": 1}, "expected true or false"),
         ({"version": 5, "folder": "/none"}, "model /none: expected a folder"),
     ):
