@@ -25,7 +25,6 @@ from starlette.types import ASGIApp
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import Rollout, RoutingShape, unpacked
-from echo2.broadcast.artifact import VERSION_MAX
 from echo2.gateway.app import (
     KEEP_ALIVE_S,
     MASTER,
@@ -41,6 +40,7 @@ from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
+VERSION_MAX = (1 << 53) - 1  # exact in JSON and in float64, as of artifacts
 SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
 WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
