@@ -101,19 +101,18 @@ LOST: list[bool] = []
 
 
 def test_programs_run_in_a_sandbox_elsewhere_by_the_same_three_methods_and_again_where_it_was_lost() -> None:
-    far = subprocess.Popen([sys.executable, "-c", FAR], stdout=subprocess.PIPE, text=True)
-    assert far.stdout is not None
-    pool = ProgramPool(make=partial(FarRunner, int(far.stdout.readline())))
-    try:
-        files = {"answer.py": "def double(n): return 2 * n"}
-        ran = pool.submit(Program("from answer import double\nprint(double(4))", files=files)).result(WAIT_S)
-        assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "8\n", "")
-        assert pool.submit(Program("print(1)", "lost")).result(WAIT_S).output == "1\n" and LOST
-        assert "exit 3" in pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).note
-    finally:
-        pool.close()
-        far.kill()
-        far.wait()
+    with subprocess.Popen([sys.executable, "-c", FAR], stdout=subprocess.PIPE, text=True) as far:
+        assert far.stdout is not None
+        pool = ProgramPool(make=partial(FarRunner, int(far.stdout.readline())))
+        try:
+            files = {"answer.py": "def double(n): return 2 * n"}
+            ran = pool.submit(Program("from answer import double\nprint(double(4))", files=files)).result(WAIT_S)
+            assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "8\n", "")
+            assert pool.submit(Program("print(1)", "lost")).result(WAIT_S).output == "1\n" and LOST
+            assert "exit 3" in pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).note
+        finally:
+            pool.close()
+            far.kill()
 
 
 SPIN = "while True: pass"
