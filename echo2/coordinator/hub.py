@@ -187,8 +187,9 @@ class Hub:
         _log.info("%s: %s", kind, text)
         self.state.event(LoggedEvent(self.clock.now(), kind, text))
 
-    def apply(self, actions: Iterable[le.Action]) -> None:
-        for action in actions:
+    def handle(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
+        """Carries out what this method of the lease book decides."""
+        for action in method(self.clock.now(), *args, **kwargs):
             match action:
                 case le.Save(kind, key):
                     rows: Mapping[Any, OpenGroup | Lease] = self.book.groups if kind == "groups" else self.book.leases
@@ -242,9 +243,6 @@ class Hub:
     def send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
         self._outgoing.append((peer_id, order))
         self.flush_soon()
-
-    def handle(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
-        self.apply(method(self.clock.now(), *args, **kwargs))
 
     # ---- workers
 
