@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId, Version
+from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.streams import SEND_QUEUE_MAX, StreamSession
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_lease_book import spec
 from tests.unit.coordinator.test_limits import Fleet, plan
@@ -77,7 +80,9 @@ async def test_page_and_status_tell_the_same_and_what_is_so(tmp_path: Path) -> N
     assert page["money"]["per_mtok"] == pytest.approx(1e6 * 1.5 / 4000)
     assert status.open_leases == len(hub.book.leases) > 0 and status.queued_groups == 5 - status.open_leases
     assert [worker.leases for worker in status.workers] == [status.open_leases, 0]
-    assert [worker.heartbeat_age_s for worker in status.workers] == [0.0, 0.0]
+    fleet.clock.time += 0.5
+    assert [worker.heartbeat_age_s for worker in fleet.commands.view.status().workers] == [0.5, 0.5]
+    fleet.passes(0.0)
     assert "worker w0" in next(one.what for one in status.waits if "without progress" in one.what)
     hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True)
     page, status = same_facts(fleet)
@@ -115,3 +120,46 @@ async def test_the_learner_is_told_a_plan_once_and_the_log_of_a_new_period(tmp_p
     fleet.hub.adopt_plan(plan([PeerId("w0")], cap=65), fleet.everybody, True)
     assert [order.plan.in_flight_cap_rollouts for order in told] == [64, 65]
     assert len([event for event in fleet.hub.state.events if event.kind == "plan"]) == 1
+    fleet.hub.adopt_plan(plan([PeerId("w0")], cap=1 << 40), fleet.everybody, True)
+    assert told[-1].plan.in_flight_cap_rollouts == (1 << 31) - 1
+
+
+async def test_a_row_says_how_a_worker_is_reached_by_what_it_found_out_else_by_its_hello(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0)
+    (member,) = fleet.hub.membership.members.values()
+
+    def shown() -> tuple[bool, int]:
+        row = fleet.commands.view.worker(member)
+        return row["can_be_dialled"], row["relays"]
+
+    assert shown() == (False, 0)
+    member.hello.addresses.append("1.2.3.4:5")
+    assert shown() == (True, 0)
+    member.reach = Access(relays=(PeerId("r"),))
+    assert shown() == (False, 1)
+    member.reach = Access(addresses=("1.2.3.4:6",))
+    assert shown() == (True, 0)
+
+
+async def test_a_worker_of_a_rented_machine_is_not_sent_home_as_idle(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0)
+    hub, machine = fleet.hub, await fleet.commands.provisioner.rent("gpu", "", "a test")
+    hub.tokens.tokens[machine.token_id].peers.add(PeerId("w0"))
+    for peer_id in fleet.everybody:
+        hub.set_worker(peer_id, OperatorSetting.STANDBY, "too many")
+    assert not hub.money.idle_workers(), "they may be between two plans"
+    fleet.passes(60.0)
+    assert [one.peer_id for one in hub.money.idle_workers()] == [PeerId("w1")]
+
+
+async def test_a_node_that_reads_no_orders_is_disconnected_and_told_why_before_what_waits() -> None:
+    session = StreamSession(PeerId("w"), lambda refusal: pb.WorkerOrder(refusal=refusal))
+    for _ in range(SEND_QUEUE_MAX):
+        session.send(pb.WorkerOrder())
+    assert session.is_open
+    session.send(pb.WorkerOrder())
+    refusal, end = session.orders.get_nowait(), session.orders.get_nowait()
+    assert refusal is not None and refusal.refusal.code == "LimitExceeded" and end is None
+    session.send(pb.WorkerOrder())
+    session.refuse(LimitExceeded("again"))
+    assert not session.is_open and session.orders.empty()
