@@ -38,7 +38,7 @@ def test_the_benchmarks_figures_say_what_the_page_claims() -> None:
 @pytest.mark.parametrize(
     ("changed", "what_if", "row"),
     [
-        ((), (), "takes 7 of the workers: 200 steps in {:.1f} h for {:.0f} USD, .* busy {:.0%} of"),
+        ((), (), "takes 5 of the workers: 200 steps in {:.1f} h for {:.0f} USD, .* busy {:.0%} of"),
         (("--sampling.max_new_tokens=8192",), (), r"`sampling.max_new_tokens` \| 2048 \| 8192: {:.1f}, {:.0f}, {:.0%}"),
         ((), ("mean", "1400"), "assumed 717 .* `mean=1400`: {:.1f}, {:.0f}, {:.0%}"),
         (
@@ -60,4 +60,4 @@ def test_the_first_runs_numbers_are_the_plans(changed: tuple[str, ...], what_if:
     expected = row.format(hours, usd, plan.predicted_utilisation)
     page = " ".join((ROOT / "docs" / "first-run.md").read_text().split())
     assert re.search(expected, page), expected
-    assert changed or what_if or (plan.is_feasible and len(plan.pool) == 7)
+    assert changed or what_if or (plan.is_feasible and len(plan.pool) == 5)

@@ -302,8 +302,8 @@ def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
         return " ".join(capsys.readouterr().out.split())
 
     eight, two = printed(8), printed(2)
-    assert "learner: 34.1 GB on each of 8 GPUs" in eight and "the learner scores 4.94 s a step" in eight
-    assert "on each of 2 GPUs" in two and "the learner scores 19.9 s a step" in two
+    assert "learner: 34.1 GB on each of 8 GPUs" in eight and "the learner scores 7.51 s a step" in eight
+    assert "on each of 2 GPUs" in two and "the learner scores 30.4 s a step" in two
     assert "GPU memory is SHORT: 95.5 GB needed on each of 2 GPUs, 76.9 GB there" in two and "4 such GPUs" in two
     assert "SHORT" not in eight
     with pytest.raises(ConfigError, match="gpu_count: expected a number above 0"):

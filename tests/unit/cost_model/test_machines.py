@@ -71,7 +71,7 @@ def test_rates_follow_sequences_experts_and_gpus() -> None:
     small, large = (worker_prior(CATALOGUE["RTX4090"], MODELS[n], RunLengths(4096)) for n in ("qwen3-4b", "qwen3-32b"))
     assert small.gpu_count == 1 < large.gpu_count
     assert small.tokens_per_s > large.tokens_per_s / large.gpu_count
-    assert train_s_prior(H100, 4, 8.0, 1e6) == pytest.approx(0.1 + 48e15 / (4 * 990e12 * 0.35))
+    assert train_s_prior(H100, 4, 8.0, 1e6) == pytest.approx(0.1 + 48e15 / (4 * 990e12 * 0.23))
 
 
 def asked(*, recomputes: bool) -> PlanQuestion:
