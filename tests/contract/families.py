@@ -61,7 +61,7 @@ GROUPED: dict[str, object] = {
 }  # fmt: skip
 LATENT = GROUPED | {  # the latent sizes of DeepSeek-V3, the only ones that vLLM's kernel for CPUs computes
     "q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 64,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 4, "topk_method": "noaux_tc",
 }  # fmt: skip
 LINEAR: dict[str, object] = {
     "hidden_size": 64, "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "DeepSeek-V3, Kimi-K2": ("deepseek_v3", LATENT),
     "GLM-4.5, GLM-4.6": ("glm4_moe", GROUPED),
     "GLM-4.7-Flash": ("glm4_moe_lite", LATENT),
-    "MiniMax-M2": ("minimax_m2", EXPERTS),
+    "MiniMax-M2": ("minimax_m2", EXPERTS | {"scoring_func": "sigmoid", "use_routing_bias": True}),
     "Granite-MoE": ("granitemoe", EXPERTS),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", EXPERTS | {"moe_num_experts": 6, "moe_k": 2}),
     "Llama 4": ("llama4_text", EXPERTS | {"intermediate_size_mlp": 64, "attention_chunk_size": WINDOW}),

@@ -19,3 +19,8 @@ def test_the_learners_policy_is_the_workers_at_lag_0(family: str) -> None:
         assert isinstance(found.ratio_off, str) and FAMILIES[family][0] in found.ratio_off
     else:
         assert isinstance(found.ratio_off, float) and found.ratio_off <= RATIO_OFF_MAX, found
+
+
+def test_a_model_whose_code_takes_no_rows_is_refused_by_name() -> None:
+    found = outcome_of("bloom", {"n_layer": 3, "n_head": 4}).ratio_off
+    assert isinstance(found, str) and "bloom: the learner cannot lay out its sequences in rows: ValueError" in found

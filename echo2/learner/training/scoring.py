@@ -506,7 +506,10 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
         group = _group_of(rollouts[0][:prompt], [ids[prompt:] for ids in rollouts])
         (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(1 << 30, 1 << 30, policy.is_packed))
         ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units else [micro]
-        found = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
+        try:
+            found = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
+        except (AttributeError, IndexError, TypeError, ValueError) as error:  # a model whose code takes no mask of rows
+            raise ConfigError(f"{whose}: the learner cannot lay out its sequences in rows: {error!r}") from error
         if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
             longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]
             rounding = float((_own_logprobs(policy, longer, prompt) - expected_T).abs().mean())

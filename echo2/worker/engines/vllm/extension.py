@@ -22,7 +22,6 @@ import vllm._custom_ops as vllm_ops
 from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod, OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.parameter import ModelWeightParameter
@@ -302,7 +301,7 @@ class WorkerExtension:
             with without_adapters(model), set_current_vllm_config(self.model_runner.vllm_config):
                 layers = rounded_layers(model)
                 if not layers:
-                    _refuse_detached(model)
+                    _refuse_changed_experts(model)
                 device = next(iter(layers[0].live.values())).device if layers else None
                 with _masters_in_place(model, layers):
                     found = record_map(model.load_weights, _shapes(shapes), model, device, config, layers)
@@ -358,17 +357,9 @@ def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in shapes}
 
 
-def _refuse_detached(model: torch.nn.Module) -> None:
-    """EngineError for layers that compute with values derived from their weights at loading: experts' kernels that repack them, and
-    latent attention unless both halves of its `kv_b_proj` are views of it."""
+def _refuse_changed_experts(model: torch.nn.Module) -> None:
+    """EngineError for experts' kernels that repack or change their weights after loading."""
     for name, module in model.named_modules():
-        if isinstance(module, MLAAttention):
-            whole = module.kv_b_proj.weight.untyped_storage().data_ptr()
-            halves = [getattr(module, half, None) for half in ("W_UV", "W_UK_T")]
-            if any(half is None or half.untyped_storage().data_ptr() != whole for half in halves):
-                raise EngineError(
-                    f"{name}: expected latent attention on views of kv_b_proj, got copies, which changes would not reach"
-                )
         backend = getattr(getattr(getattr(module, "quant_method", None), "unquantized_backend", None), "name", None)
         if backend is not None and backend not in _BACKENDS_AS_LOADED:
             raise EngineError(

@@ -354,10 +354,9 @@ def _refuse_gaps(
             filled[storage] = filled.get(storage, 0) + piece.live.numel()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            storage = parameter.untyped_storage()
-            count, whole = filled.get(storage.data_ptr(), 0), storage.nbytes() // parameter.element_size()
+            count = filled.get(parameter.untyped_storage().data_ptr(), 0)
             is_padded = hasattr(module, "num_embeddings_padded")  # vLLM pads vocabularies
-            if count not in (parameter.numel(), whole) and not (is_padded and count):
+            if count != parameter.numel() and not (is_padded and count):
                 raise EngineError(f"parameter {name}: published tensors fill {count} of {parameter.numel()} elements")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError, EngineError, ResourceError
-from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.rollout import ROUTING_KEY, FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Fit, Quantisation
@@ -70,6 +70,7 @@ def test_engines_are_by_gpus_and_sequences_by_memory_and_what_does_not_fit_is_re
 
 
 ADAPTED = CONFIG | {CONFIG_KEY: {"rank": 8, "scale": 1.0, "dtype": "bfloat16", "base_fingerprint": "0" * 16}}
+LONGROPE, DYNAMIC = {"rope_type": "longrope", "original_max_position_embeddings": 32}, {"rope_type": "dynamic"}
 HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
 
 
@@ -92,7 +93,10 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
         ),  # before its base
         ("vllm", CONFIG, {"quantisation": "bf16"}, "bf16 is the embedded engine's; .*expected none or fp8"),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
-        ("vllm", CONFIG | {"kv_lora_rank": 8}, {"quantisation": "fp8"}, "latent attention .* not rounded"),
+        ("vllm", CONFIG | {"kv_lora_rank": 8}, {}, "latent attention"),  # vLLM would not follow its changes
+        ("vllm", CONFIG | {"rope_parameters": LONGROPE}, {}, "context_tokens: expected 2 to the model's 32, got "),
+        ("vllm", CONFIG | {"rope_parameters": {"full_attention": DYNAMIC}}, {}, "rope_type: dynamic rotates"),
+        ("vllm", CONFIG | {ROUTING_KEY: True}, {"draft_tokens": 2}, "draft_tokens: expected 0, .* got 2"),
         ("vllm", CONFIG | {"mamba_d_state": 8}, {}, r"Mamba's layers \(mamba_d_state 8\).*embedded"),
         ("vllm", CONFIG | {"ssm_state_size": 8, "layer_types": ["mamba", "attention"]}, {}, "Mamba's layers"),
         *(
