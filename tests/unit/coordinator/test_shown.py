@@ -88,6 +88,11 @@ async def test_page_and_status_tell_the_same_and_what_is_so(tmp_path: Path) -> N
     page, status = same_facts(fleet)
     assert status.plan.kappa == page["plan"]["kappa"] and tuple(status.plan_terms) == hub.plan.term_lines()
     assert [(one["action"], one["whom"]) for one in page["money"]["journal"]] == [("standby", "w1")]
+    before = status
+    fleet.passes(3600.0)
+    _, status = same_facts(fleet)
+    rose = (status.usd_spent - before.usd_spent, status.usd_useful - before.usd_useful)
+    assert rose == (pytest.approx(3.0), pytest.approx(1.0)), "who stands by is on the bill and does nothing useful"
 
 
 async def test_page_and_status_of_a_run_that_starves_is_over_its_budget_or_finished(tmp_path: Path) -> None:
