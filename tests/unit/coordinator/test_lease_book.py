@@ -74,6 +74,22 @@ def test_the_most_urgent_group_goes_first_and_a_worker_that_is_too_old_for_it_is
     assert [grant.worker_id for grant in new] == [C, C, C], "B has more room, but is too old"
 
 
+def test_a_worker_that_asks_again_keeps_its_place() -> None:
+    one = book()
+    for now, worker in ((1.0, C), (2.0, A), (3.0, C)):
+        ready(one, worker, now=now)
+    (grant,) = grants(one.offer(4.0, (spec("g"),)))
+    assert grant.worker_id == C, "it has waited longest, however often it asks"
+
+
+def test_a_worker_that_was_lost_or_barred_gets_nothing_before_it_is_allowed_again() -> None:
+    one = book(spec("g"))
+    assert ready(one, A)
+    one.lose(1.0, A, "quarantined")
+    assert not grants(one.request(2.0, A, 4, Version(0)))
+    assert [grant.worker_id for grant in grants(one.allow(3.0, A, True))] == [A]
+
+
 def test_a_later_turn_goes_to_the_worker_that_has_the_one_before_it_and_after_a_while_to_any() -> None:
     one = book(spec("g.0.1", rollouts=1))
     (first,) = ready(one, A, free=1)
