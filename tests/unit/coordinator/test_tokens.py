@@ -95,3 +95,9 @@ def test_no_more_pass_than_the_burst_and_the_rate_allow_and_no_caller_starves_an
         assert wait_s <= 0.5 + 1e-6
     assert passed <= 5 + 2.0 * now + 1e-6
     assert limiter.wait_s("another", now) == 0.0
+
+
+def test_after_a_long_pause_a_burst_passes_and_no_more() -> None:
+    pace = Pace(per_s=2.0, burst=5)
+    assert pace.wait_s("x", 0.0) == 0.0
+    assert [pace.wait_s("x", 1000.0) == 0.0 for _ in range(6)] == [True] * 5 + [False]
