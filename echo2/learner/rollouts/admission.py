@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rng import turn_seed
@@ -116,11 +115,6 @@ class OpenGroups:
     @property
     def bound(self) -> int:
         return self.config.staleness.bound
-
-    @property
-    def rules(self) -> SimpleNamespace:
-        """The bound as requests of other projects' trainers read it."""
-        return SimpleNamespace(staleness_bound=self.bound)
 
     @property
     def groups_per_step(self) -> int:

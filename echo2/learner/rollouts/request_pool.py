@@ -119,7 +119,7 @@ class RequestPool(RolloutPool):
         if wanted is not None and wanted > newest:
             text = f"expected a version up to {newest}, the newest, got {wanted}: ask again when it is published"
             raise CallRefused(409, "version_not_published", text, RETRY_AFTER_S)
-        oldest = max(0, coming - self.groups.rules.staleness_bound)
+        oldest = max(0, coming - self.groups.bound)
         if exact is not None and (exact < oldest or exact not in self.groups.published):
             raise _gone(exact, f"one of the versions that workers may hold, {oldest} to {coming}")
 
@@ -202,7 +202,7 @@ class RequestPool(RolloutPool):
         """From now on `version` is the trainer's newest: closes what is too old for it. Returns what was answered before."""
         self.groups.next_step = Step(version)
         self.groups.drop_stale()
-        oldest = version - self.groups.rules.staleness_bound
+        oldest = version - self.groups.bound
         for group_id, asked in self._asked.items():
             exact = asked.answer.request.exact_version
             if exact is not None and exact < oldest and group_id in self.groups.groups:
@@ -238,7 +238,7 @@ class RequestPool(RolloutPool):
             work = Work.TRAIN if request.exact_version is None else Work.EVALUATE
             # A worker may begin with versions from `consume_step - S` on.
             least = request.min_version or 0
-            step = Step(max(self.groups.next_step, least + self.groups.rules.staleness_bound if least else 0))
+            step = Step(max(self.groups.next_step, least + self.groups.bound if least else 0))
             exact = None if request.exact_version is None else Version(request.exact_version)
             spec = GroupSpec(name, request.token_ids, request.choices, asked.sampling, step, work, exact)
             self._asked[name], asked.offered_at = asked, monotonic()
