@@ -359,8 +359,8 @@ def show_tinker(folder: Path, packages: str) -> dict[str, Any]:
             begun = f"load_checkpoint_path={saved(folder / 'supervised', 'state_path')}"
             # From a model that half of the time does not end its answers as the recipe asks, which costs it a tenth.
             reinforce = (
-                "env=arithmetic", "group_size=8", "groups_per_batch=12", "learning_rate=2e-3", "max_tokens=12", "max_steps=12",
-                "loss_fn=importance_sampling", "save_every=4", begun,
+                "env=arithmetic", "group_size=8", "groups_per_batch=12", "learning_rate=7e-4", "max_tokens=12", "max_steps=20",
+                "loss_fn=importance_sampling", "save_every=5", begun,
             )  # fmt: skip
             recipe("math_rl.train", "reinforced", "w1", 120, *reinforce)
             teacher = f"teacher_checkpoint={saved(folder / 'reinforced', 'sampler_path')}"
