@@ -357,7 +357,7 @@ def show_tinker(folder: Path, packages: str) -> dict[str, Any]:
                 "learning_rate=5e-3", "lr_schedule=constant", "max_steps=14", "save_every=7",
             )  # fmt: skip
             begun = f"load_checkpoint_path={saved(folder / 'supervised', 'state_path')}"
-            # From a model that half of the time does not end its answers as the recipe asks, which costs it a tenth.
+            # From a model that mostly does not end its answers as the recipe asks, which costs it a tenth.
             reinforce = (
                 "env=arithmetic", "group_size=8", "groups_per_batch=12", "learning_rate=7e-4", "max_tokens=12", "max_steps=20",
                 "loss_fn=importance_sampling", "save_every=5", begun,
