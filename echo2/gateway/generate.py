@@ -44,6 +44,8 @@ VERSION_MAX = (1 << 53) - 1  # exact in JSON and in float64, as of artifacts
 SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
 WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
+NEWEST = "x-echo2-newest-version"
+"""Header of refused requests: which version there is to ask for."""
 _REQUEST = frozenset({
     "request_id", "token_ids", "sampling_params", "model", "stream", "priority", "min_version", "exact_version",
     "stream_options", "cache_salt", "return_token_ids",
@@ -141,11 +143,17 @@ class GenerateApp:
             Route("/v1/models", self._models),
             Route("/health", self._status),
         ]
-        handlers = dict.fromkeys((CallRefused, EchoError, ClientDisconnect, HTTPException, Exception), error_answer)
+        handlers = dict.fromkeys((EchoError, ClientDisconnect, HTTPException, Exception), error_answer)
+        handlers[CallRefused] = self._refusal
         return AccessCheck(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
 
     def _caller_of(self, key: str) -> str | None:
         return MASTER if hmac.compare_digest(key.encode(), self._key.encode()) else None
+
+    async def _refusal(self, request: Request, refused: Exception) -> Response:
+        answer = await error_answer(request, refused)
+        answer.headers[NEWEST] = str(self._sampler.newest_version)
+        return answer
 
     async def _generate(self, request: Request) -> Response:
         asked = await self._bodies.parsed(request, MASTER, parsed_request)

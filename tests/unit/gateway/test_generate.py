@@ -111,6 +111,7 @@ async def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_o
 async def test_a_refusal_says_when_to_come_again() -> None:
     refused = await generate({"min_version": 5})
     assert refused.status_code == 409 and refused.headers["retry-after"] == "1"
+    assert refused.headers["x-echo2-newest-version"] == "4"
     assert refused.json()["error"]["message"] == "expected a version up to 4"
 
     async def fails(answer: TokenAnswer) -> None:
