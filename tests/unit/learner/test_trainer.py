@@ -74,6 +74,7 @@ def test_gradients_do_not_depend_on_the_layout(model_path: Path, monkeypatch: py
             monkeypatch.setattr("echo2.learner.training.model.LOGIT_BYTES_MIN", 4 * 100 * 7)
         case _:
             more = {"gradient_checkpointing": "selective" if how.startswith("selective") else True}
+            assert new_trainer(model_path, **PLAIN, **more).model.hf_model.training, "layers are computed again"
     for one, other in zip(whole, gradient_of(new_trainer(model_path, **PLAIN, **more), batch), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 
