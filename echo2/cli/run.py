@@ -43,7 +43,7 @@ class StoppedByUser(EchoError):
 class LocalRun:
     """`workers`: arguments of each `echo-worker`, by name. `learner`: those of `echo-learner`. `environment`: added to every
     process's own. `worker_python`: the interpreter of the workers' environment. `still_s`: seconds without progress that end the
-    run with an error."""
+    run with an error. `again`: what goes on with a run that was stopped."""
 
     config: RunConfig
     workers: Mapping[str, Sequence[str]]
@@ -51,6 +51,7 @@ class LocalRun:
     worker_python: str = sys.executable
     still_s: float = math.inf
     learner: Sequence[str] = ("join",)
+    again: str = "the same command"
 
     @property
     def folder(self) -> Path:
@@ -79,13 +80,13 @@ class LocalRun:
             await live.run(list(self.workers))
         except asyncio.CancelledError:
             raise StoppedByUser(
-                f"stopped; what was trained is saved in {self.folder}: the same command goes on from there"
+                f"stopped; what was trained is saved in {self.folder}: {self.again} goes on from there"
             ) from None
         finally:
             children.kill_all()
         code = children.processes["learner"].returncode
         if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
-            raise ChildFailed(f"the learner was ended by signal {-code}; the same command goes on from what it saved")
+            raise ChildFailed(f"the learner was ended by signal {-code}; {self.again} goes on from what it saved")
         if live.state.status is None:
             raise ChildFailed(f"the run ended before its coordinator answered; logs in {self.folder / 'logs'}")
         report = write_report(self.folder, live.state.status, live.state.elapsed_s)

@@ -88,7 +88,8 @@ def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
     # More threads than one would only wait for each other in so small a model.
     threads = {} if is_llm else {"OMP_NUM_THREADS": "1"}
     still_s = LLM_STILL_S if is_llm else STILL_S
-    return LocalRun(config, workers, {"HF_HUB_OFFLINE": "1", **threads}, own.worker_python, still_s)
+    again = f"the same command with --name {config.run.name}"
+    return LocalRun(config, workers, {"HF_HUB_OFFLINE": "1", **threads}, own.worker_python, still_s, again=again)
 
 
 def worker_arguments(options: dict[str, str], is_llm: bool = False) -> list[str]:
@@ -108,10 +109,9 @@ def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
         model.require_package()
     run, console = demo_run(own, parse_overrides(rest)), Console()
     lock = RunLock(run.folder)
-    if (run.folder / "run.toml").exists():
-        raise StateError(
-            f"run folder {run.folder}: expected an empty folder for a new demo, found a run; choose --name"
-        )
+    begun = run.folder / "run.toml"
+    if begun.exists() and load_config([begun]) != run.config:
+        raise StateError(f"run folder {run.folder}: expected none or this demo's own, found another run; choose --name")
     _make_base_model(run.config, own.model == "smollm2", console)
     if not model.codec_stamp().exists():
         console.print("compiling the delta codec (once, then cached) …")

@@ -19,10 +19,11 @@ from echo2.base.errors import BadToken, ConfigError, PortBusy, TaskError
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
+from echo2.cli.demo import run as demo
 from echo2.cli.process import LINES_BURST, PARENT, LogRateLimit, run_daemon
 from echo2.cli.run import LocalRun
 from echo2.cli.worker import worker_options
-from echo2.config.load import load_config
+from echo2.config.load import load_config, to_toml
 from echo2.learner.options import LearnerOptions
 from echo2.worker.heartbeat import dialled_port, reach_of
 from tests.patience import WAIT_S
@@ -277,3 +278,20 @@ def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monk
     assert [command[: 3 if "serve" in command else 2] for command in started] == [
         ["echo-coordinator", "--config"], ["echo-learner", "serve", "--trains"], ["echo-worker", "join"]
     ]  # fmt: skip
+
+
+def test_a_demo_goes_on_with_its_own_run_and_with_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(*how: object) -> None:
+        raise TaskError("it goes on")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "_make_base_model", made)
+    for name, steps, said in (("kept", "0", "it goes on"), ("other", "7", "found another run; choose --name")):
+        begun = demo.demo_run(main.make_parser().parse_args(["demo", "--name", name]), {})
+        assert begun.again == f"the same command with --name {name}", "without, its name would be another each time"
+        begun.folder.mkdir(parents=True)
+        (begun.folder / "run.toml").write_text(to_toml(begun.config, with_descriptions=True))
+        assert main.main(["demo", "--name", name, "--steps", steps])
+        assert said in capsys.readouterr().err
