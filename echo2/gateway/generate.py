@@ -150,8 +150,8 @@ class GenerateApp:
     def _caller_of(self, key: str) -> str | None:
         return MASTER if hmac.compare_digest(key.encode(), self._key.encode()) else None
 
-    async def _refusal(self, request: Request, refused: Exception) -> Response:
-        answer = await error_answer(request, refused)
+    async def _refusal(self, request: Request, error: Exception) -> Response:
+        answer = await error_answer(request, error)
         answer.headers[NEWEST] = str(self._sampler.newest_version)
         return answer
 
