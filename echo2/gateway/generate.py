@@ -40,7 +40,7 @@ from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
-VERSION_MAX = (1 << 53) - 1  # exact in JSON and in float64, as of artifacts
+VERSION_END = 1 << 53  # numbers below it are exact in JSON and in float64, as of artifacts
 SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
 WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
@@ -237,7 +237,7 @@ class GenerateApp:
             raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
         if not isinstance(is_last, bool):
             raise MalformedMessage(f"is_last: expected true or false, got {shown(is_last)}")
-        await self._sampler.publish(whole_number(version, "version", VERSION_MAX), folder, is_last)
+        await self._sampler.publish(whole_number(version, "version", VERSION_END - 1), folder, is_last)
         return JSONResponse(self._sampler.status(), status_code=201)
 
     async def _status(self, request: Request) -> Response:
@@ -269,7 +269,7 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
                 f"workers sample by {', '.join(sorted(_OBEYED))} alone, got {shown(value)}"
             )
     exact, least = (
-        None if body.get(name) is None else _within(body[name], name, 0, VERSION_MAX) for name in ("exact_version", "min_version")
+        None if body.get(name) is None else _within(body[name], name, 0, VERSION_END) for name in ("exact_version", "min_version")
     )  # fmt: skip
     if exact is not None and least is not None:
         raise MalformedMessage("exact_version: expected it or min_version, got both")

@@ -16,7 +16,7 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool
-from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode
+from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode, TokenChunk
 from tests.patience import WAIT_S
 
 VOCAB_COUNT = 96
@@ -142,6 +142,20 @@ class Collected:
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.UNFINISHED
+
+
+async def generated(engine: Engine, requests: Sequence[GenerateRequest]) -> dict[str, list[TokenChunk]]:
+    """All chunks of each request, until all have ended."""
+    chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    open_ones = set(chunks)
+    while open_ones:
+        for chunk in await engine.next_chunks():
+            chunks[chunk.request_id].append(chunk)
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                open_ones.discard(chunk.request_id)
+    return chunks
 
 
 class Rig:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
 
 from echo2.base.errors import ConfigError
-from echo2.base.rollout import ROUTING_KEY, FinishReason, RoutingShape, SamplingParams, unpacked
+from echo2.base.rollout import ROUTING_KEY, RoutingShape, SamplingParams, unpacked
 from echo2.weights.routers import Routers
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.engines.vllm.vllm_engine import VllmEngine
-from tests.contract.engine_rig import delta_of, keyframe_of, make_versions, tiny_config
+from tests.contract.engine_rig import delta_of, generated, keyframe_of, make_versions, tiny_config
 from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -30,18 +29,6 @@ def chosen_by(model: torch.nn.Module, tokens: tuple[int, ...]) -> np.ndarray:
         model(torch.tensor([tokens]))
     assert routers.shape == SHAPE
     return np.sort(torch.stack(found_LTK, 1).numpy(), axis=-1)
-
-
-async def collected(engine: VllmEngine, *requests: GenerateRequest) -> dict[str, list[TokenChunk]]:
-    chunks: dict[str, list[TokenChunk]] = defaultdict(list)
-    for request in requests:
-        engine.submit(request)
-    running = len(requests)
-    while running:
-        for chunk in await engine.next_chunks():
-            chunks[chunk.request_id].append(chunk)
-            running -= chunk.finish_reason is not FinishReason.UNFINISHED
-    return chunks
 
 
 def rows_of(raw: bytes) -> np.ndarray:
@@ -66,12 +53,12 @@ def test_each_token_and_a_prompt_found_in_the_cache_tell_the_experts_that_comput
         await engine.start()
         try:
             await engine.swap(keyframe_of(old, 0), SwapMode.RECOMPUTE_KV)
-            group = await collected(engine, *(request(f"a/{seed}", PROMPT, seed) for seed in range(6)))
+            group = await generated(engine, [request(f"a/{seed}", PROMPT, seed) for seed in range(6)])
             longer = PROMPT + tokens_of(group["a/0"])
-            turn = await collected(engine, request("b/0", longer, 1), request("c/0", (5,), 2))
+            turn = await generated(engine, [request("b/0", longer, 1), request("c/0", (5,), 2)])
             await engine.swap(delta_of(old, new, 0, 1), SwapMode.RECOMPUTE_KV)
             begun = tokens_of(group["a/1"])[:10]
-            after = await collected(engine, request("d/0", PROMPT, 3), request("e/0", PROMPT, 4, begun))
+            after = await generated(engine, [request("d/0", PROMPT, 3), request("e/0", PROMPT, 4, begun)])
             return group, turn, after
         finally:
             await engine.stop()

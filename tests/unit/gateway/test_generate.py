@@ -172,6 +172,8 @@ def test_values_that_change_nothing_are_taken() -> None:
         "return_token_ids": True,
     }  # fmt: skip
     parsed = parsed_request({"token_ids": [1], "sampling_params": params, "cache_salt": "x", "priority": -3})
+    last = (1 << 53) - 1  # which can be published, and so asked for
+    assert parsed_request({"token_ids": [1], "exact_version": last}).exact_version == last
     assert (parsed.top_k, parsed.seed, parsed.priority, parsed.wants_logprobs) == (0, None, -3, True)
 
 

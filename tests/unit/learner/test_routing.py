@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from echo2.wire.rollout import segment_from_message, segment_to_message
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
-from tests.contract.engine_rig import keyframe_of, tiny_config
+from tests.contract.engine_rig import generated, keyframe_of, tiny_config
 from tests.unit.learner.made import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -80,19 +79,6 @@ def make_noisy(engine: EmbeddedEngine, size: float) -> None:
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
-
-
-async def generated(engine: EmbeddedEngine, requests: Sequence[GenerateRequest]) -> dict[str, list[TokenChunk]]:
-    chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    open_ones = set(chunks)
-    while open_ones:
-        for chunk in await engine.next_chunks():
-            chunks[chunk.request_id].append(chunk)
-            if chunk.finish_reason is not FinishReason.UNFINISHED:
-                open_ones.discard(chunk.request_id)
-    return chunks
 
 
 def sampled(trainer: Trainer, count: int, noise: float) -> TrainGroup:

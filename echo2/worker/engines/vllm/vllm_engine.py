@@ -330,8 +330,7 @@ class VllmEngine:
             )
         self._outbox.open(request.request_id)
         stream = _Stream(request)
-        shares = any(each.request.prefix_key == request.prefix_key for each in self._streams.values())
-        if self._tells_routing and not shares and not request.token_ids:  # one of a group tells its prompt's
+        if self._tells_routing and not request.token_ids and not self._is_sharing(request):
             self._prompt_count += 1
             stream.prompt_file = Path(self._folder.name, f"prompt-{self._prompt_count}")
         self._streams[request.request_id] = stream
@@ -438,6 +437,10 @@ class VllmEngine:
             self._outbox.close(EngineError(f"request {request.request_id}: vLLM failed: {error!r}"))
         self._end(stream, reason)
 
+    def _is_sharing(self, request: GenerateRequest) -> bool:
+        """Whether another of its group is at work: one of a group tells its prompt's experts."""
+        return any(each.request.prefix_key == request.prefix_key for each in self._streams.values())
+
     def _put(self, stream: _Stream, completion: Any) -> None:
         versions = self._versions(stream, completion)
         is_greedy = stream.request.sampling.temperature == 0.0
@@ -522,7 +525,7 @@ class VllmEngine:
             else None,
             extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)} | prompt_file,
             logprobs=1
-            - (-self._expert_bytes // 3),  # after the token's own: the raw one, then its experts, three bytes each
+            - (-self._expert_bytes // 3),  # beside the token's own: the raw one, and experts, three bytes each
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
