@@ -14,7 +14,7 @@ import torch
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed, rollout_seed, uniforms
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan, spans_of
 from echo2.learner.audit import Habits, examine, passage_of
 from echo2.learner.bets import MEASURED_TOKENS, Accusation, Bets, KindNoise
 from echo2.learner.rollouts.admission import problem_of_end, problem_of_segment
@@ -138,12 +138,8 @@ def recomputed(bench: Bench, engine: Any, one: Rollout, version: int, index: int
 
 def problem_of(rollout: Rollout, spec: GroupSpec) -> str | None:
     """What the learner's intake says of it."""
-    whole = RolloutSegment(
-        rollout.group_id, rollout.index, 0, rollout.token_ids, rollout.logprobs, rollout.raw_logprobs,
-        rollout.version_spans, rollout.finish_reason,
-    )  # fmt: skip
     published = [Version(version) for version in (OLDEST, PREVIOUS, NEWEST)]
-    return problem_of_segment(whole, spec, VOCABULARY, published) or problem_of_end(rollout, 0, spec)
+    return problem_of_segment(rollout, spec, VOCABULARY, published) or problem_of_end(rollout, 0, spec)
 
 
 def fleet_noise(kind: str, nats: float) -> KindNoise:

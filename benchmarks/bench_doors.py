@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SamplingParams, VersionSpan
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import RunConfig
 from echo2.gateway.app import GatewayPort
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
@@ -70,7 +70,7 @@ class InstantFleet:
         tokens, logprobs = sampled(spec.prompt_token_ids)
         spans = (VersionSpan(Version(0), SAMPLED),)
         numbers = tuple(logprobs)
-        whole = RolloutSegment(spec.group_id, 0, 0, tuple(tokens), numbers, numbers, spans, FinishReason.LENGTH)
+        whole = Rollout(spec.group_id, 0, tuple(tokens), numbers, numbers, spans, FinishReason.LENGTH)
         await self.pool.report([whole], 1, PeerId("worker"))
 
     def close(self, group_ids: Sequence[GroupId], reason: str) -> None: ...

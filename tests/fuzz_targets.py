@@ -435,16 +435,15 @@ def _tls_hello(name: str, protocols: list[str]) -> bytes:
 
 def _journal_inputs() -> Iterator[bytes]:
     from echo2.learner.rollouts import journal
-    from echo2.learner.rollouts.groups import Draw
+    from echo2.learner.rollouts.groups import Group
     from tests.unit.wire.test_messages import GROUP, SEGMENT
 
-    rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))
-    draw = Draw(7, 0, GROUP.prompt_token_ids, GROUP.sampling)
+    rollout = rw.rollout_from_message(rw.rollout_to_message(replace(SEGMENT, offset=0)))
     rewards = [journal_pb2.DrawnReward(value=0.5), journal_pb2.DrawnReward(is_failed=True)]
     group = journal_pb2.DrawnGroup(group_id=GROUP.group_id, rewards=rewards)
     drawn = journal_pb2.JournalRecord(batch=journal_pb2.DrawnBatch(step=0, groups=[group]))
     records = [
-        journal.began("r", Step(0), 3, (Version(0), Version(2))), journal.opened(draw, GROUP),
+        journal.began("r", Step(0), 3, (Version(0), Version(2))), journal.opened(Group(GROUP, 7)),
         journal.published(Version(2), "ab" * 8), drawn, journal.closed(GROUP.group_id), journal.finished(rollout),
     ]  # fmt: skip
     for record in records:

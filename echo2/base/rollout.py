@@ -226,36 +226,15 @@ def joined_spans(first: Sequence[VersionSpan], second: Sequence[VersionSpan]) ->
     return (*first, *second)
 
 
-def _check_tokens(
-    whose: str,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    raw_logprobs: Sequence[float],
-    version_spans: Sequence[VersionSpan],
-    routing: Routing,
-) -> None:
-    count = len(token_ids)
-    if len(logprobs) != count or len(raw_logprobs) != count:
-        raise MalformedMessage(
-            f"{whose}: expected {count} log-probabilities, one a token, got {len(logprobs)} sampled and "
-            f"{len(raw_logprobs)} raw"
-        )
-    covered = sum(span.count for span in version_spans)
-    if covered != count or any(span.count < 1 for span in version_spans):
-        raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
-    routing.check(count, whose)
-    for values in (logprobs, raw_logprobs):
-        if values and (not all(map(math.isfinite, values)) or max(values) > 1e-3):
-            raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
-
-
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled completion, whole or partial.
+    """Tokens of one sampled completion: a whole one, what is held of it so far or, in a worker's report, those from `offset` on.
 
     `logprobs[i]` is the natural log-probability, under the sampling distribution (after temperature and filters), of
     `token_ids[i]` given the prompt and the tokens before it; `raw_logprobs[i]` is that of the raw model (temperature
-    1, no filter). Both in nats, float32 precision. `routing`: the experts that computed them, where they were recorded.
+    1, no filter). Both in nats, float32 precision. The finish reason comes with the last token; UNFINISHED and ABORTED leave the
+    rollout open. `routing`: the experts that computed them, where they were recorded. `expected_remaining_tokens`: the worker's
+    estimate of how many will follow; 0 if it has none.
     """
 
     group_id: GroupId
@@ -266,10 +245,31 @@ class Rollout:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     routing: Routing = NO_ROUTING
+    offset: int = 0
+    expected_remaining_tokens: int = 0
 
     def __post_init__(self) -> None:
         whose = f"rollout {self.index} of group {self.group_id}"
-        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans, self.routing)
+        if self.offset:
+            whose = f"tokens {self.offset}.. of {whose}"
+        count = len(self.token_ids)
+        if len(self.logprobs) != count or len(self.raw_logprobs) != count:
+            raise MalformedMessage(
+                f"{whose}: expected {count} log-probabilities, one a token, got {len(self.logprobs)} sampled and "
+                f"{len(self.raw_logprobs)} raw"
+            )
+        covered = sum(span.count for span in self.version_spans)
+        if covered != count or any(span.count < 1 for span in self.version_spans):
+            raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
+        self.routing.check(count, whose)
+        for values in (self.logprobs, self.raw_logprobs):
+            if values and (not all(map(math.isfinite, values)) or max(values) > 1e-3):
+                raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
+
+    @property
+    def end(self) -> int:
+        """The offset after its last token."""
+        return self.offset + len(self.token_ids)
 
     @property
     def is_finished(self) -> bool:
@@ -279,40 +279,6 @@ class Rollout:
     def oldest_version(self) -> Version | None:
         """The oldest version that sampled one of its tokens; None without tokens."""
         return min((span.version for span in self.version_spans), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSegment:
-    """Tokens from `offset` on of one rollout, as a worker reports them; a whole rollout is the segment at offset 0.
-
-    The finish reason is the rollout's and is set on its last segment; UNFINISHED and ABORTED leave the rollout open.
-    `expected_remaining_tokens`: the worker's estimate of how many tokens will follow; 0 if it has none.
-    """
-
-    group_id: GroupId
-    index: int
-    offset: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...]
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    expected_remaining_tokens: int = 0
-    routing: Routing = NO_ROUTING
-
-    def __post_init__(self) -> None:
-        whose = f"tokens {self.offset}.. of rollout {self.index} of group {self.group_id}"
-        _check_tokens(whose, self.token_ids, self.logprobs, self.raw_logprobs, self.version_spans, self.routing)
-
-    @property
-    def end(self) -> int:
-        """The offset after its last token."""
-        return self.offset + len(self.token_ids)
-
-    @property
-    def is_final(self) -> bool:
-        """Whether it ends the rollout."""
-        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Verdict(enum.Enum):

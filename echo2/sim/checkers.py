@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import Rollout, RolloutSegment, VersionSpan
+from echo2.base.rollout import Rollout, VersionSpan
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, Insertion, TurnOf, evaluated_version, root_of
@@ -100,7 +100,7 @@ class Truth:
         expected = self.fingerprints.get(version)
         self.check(4, found == expected, f"the host copy of {who} at version {version} has fingerprint {found:016x}")
 
-    def reported(self, who: str, segments: Sequence[RolloutSegment]) -> None:
+    def reported(self, who: str, segments: Sequence[Rollout]) -> None:
         """A worker has sent tokens: each must have been sampled by the version that its span names."""
         if who in self.liars:
             return
@@ -113,7 +113,7 @@ class Truth:
             self.check(3, exact is None or not others, f"{who} evaluates version {exact} by tokens of {others}")
 
     def _check_tokens(
-        self, who: str, group_id: GroupId, index: int, offset: int, tokens: RolloutSegment | SampledTurn
+        self, who: str, group_id: GroupId, index: int, offset: int, tokens: Rollout | SampledTurn
     ) -> None:
         position = 0
         for span in tokens.version_spans:

@@ -18,7 +18,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     Routing,
     SamplingParams,
     SegmentVerdict,
@@ -89,23 +88,23 @@ def _spans_to_messages(spans: Iterable[VersionSpan]) -> list[rollout_pb2.Version
     return [rollout_pb2.VersionSpan(version=span.version, count=span.count) for span in spans]
 
 
-def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
+def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
     return rollout_pb2.RolloutSegment(  # written out for speed: thousands a second
-        group_id=segment.group_id,
-        index=segment.index,
-        offset=segment.offset,
-        token_ids=segment.token_ids,
-        logprobs=segment.logprobs,
-        raw_logprobs=segment.raw_logprobs,
-        expected_remaining_tokens=segment.expected_remaining_tokens,
-        version_spans=_spans_to_messages(segment.version_spans),
-        finish_reason=_FINISH_TO_WIRE[segment.finish_reason],
-        routing=segment.routing.tokens,
-        prompt_routing=segment.routing.prompt,
+        group_id=rollout.group_id,
+        index=rollout.index,
+        offset=rollout.offset,
+        token_ids=rollout.token_ids,
+        logprobs=rollout.logprobs,
+        raw_logprobs=rollout.raw_logprobs,
+        expected_remaining_tokens=rollout.expected_remaining_tokens,
+        version_spans=_spans_to_messages(rollout.version_spans),
+        finish_reason=_FINISH_TO_WIRE[rollout.finish_reason],
+        routing=rollout.routing.tokens,
+        prompt_routing=rollout.routing.prompt,
     )
 
 
-def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = SEGMENT_TOKENS_MAX) -> RolloutSegment:
+def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = SEGMENT_TOKENS_MAX) -> Rollout:
     """Parses a segment. `tokens_max`: a whole rollout (`GetPartials`) may be longer than one report's segment."""
     group_id = group_id_from_wire(message.group_id)
     whose, spans = f"of rollout {message.index} of group {group_id}", message.version_spans
@@ -115,7 +114,7 @@ def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = 
     _expect(end <= ROLLOUT_TOKENS_MAX, f"end {whose}", f"up to {ROLLOUT_TOKENS_MAX}", end)
     _expect(len(spans) <= tokens, f"number of version_spans {whose}", f"up to {tokens}", len(spans))
     _expect(all(span.count for span in spans), f"count of a version span {whose}", "1 or more", 0)
-    return RolloutSegment(
+    return Rollout(
         group_id=group_id,
         index=message.index,
         offset=message.offset,
@@ -129,32 +128,17 @@ def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = 
     )
 
 
-def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
-    """A whole rollout: the segment at offset 0."""
-    return message_of(
-        rollout,
-        rollout_pb2.RolloutSegment,
-        version_spans=_spans_to_messages(rollout.version_spans),
-        finish_reason=_FINISH_TO_WIRE[rollout.finish_reason],
-        routing=rollout.routing.tokens,
-        prompt_routing=rollout.routing.prompt,
-    )
-
-
 def rollout_from_message(message: rollout_pb2.RolloutSegment) -> Rollout:
     """Parses a whole rollout; MalformedMessage if the segment does not start at offset 0."""
-    segment = segment_from_message(message, tokens_max=ROLLOUT_TOKENS_MAX)
-    if segment.offset != 0:
+    rollout = segment_from_message(message, tokens_max=ROLLOUT_TOKENS_MAX)
+    if rollout.offset != 0:
         raise MalformedMessage(
-            f"rollout {segment.index} of group {segment.group_id}: expected it whole, got tokens {segment.offset}.."
+            f"rollout {rollout.index} of group {rollout.group_id}: expected it whole, got tokens {rollout.offset}.."
         )
-    return Rollout(
-        segment.group_id, segment.index, segment.token_ids, segment.logprobs, segment.raw_logprobs,
-        segment.version_spans, segment.finish_reason, segment.routing,
-    )  # fmt: skip
+    return rollout
 
 
-def segments_from_report(message: ingest_pb2.RolloutReport) -> tuple[RolloutSegment, ...]:
+def segments_from_report(message: ingest_pb2.RolloutReport) -> tuple[Rollout, ...]:
     """Parses all segments of a report; one malformed segment refuses the whole report."""
     tokens = sum(len(segment.token_ids) for segment in message.segments)
     _expect(tokens <= REPORT_TOKENS_MAX, "number of tokens of a report", f"up to {REPORT_TOKENS_MAX}", tokens)

@@ -25,7 +25,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     SegmentVerdict,
     Verdict,
 )  # fmt: skip
@@ -204,7 +203,7 @@ _log = logging.getLogger("echo2.worker")
 
 
 class LearnerPort(Protocol):
-    def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None: ...
+    def report(self, lease_id: LeaseId, segments: tuple[Rollout, ...]) -> None: ...
 
     def fetch_partials(self, lease_id: LeaseId) -> None:
         """Asks the learner until it answers (`on_partials` or `refuse`); drops the answer once the lease has ended."""
@@ -620,7 +619,7 @@ class Leases:
                 self._learner.report(lease.lease_id, segments)
             lease.report_due = now + self.report_interval_s
 
-    def _news(self, lease: LeaseWork) -> tuple[RolloutSegment, ...]:
+    def _news(self, lease: LeaseWork) -> tuple[Rollout, ...]:
         """What the learner does not hold yet, as much as one report takes."""
         room, routing_room = REPORT_TOKENS_MAX, REPORT_ROUTING_BYTES_MAX
         siblings = [len(r.token_ids) for r in lease.rollouts.values() if r.is_ended]

@@ -18,7 +18,7 @@ import grpc.aio
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import LeaseId, PeerId
-from echo2.base.rollout import RolloutSegment
+from echo2.base.rollout import Rollout
 from echo2.control.waits import Backoff, Waits
 from echo2.outside import monotonic
 from echo2.outside.guard import cancel_all, handling
@@ -71,7 +71,7 @@ class Reports:
     def ticket_of(self, lease_id: LeaseId) -> rollout_pb2.LeaseTicket | None:
         return self._tickets.get(lease_id)
 
-    def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
+    def report(self, lease_id: LeaseId, segments: tuple[Rollout, ...]) -> None:
         self._sequence += 1
         is_first = lease_id not in self._ticket_was_sent
         self._ticket_was_sent.add(lease_id)
@@ -83,7 +83,7 @@ class Reports:
                 sequence=self._sequence,
                 ticket=self._tickets.get(lease_id) if is_first else None,
                 lease_id=lease_id,
-                segments=[wire.segment_to_message(segment) for segment in segments],
+                segments=[wire.rollout_to_message(segment) for segment in segments],
                 draws_by_seed=self._draws_by_seed,
                 keeps_cache=self._keeps_cache,
                 engine_kind=self._engine_kind,

@@ -24,7 +24,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     Routing,
     SamplingParams,
     SegmentVerdict,
@@ -176,14 +175,14 @@ class PartialRollout:
         elif row_bytes:
             self.rows += routing.tokens
 
-    def news(self, tokens_max: int, expected_remaining: int) -> RolloutSegment:
+    def news(self, tokens_max: int, expected_remaining: int) -> Rollout:
         """The next segment that the learner lacks, at most `tokens_max` tokens; the finish reason goes with the last token."""
         begin = self.held
         end = min(len(self.token_ids), begin + min(tokens_max, SEGMENT_TOKENS_MAX))
         rows = bytes(self.rows[begin * self.row_bytes : end * self.row_bytes])
         prompt_rows = self.prompt_rows if begin == 0 and len(self.prompt_rows) <= PROMPT_ROUTING_BYTES_MAX else b""
         is_whole = end == len(self.token_ids)
-        return RolloutSegment(
+        return Rollout(
             group_id=self.group_id,
             index=self.index,
             offset=begin,

@@ -21,7 +21,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     SamplingParams,
     SegmentVerdict,
     Verdict,
@@ -31,15 +30,15 @@ from echo2.config.run import RunConfig
 from echo2.learner.rollouts.groups import (
     NOBODY,
     Batch,
-    Draw,
     Group,
+    Prompt,
     TrainGroup,
-    Turn,
     TurnOf,
     common_beginning,
     empty_rollout,
     extended,
     extended_senders,
+    group_id_of,
     is_driven,
     is_driven_root,
     is_later_turn,
@@ -72,11 +71,11 @@ def cap_groups(config: RunConfig, planned_rollouts: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Closure:
-    """A closed group. `retry`: the draw that replaces it, if its prompt gets another try."""
+    """A closed group. `again`: number and try of the group that replaces it, if its prompt gets another."""
 
     group_id: GroupId
     reason: str  # complete | stale | quarantined | no contrast | reward failed | unused | restarted | evaluation over
-    retry: Draw | None = None
+    again: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -155,13 +154,12 @@ class OpenGroups:
                 finished -= 1
         return finished
 
-    def turns(self, root: GroupId, index: int) -> list[Turn]:
-        """The turns of one rollout so far, including the one being sampled."""
-        turns: list[Turn] = []
+    def turns(self, root: GroupId, index: int) -> list[tuple[Group, Rollout]]:
+        """The turns of one rollout so far, each with its group, including the one being sampled."""
+        turns: list[tuple[Group, Rollout]] = []
         at = TurnOf(root, index, 1 if is_driven(root) else 0)
         while (group := self.groups.get(at.group_id)) is not None:
-            slot = index if at.turn == 0 else 0
-            turns.append(Turn(group.spec.prompt_token_ids, group.rollouts[slot], group.senders.get(slot, ())))
+            turns.append((group, group.rollouts[index if at.turn == 0 else 0]))
             at = at.next
         return turns
 
@@ -180,28 +178,26 @@ class OpenGroups:
 
     # ---- opening
 
-    def open(self, spec: GroupSpec, draw: Draw) -> GroupSpec:
+    def open(self, spec: GroupSpec, cursor: int, retry: int) -> GroupSpec:
         assert spec.group_id not in self.groups, f"group {spec.group_id} is open already"
-        self.groups[spec.group_id] = Group.opened(spec, draw)
+        self.groups[spec.group_id] = Group.opened(spec, cursor, retry)
         return spec
 
-    def open_group(self, draw: Draw) -> GroupSpec:
-        """Opens a draw's group for training. The same draw always gives the same id, prompt and seed.
+    def open_group(self, cursor: int, prompt: Prompt, retry: int = 0) -> GroupSpec:
+        """Opens a group for training with prompt number `cursor`.
 
         The expected step is a queueing estimate that assumes that groups finish in the order offered. A fleet nearly does that;
         otherwise it is off by about one batch, and the admission rule still refuses stale tokens.
         """
         step = self.next_step + self.in_flight_groups // self.groups_per_step
-        name = draw.group_id(is_driven=self.config.agent.is_on)
-        return self.open(
-            GroupSpec(name, draw.prompt_token_ids, self.config.learner.rollouts_per_prompt, draw.sampling, step), draw
-        )
+        name = group_id_of(cursor, retry, is_driven=self.config.agent.is_on)
+        spec = GroupSpec(name, prompt[0], self.config.learner.rollouts_per_prompt, prompt[1], step)
+        return self.open(spec, cursor, retry)
 
-    def open_question(self, draw: Draw, version: Version, samples: int) -> GroupSpec:
-        name = draw.group_id(version, is_driven=self.config.agent.is_on)
-        return self.open(
-            GroupSpec(name, draw.prompt_token_ids, samples, draw.sampling, int(version), Work.EVALUATE, version), draw
-        )
+    def open_question(self, number: int, prompt: Prompt, retry: int, version: Version, samples: int) -> GroupSpec:
+        name = group_id_of(number, retry, version, is_driven=self.config.agent.is_on)
+        spec = GroupSpec(name, prompt[0], samples, prompt[1], int(version), Work.EVALUATE, version)
+        return self.open(spec, number, retry)
 
     def move_up(self) -> list[GroupSpec]:
         """Moves groups up when groups before them were closed; returns the specs that are due earlier, to be offered again.
@@ -259,15 +255,15 @@ class OpenGroups:
             top_p=of_problem.top_p, top_k=of_problem.top_k,
         )  # fmt: skip
         spec = replace(root.spec, group_id=at.group_id, prompt_token_ids=prompt, rollout_count=1, sampling=sampling)
-        return self.open(spec, replace(root.draw, prompt_token_ids=prompt, sampling=sampling))
+        return self.open(spec, root.cursor, root.retry)
 
     # ---- receiving
 
-    def receive(self, segment: RolloutSegment, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
+    def receive(self, segment: Rollout, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
         """Takes a segment from the lease's `attempt`. The caller must make the rollout durable before it answers ADMITTED."""
         group = self.groups.get(segment.group_id)
         if group is None:
-            was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
+            was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_finished
             self.counts.duplicate += was_trained
             return self._answer(segment, Verdict.DUPLICATE if was_trained else Verdict.CLOSED, "the group is not open")
         if attempt < group.lease_attempt:
@@ -281,19 +277,19 @@ class OpenGroups:
         group.lease_attempt = attempt
         held = group.rollouts[segment.index]
         if held.is_finished:
-            self.counts.duplicate += segment.is_final and group.is_training
+            self.counts.duplicate += segment.is_finished and group.is_training
             return self._answer(segment, Verdict.DUPLICATE)
         if segment.offset > len(held.token_ids):
             return self._answer(segment, Verdict.RESEND)
         return self._grow(segment, group, held, sender)
 
-    def _answer(self, segment: RolloutSegment, verdict: Verdict, text: str = "") -> SegmentVerdict:
+    def _answer(self, segment: Rollout, verdict: Verdict, text: str = "") -> SegmentVerdict:
         group, index = self.groups.get(segment.group_id), segment.index
         is_held = group is not None and 0 <= index < len(group.rollouts)
         held_tokens = len(group.rollouts[index].token_ids) if group is not None and is_held else 0
         return SegmentVerdict(segment.group_id, index, verdict, held_tokens, text)
 
-    def refuse(self, segment: RolloutSegment, problem: str, impossible_of: PeerId = NOBODY) -> SegmentVerdict:
+    def refuse(self, segment: Rollout, problem: str, impossible_of: PeerId = NOBODY) -> SegmentVerdict:
         """`impossible_of`: the sender, if no honest worker sends such a segment."""
         self.workers.on_impossible(impossible_of, problem)
         self.counts.refused += self.groups[segment.group_id].is_training
@@ -307,7 +303,7 @@ class OpenGroups:
         group.lease_attempt = attempt
         return list(group.rollouts)
 
-    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
+    def _grow(self, segment: Rollout, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
         senders, held_tokens = group.senders.get(segment.index, ()), len(held.token_ids)
         grown = extended(held, segment)
         if grown is None:  # a worker that lost its state may restart the rollout from its first token
@@ -425,13 +421,13 @@ class OpenGroups:
         turns = {i: self.turns(group.spec.group_id, i) for i in rewards}
         opening, spec = None, group.spec
         if is_driven(spec.group_id):
-            opening = common_beginning([each[0].prompt_token_ids for each in turns.values()])
+            opening = common_beginning([each[0][0].spec.prompt_token_ids for each in turns.values()])
             spec = replace(spec, prompt_token_ids=opening, rollout_count=len(group.rollouts))
         whole = [joined(each, i, opening) for i, each in turns.items()]
         return TrainGroup(
-            spec, group.draw.cursor, tuple(turn.rollout for turn in whole), tuple(rewards.values()),
-            tuple(turn.insertions for turn in whole) if any(turn.insertions for turn in whole) else (),
-            tuple(turn.senders for turn in whole),
+            spec, group.cursor, tuple(rollout for rollout, _, _ in whole), tuple(rewards.values()),
+            tuple(said for _, said, _ in whole) if any(said for _, said, _ in whole) else (),
+            tuple(senders for _, _, senders in whole),
         )  # fmt: skip
 
     # ---- versions and closing
@@ -471,11 +467,11 @@ class OpenGroups:
         if group.is_training:
             self.counts.dropped_stale += group.begun_rollouts if reason == "stale" else 0
             self.counts.dropped_quarantined += group.begun_rollouts if reason == "quarantined" else 0
-        is_retried = reason in ("stale", "quarantined") and group.draw.retry < RETRIES_MAX[group.spec.work]
-        retry = group.draw.again() if is_retried or reason == "restarted" else None
+        is_retried = reason in ("stale", "quarantined") and group.retry < RETRIES_MAX[group.spec.work]
+        again = (group.cursor, group.retry + 1) if is_retried or reason == "restarted" else None
         for group_id in self.family(root):
             del self.groups[group_id]
-            self.closures.append(Closure(group_id, reason, retry if group_id == root else None))
+            self.closures.append(Closure(group_id, reason, again if group_id == root else None))
 
     def take_closures(self) -> list[Closure]:
         taken, self.closures = self.closures, []
@@ -486,7 +482,7 @@ class OpenGroups:
 
 
 def problem_of_segment(
-    segment: RolloutSegment, spec: GroupSpec, vocabulary_size: int, published: Collection[Version]
+    segment: Rollout, spec: GroupSpec, vocabulary_size: int, published: Collection[Version]
 ) -> str | None:
     """Checks a segment by itself, before it is appended to the held tokens. Returns what was expected and what came."""
     if not 0 <= segment.index < spec.rollout_count:
@@ -499,7 +495,7 @@ def problem_of_segment(
     unknown = [version for version in dict.fromkeys(versions) if version not in published]
     if unknown:
         return f"expected published versions {min(published)} to {max(published)}, got {unknown[0]}"
-    if segment.is_final and segment.offset == 0 and not segment.token_ids:
+    if segment.is_finished and segment.offset == 0 and not segment.token_ids:
         return "expected at least one token in a finished rollout, got none"
     if spec.sampling.temperature != 1.0:
         return None

@@ -20,7 +20,7 @@ from echo2.config.run import RunConfig
 from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.episodes import Completion, Episodes, GatewayLimits, Scored
 from echo2.gateway.harness import make_harness
-from echo2.learner.rollouts.groups import Draw, turn_of
+from echo2.learner.rollouts.groups import turn_of
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import PromptWorld
 from echo2.learner.rollouts.workers import FailureStreak
@@ -87,19 +87,19 @@ class Agents:
 
     # ---- for the pool
 
-    def drive(self, spec: GroupSpec, draw: Draw) -> None:
+    def drive(self, spec: GroupSpec, cursor: int) -> None:
         prompts, is_evaluation = self._prompts, spec.work is Work.EVALUATE
         world: PromptWorld | None = None
         if is_evaluation:
-            instance, world = self._pool.evaluations.problem(draw.cursor)
+            instance, world = self._pool.evaluations.problem(cursor)
         else:
-            instance = prompts.instance(prompts.split.train_index(draw.cursor))
+            instance = prompts.instance(prompts.split.train_index(cursor))
         self._problems[spec.group_id] = instance.index, world
         description = _description(instance)
         if world is None and prompts.is_mixed:
             description["task"] = prompts.name_of(instance.index)
         if is_evaluation:
-            description["evaluation"] = self._pool.evaluations.at(draw.cursor)[0].name
+            description["evaluation"] = self._pool.evaluations.at(cursor)[0].name
         self.episodes.open_problem(spec.group_id, spec.rollout_count, description, is_evaluation=is_evaluation)
 
     def on_sampled(self, rollout: Rollout) -> None:

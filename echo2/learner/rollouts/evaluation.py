@@ -26,7 +26,7 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed
 from echo2.config.run import RunConfig
 from echo2.learner.metrics import number_in, past_evaluations
-from echo2.learner.rollouts.groups import Draw, Group, TrainGroup, evaluated_version, is_later_turn, root_of
+from echo2.learner.rollouts.groups import Group, Prompt, TrainGroup, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld, TurnAnswer
 from echo2.outside import monotonic, unix_now
 from echo2.tasks.split import permuted
@@ -61,10 +61,11 @@ class QuestionSet:
 
 @dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """A question's answer. `group_ids`: its group with all turns, which the journal keeps until the evaluation is over."""
+    """A question's answer. `retry`: of its group. `group_ids`: its group with all turns, which the journal keeps until the
+    evaluation is over."""
 
     samples: tuple[Sample, ...]
-    draw: Draw
+    retry: int
     group_ids: tuple[GroupId, ...]
     senders: frozenset[PeerId]
     rollouts: int
@@ -107,9 +108,9 @@ class VersionEvaluation:
         """A question has all its rewards. `members`: its group and the groups of its rollouts' later turns; none if it was closed
         because all its episodes were lost."""
         samples = self._samples.pop(group.spec.group_id, {})
-        self.answers[group.draw.cursor] = QuestionAnswer(
+        self.answers[group.cursor] = QuestionAnswer(
             tuple(samples[key] for key in sorted(samples)),
-            group.draw,
+            group.retry,
             tuple(member.spec.group_id for member in members),
             frozenset(sent.peer_id for member in members for sender in member.senders.values() for sent in sender),
             len(samples) if self.rules.is_driven else sum(member.begun_rollouts for member in members),
@@ -117,10 +118,11 @@ class VersionEvaluation:
         )
         self._untimed.append(group.spec.group_id)
 
-    def drop_sent_by(self, peer_id: PeerId) -> list[QuestionAnswer]:
-        """Drops the answers that a barred worker gave even in part, so that other workers answer the questions again."""
+    def drop_sent_by(self, peer_id: PeerId) -> dict[int, QuestionAnswer]:
+        """Drops the answers that a barred worker gave even in part, so that other workers answer the questions again. Returns them
+        by number."""
         dropped = [number for number, answer in self.answers.items() if peer_id in answer.senders]
-        return [self.answers.pop(number) for number in dropped]
+        return {number: self.answers.pop(number) for number in dropped}
 
     @property
     def group_ids(self) -> list[GroupId]:
@@ -296,7 +298,7 @@ class Evaluations:
 
     # ---- questions, numbered over all sets
 
-    def draw(self, version: Version, number: int) -> Draw:
+    def draw(self, version: Version, number: int) -> Prompt:
         prompts = self._prompts
         seed = prompts.secret_seed(f"{prompts.seed}/evaluation/{version}/{number}")
         temperature = self.at(number)[0].temperature
@@ -305,7 +307,7 @@ class Evaluations:
             sampling = replace(sampling, top_p=1.0, top_k=0)
         # With agents, the agent decides what to ask the model.
         tokens = DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(self.problem(number)[0])
-        return Draw(number, 0, tokens, sampling)
+        return tokens, sampling
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""

@@ -1,13 +1,14 @@
 """Rollout groups: the completions of one prompt, their turns and calls, and the batch that trains on them.
 
-Guarantees: a group's id is a function of its draw, so that after a restart the same draw gives the same group. Every turn after the
-first, and every call of an agent, is leased as a group of one rollout, whose id names its root group, the rollout (for agents: the
-chain of calls) and the turn; no other record of the relation is needed. A turn's prompt is the previous turn's prompt and
-completion, followed by the environment's tokens. Tokens held never change; tokens that are sent again must equal them.
+Guarantees: a group's id is a function of its prompt's number, so that after a restart the same prompt gives the same group. Every
+turn after the first, and every call of an agent, is leased as a group of one rollout, whose id names its root group, the rollout
+(for agents: the chain of calls) and the turn; no other record of the relation is needed. A turn's prompt is the previous turn's
+prompt and completion, followed by the environment's tokens. Tokens held never change; tokens that are sent again must equal them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     SamplingParams,
     VersionSpan,
     Work,
@@ -31,25 +31,13 @@ NOBODY = PeerId("")
 # ---- ids: g00000012 (training), e00000004-00017 (evaluation of version 4), the same with a or x if agents play; r2: third try
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Prompt number `cursor` of the run, or question number `cursor` of an evaluation. `retry`: 0 for the first try."""
-
-    cursor: int
-    retry: int
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-    def again(self) -> Draw:
-        """The same prompt with the same seed: a worker that lets a group fail or go stale cannot force another sample."""
-        return replace(self, retry=self.retry + 1)
-
-    def group_id(self, evaluated: Version | None = None, *, is_driven: bool = False) -> GroupId:
-        """`evaluated`: the version under evaluation. `is_driven`: agents play the prompt, call by call."""
-        tries = f"r{self.retry}" if self.retry else ""
-        if evaluated is None:
-            return GroupId(f"{'a' if is_driven else 'g'}{self.cursor:08d}{tries}")
-        return GroupId(f"{'x' if is_driven else 'e'}{evaluated:08d}-{self.cursor:05d}{tries}")
+def group_id_of(cursor: int, retry: int = 0, evaluated: Version | None = None, *, is_driven: bool = False) -> GroupId:
+    """The id of prompt number `cursor` of the run, or of question number `cursor` of the evaluation of a version. `retry`: 0 for
+    the first try. `is_driven`: agents play the prompt, call by call."""
+    tries = f"r{retry}" if retry else ""
+    if evaluated is None:
+        return GroupId(f"{'a' if is_driven else 'g'}{cursor:08d}{tries}")
+    return GroupId(f"{'x' if is_driven else 'e'}{evaluated:08d}-{cursor:05d}{tries}")
 
 
 def is_driven(group_id: GroupId) -> bool:
@@ -102,6 +90,10 @@ def root_of(group_id: GroupId) -> GroupId:
     return GroupId(group_id.partition(".")[0])
 
 
+Prompt = tuple[tuple[int, ...], SamplingParams]
+"""Its tokens, and how its completions are sampled, with its seed."""
+
+
 # ---- rollouts and turns
 
 
@@ -121,22 +113,11 @@ class SentTokens:
     token_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn: all tokens before it, its sampled tokens, and the workers that reported them. `joined` makes one of several:
-    then `insertions` are the environment's tokens between the sampled ones."""
-
-    prompt_token_ids: tuple[int, ...]
-    rollout: Rollout
-    senders: tuple[SentTokens, ...] = ()
-    insertions: tuple[Insertion, ...] = ()
-
-
 def empty_rollout(group_id: GroupId, index: int) -> Rollout:
     return Rollout(group_id, index, (), (), (), (), FinishReason.UNFINISHED)
 
 
-def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
+def extended(held: Rollout, segment: Rollout) -> Rollout | None:
     """Returns `held` with the segment's new tokens appended; None if the overlap differs from the held tokens.
 
     `segment.offset` must not be beyond the held tokens. ABORTED leaves the rollout unfinished, to be continued later.
@@ -157,7 +138,7 @@ def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
         held.group_id, held.index, held.token_ids + segment.token_ids[overlap:],
         held.logprobs + segment.logprobs[overlap:], held.raw_logprobs + segment.raw_logprobs[overlap:],
         joined_spans(held.version_spans, new_spans),
-        segment.finish_reason if segment.is_final else FinishReason.UNFINISHED,
+        segment.finish_reason if segment.is_finished else FinishReason.UNFINISHED,
         joined_routing(held.routing, held_count, segment.routing.after(overlap, count), count - overlap),
     )  # fmt: skip
 
@@ -178,53 +159,23 @@ def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return first[:same]
 
 
-def joined(turns: Sequence[Turn], index: int, opening: tuple[int, ...] | None = None) -> Turn:
-    """Joins all turns of one rollout, given in order, into rollout `index` of the first turn's root group.
-
-    `opening`: for an agent's calls, the prefix that the first call's prompt shares with its siblings'; it becomes the prompt.
-    The rest of that prompt becomes an insertion before the first sampled token, like the environment's tokens.
-    """
-    first, last = turns[0], turns[-1]
-    insertions: list[Insertion] = []
-    prompt = before = first.prompt_token_ids if opening is None else opening
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    raw_logprobs: tuple[float, ...] = ()
-    spans: tuple[VersionSpan, ...] = ()
-    routing = NO_ROUTING
-    senders: tuple[SentTokens, ...] = ()
-    for number, turn in enumerate(turns):
-        assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
-        said = turn.prompt_token_ids[len(before) :]
-        if said or number > 0 or opening is not None:  # an empty insertion marks a turn's start, too
-            insertions.append(Insertion(len(token_ids), said))
-        routing = joined_routing(routing, len(token_ids), turn.rollout.routing, len(turn.rollout.token_ids))
-        token_ids += turn.rollout.token_ids
-        logprobs += turn.rollout.logprobs
-        raw_logprobs += turn.rollout.raw_logprobs
-        spans = joined_spans(spans, turn.rollout.version_spans)
-        senders += turn.senders
-        before = turn.prompt_token_ids + turn.rollout.token_ids
-    group_id = first.rollout.group_id if opening is None else root_of(first.rollout.group_id)
-    reason = last.rollout.finish_reason
-    whole = Rollout(group_id, index, token_ids, logprobs, raw_logprobs, spans, reason, routing)
-    return Turn(prompt, whole, senders, tuple(insertions))
-
-
 # ---- groups
 
 
 @dataclass(slots=True)
 class Group:
-    """A prompt's rollouts and rewards.
+    """A prompt's rollouts and rewards. A group that is tried again has the prompt and the seed of the one before it: a worker that
+    lets a group fail or go stale cannot force another sample.
 
-    `rollouts`: one entry per index, empty at first. `rewards`: by index, once known; None if scoring failed. `senders`: by index,
-    which worker reported which tokens. `seats_open`: number of agents' episodes that have not ended; in a group of agents each
-    rollout is one chain of calls and has no tokens. `min_version`: the oldest that may have sampled its tokens.
+    `cursor`, `retry`: as in its id. `rollouts`: one entry per index, empty at first. `rewards`: by index, once known; None if
+    scoring failed. `senders`: by index, which worker reported which tokens. `seats_open`: number of agents' episodes that have
+    not ended; in a group of agents each rollout is one chain of calls and has no tokens. `min_version`: the oldest that may have
+    sampled its tokens.
     """
 
     spec: GroupSpec
-    draw: Draw
+    cursor: int
+    retry: int = 0
     rollouts: list[Rollout] = field(default_factory=list)
     rewards: dict[int, float | None] = field(default_factory=dict)
     lease_attempt: int = 0
@@ -233,10 +184,10 @@ class Group:
     min_version: int = 0
 
     @classmethod
-    def opened(cls, spec: GroupSpec, draw: Draw) -> Group:
+    def opened(cls, spec: GroupSpec, cursor: int, retry: int) -> Group:
         if is_driven_root(spec.group_id):
-            return cls(spec, draw, seats_open=spec.rollout_count)
-        return cls(spec, draw, [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)])
+            return cls(spec, cursor, retry, seats_open=spec.rollout_count)
+        return cls(spec, cursor, retry, [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)])
 
     @property
     def is_training(self) -> bool:
@@ -322,6 +273,38 @@ class TrainGroup:
         """Number of tokens after the prompt of rollout `index`, the environment's included."""
         said = self.insertions[index] if self.insertions else ()
         return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in said)
+
+
+def joined(
+    turns: Sequence[tuple[Group, Rollout]], index: int, opening: tuple[int, ...] | None = None
+) -> tuple[Rollout, tuple[Insertion, ...], tuple[SentTokens, ...]]:
+    """Joins all turns of one rollout, given in order with the group of each, into rollout `index` of the first turn's root group.
+    Returns it with the environment's tokens between the sampled ones, and the workers that reported these.
+
+    `opening`: for an agent's calls, the prefix that the first call's prompt shares with its siblings', which becomes the prompt.
+    The rest of that prompt becomes an insertion before the first sampled token, like the environment's tokens.
+    """
+    insertions: list[Insertion] = []
+    spans: tuple[VersionSpan, ...] = ()
+    senders: tuple[SentTokens, ...] = ()
+    routing, count = NO_ROUTING, 0
+    before = turns[0][0].spec.prompt_token_ids if opening is None else opening
+    for number, (group, turn) in enumerate(turns):
+        prompt = group.spec.prompt_token_ids
+        assert prompt[: len(before)] == before, "a turn's prompt begins with all that came before it"
+        said = prompt[len(before) :]
+        if said or number > 0 or opening is not None:  # an empty insertion marks a turn's start, too
+            insertions.append(Insertion(count, said))
+        routing = joined_routing(routing, count, turn.routing, len(turn.token_ids))
+        spans, senders = joined_spans(spans, turn.version_spans), senders + group.senders.get(turn.index, ())
+        count += len(turn.token_ids)
+        before = prompt + turn.token_ids
+    token_ids = tuple(itertools.chain.from_iterable(turn.token_ids for _, turn in turns))
+    logprobs = tuple(itertools.chain.from_iterable(turn.logprobs for _, turn in turns))
+    raw_logprobs = tuple(itertools.chain.from_iterable(turn.raw_logprobs for _, turn in turns))
+    root, reason = root_of(turns[0][1].group_id), turns[-1][1].finish_reason
+    whole = Rollout(root, index, token_ids, logprobs, raw_logprobs, spans, reason, routing)
+    return whole, tuple(insertions), senders
 
 
 @dataclass(frozen=True, slots=True)

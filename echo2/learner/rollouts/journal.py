@@ -32,9 +32,9 @@ from google.protobuf.message import DecodeError
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import GroupSpec, Rollout, Work
+from echo2.base.rollout import Rollout, Work
 from echo2.learner.rollouts.admission import OpenGroups
-from echo2.learner.rollouts.groups import Batch, Draw, Group, SentTokens, is_driven, is_later_turn, root_of, turn_of
+from echo2.learner.rollouts.groups import Batch, Group, SentTokens, is_driven, is_later_turn, root_of, turn_of
 from echo2.outside import here
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
@@ -57,9 +57,9 @@ def began(run_id: str, step: Step, cursor: int, published: Iterable[Version]) ->
     return pb.JournalRecord(header=head)
 
 
-def opened(draw: Draw, spec: GroupSpec) -> pb.JournalRecord:
-    group = group_to_message(spec)
-    return pb.JournalRecord(opened=pb.OpenedGroup(cursor=draw.cursor, retry=draw.retry, group=group))
+def opened(group: Group) -> pb.JournalRecord:
+    spec = group_to_message(group.spec)
+    return pb.JournalRecord(opened=pb.OpenedGroup(cursor=group.cursor, retry=group.retry, group=spec))
 
 
 def finished(rollout: Rollout, senders: Iterable[SentTokens] = ()) -> pb.JournalRecord:
@@ -150,8 +150,7 @@ class History:
             self.cursor = max(self.cursor, record.cursor + 1)
         if spec.group_id not in self.groups or spec.group_id in self.dropped:  # a version may be evaluated again
             self.dropped.discard(spec.group_id)
-            draw = Draw(record.cursor, record.retry, spec.prompt_token_ids, spec.sampling)
-            self.groups[spec.group_id] = Group.opened(spec, draw)
+            self.groups[spec.group_id] = Group.opened(spec, record.cursor, record.retry)
             self.opened_in[spec.group_id] = segment
             root = self.groups.get(root_of(spec.group_id))
             if is_driven(spec.group_id) and is_later_turn(spec.group_id) and root is not None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
+from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict, Work
 from echo2.learner.audit import Habits
 from echo2.learner.bets import bounded_entry
 from echo2.learner.rollouts import journal as records
@@ -32,7 +32,6 @@ from echo2.learner.rollouts.evaluation import MOVES_MAX, Evaluations, VersionEva
 from echo2.learner.rollouts.groups import (
     NOBODY,
     Batch,
-    Draw,
     Group,
     TrainGroup,
     TurnOf,
@@ -110,7 +109,7 @@ class RolloutPool:
         self.barred: dict[PeerId, str] = {}
         self._habits: dict[PeerId, Habits] = {}
         self.cap_rollouts: int | None = None
-        self._retries: deque[Draw] = deque()
+        self._retries: deque[tuple[int, int]] = deque()  # prompts by number, and which try comes next
         self._evaluation: VersionEvaluation | None = None
         self._next_evaluation: Version | None = None
         self._opened_in = dict(history.opened_in)
@@ -155,7 +154,7 @@ class RolloutPool:
     # ---- reports and rewards
 
     async def report(
-        self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
+        self, segments: Sequence[Rollout], attempt: int, sender: PeerId = NOBODY
     ) -> tuple[SegmentVerdict, ...]:
         """Takes in the segments of one report for a lease that `sender` holds as its `attempt`."""
         verdicts = tuple(self.groups.receive(segment, attempt, sender) for segment in segments)
@@ -186,13 +185,14 @@ class RolloutPool:
         if group is None:
             return
         turns = self.groups.turns(at.root, at.index)
-        authors = tuple(dict.fromkeys(sent.peer_id for sent in turns[-1].senders)) or (NOBODY,)
+        asked, last = turns[-1]
+        authors = tuple(dict.fromkeys(sent.peer_id for sent in asked.senders.get(last.index, ()))) or (NOBODY,)
         sender = self.groups.workers.likeliest(authors)  # the one whose other completions wait for this one
-        context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
-        sampled = [turn.rollout.token_ids for turn in turns]
+        context_tokens = len(asked.spec.prompt_token_ids) + len(rollout.token_ids)
+        sampled = [turn.token_ids for _, turn in turns]
         source = self.prompts if group.is_training else self.evaluations
         try:
-            answer = await source.answer(group.draw.cursor, sampled, context_tokens, sender)
+            answer = await source.answer(group.cursor, sampled, context_tokens, sender)
         except EchoError:
             raise  # the task's own: it ends the run
         except Exception as error:  # noqa: BLE001 - a completion, that is a worker, can provoke it: it costs this reward alone
@@ -282,10 +282,11 @@ class RolloutPool:
         """Bars the worker, drops what it sent and was not trained on, and reports the accusation to the coordinator."""
         self.barred[peer_id] = reason
         self.groups.drop_sent_by(peer_id)
-        for answer in self._evaluation.drop_sent_by(peer_id) if self._evaluation is not None else ():
+        dropped = self._evaluation.drop_sent_by(peer_id) if self._evaluation is not None else {}
+        for number, answer in dropped.items():
             self._journal_dropped(answer.group_ids)
-            if answer.draw.retry < RETRIES_MAX[Work.EVALUATE]:
-                self._open_question(answer.draw.again())
+            if answer.retry < RETRIES_MAX[Work.EVALUATE]:
+                self._open_question(number, answer.retry + 1)
         self._settle()
         self._port.accuse(peer_id, reason, is_certain=is_certain)
 
@@ -361,10 +362,10 @@ class RolloutPool:
             if self.agents is not None:
                 self.agents.on_closed(group_ids, reason)
         for closure in (closure for closures in by_reason.values() for closure in closures):
-            if closure.retry is not None and evaluated_version(closure.group_id) is None:
-                self._retries.append(closure.retry)
-            elif closure.retry is not None:
-                self._open_question(closure.retry)
+            if closure.again is not None and evaluated_version(closure.group_id) is None:
+                self._retries.append(closure.again)
+            elif closure.again is not None:
+                self._open_question(*closure.again)
         if by_reason.keys() - {"complete"} and (moved := self.groups.move_up()):
             self._port.offer(moved)
 
@@ -376,28 +377,27 @@ class RolloutPool:
         cap = cap_groups(self.groups.config, self.cap_rollouts)
         while self.groups.in_flight_groups < cap:
             if self._retries:
-                draw = self.prompts.seeded(self._retries.popleft())
+                cursor, retry = self._retries.popleft()
             else:
-                cursor = self.prompts.next_wanted(self.cursor)
+                cursor, retry = self.prompts.next_wanted(self.cursor), 0
                 if not self.prompts.split.has(cursor):
                     self.exhausted = self.exhausted or self.prompts.exhaustion()
                     return
                 self.cursor = cursor + 1
-                draw = self.prompts.draw(cursor)
-            self._offer(self.groups.open_group(draw))
+            self._offer(self.groups.open_group(cursor, self.prompts.draw(cursor), retry))
 
     def _offer(self, spec: GroupSpec | None) -> None:
         """Records an opened group and offers it; agents' problems are played instead, and their calls are offered."""
         if spec is None:
             return
-        draw = self.groups.groups[spec.group_id].draw
-        self.journal.append(records.opened(draw, spec))
+        group = self.groups.groups[spec.group_id]
+        self.journal.append(records.opened(group))
         self._opened_in[spec.group_id] = self.journal.segment
         if not is_driven_root(spec.group_id):
             if self._is_offering:
                 self._port.offer([spec])
         elif self.agents is not None:
-            self.agents.drive(spec, draw)
+            self.agents.drive(spec, group.cursor)
 
     # ---- evaluations, one at a time
 
@@ -418,16 +418,17 @@ class RolloutPool:
             self._progress.clear()
             await self._progress.wait()
 
-    def _open_question(self, draw: Draw) -> None:
+    def _open_question(self, number: int, retry: int = 0) -> None:
         if self._evaluation is not None and self._is_offering:
-            version = self._evaluation.version
-            self._evaluation.asked = max(self._evaluation.asked, draw.cursor + 1)
-            self._offer(self.groups.open_question(draw, version, self.evaluations.at(draw.cursor)[0].samples))
+            version, samples = self._evaluation.version, self.evaluations.at(number)[0].samples
+            self._evaluation.asked = max(self._evaluation.asked, number + 1)
+            prompt = self.evaluations.draw(version, number)
+            self._offer(self.groups.open_question(number, prompt, retry, version, samples))
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:
             for number in evaluation.wanted(self.groups.evaluation):
-                self._open_question(self.evaluations.draw(evaluation.version, number))
+                self._open_question(number)
             if not evaluation.is_answered:
                 return
             self._end_evaluation(evaluation)
@@ -485,7 +486,7 @@ class RolloutPool:
             if is_driven(group_id) or is_later_turn(group_id):
                 continue
             for index in range(len(group.rollouts)):
-                last = self.groups.turns(group_id, index)[-1].rollout
+                _, last = self.groups.turns(group_id, index)[-1]
                 if last.is_finished and index not in group.rewards:
                     self._scoring.start(self._score(last))
         self._settle()
@@ -500,22 +501,22 @@ class RolloutPool:
         newest = max(left, default=None) if rules.questions else None
         found = [group for group in restored if newest is not None and group.spec.exact_version == newest]
         kept = {name for group in found if not is_driven(name := group.spec.group_id) and not rules.is_driven}
-        again: list[Draw] = []
+        again: list[tuple[int, int]] = []
         for group in restored:
             if (group_id := group.spec.group_id) not in kept:
                 del self.groups.groups[group_id]
                 self.journal.append(records.closed(group_id))
                 if group.spec.exact_version == newest and not is_later_turn(group_id):
-                    again.append(group.draw.again())
+                    again.append((group.cursor, group.retry + 1))
         if newest is None:
             return
-        asked = 1 + max(group.draw.cursor for group in found)
+        asked = 1 + max(group.cursor for group in found)
         newer = [version for version in self.groups.published if version > newest]
         self._evaluation = VersionEvaluation(rules, newest, asked=asked, newer=newer)
         # Some may be missing: the power failed between the end of a question's group and the opening of its next one.
-        missing = set(range(asked)) - {group.draw.cursor for group in found}
-        for draw in (*again, *(self.evaluations.draw(newest, number) for number in sorted(missing))):
-            self._open_question(draw)
+        missing = set(range(asked)) - {group.cursor for group in found}
+        for number, retry in (*again, *((number, 0) for number in sorted(missing))):
+            self._open_question(number, retry)
 
     async def close(self) -> None:
         """Stops offering and scoring and syncs the journal, which keeps what was admitted."""

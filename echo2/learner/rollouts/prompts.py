@@ -25,7 +25,7 @@ from echo2.base.ids import Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions
-from echo2.learner.rollouts.groups import Batch, Draw, Insertion, TrainGroup
+from echo2.learner.rollouts.groups import Batch, Insertion, Prompt, TrainGroup, group_id_of
 from echo2.learner.training.model_files import naming
 from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
@@ -288,15 +288,13 @@ class Prompts:
             f"{self.split.epochs_max} times over (task.epochs); expected prompts for every step, found no more"
         )
 
-    def draw(self, cursor: int) -> Draw:
+    def draw(self, cursor: int) -> Prompt:
+        """Prompt number `cursor`. Its seed is the same for every retry and after every restart, and unpredictable without the
+        secret."""
+        sampling = replace(self.sampling, seed=self.secret_seed(f"{self.seed}/{cursor}"))
         if self.is_driven:  # the agent decides what to ask the model
-            return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
-        prompt = self.tokens_of(self.instance(self.split.train_index(cursor)))
-        return self.seeded(Draw(cursor, 0, prompt, self.sampling))
-
-    def seeded(self, draw: Draw) -> Draw:
-        """Adds the prompt's seed: the same for every retry and after every restart, and unpredictable without the secret."""
-        return replace(draw, sampling=replace(draw.sampling, seed=self.secret_seed(f"{self.seed}/{draw.cursor}")))
+            return DRIVEN_PROMPT, sampling
+        return self.tokens_of(self.instance(self.split.train_index(cursor))), sampling
 
     def secret_seed(self, name: str) -> int:
         digest = hmac.digest(self.secret, name.encode(), "sha256")
@@ -497,7 +495,7 @@ class Conversations:
         if max((*prompt, *tokens)) >= self._vocabulary_size:
             raise ConfigError(f"conversation {index} of sft.path: expected token ids below {self._vocabulary_size}")
         sampling = SamplingParams(max_new_tokens=len(tokens))
-        group_id = Draw(index, 0, tuple(prompt), sampling).group_id()
+        group_id = group_id_of(index)
         nothing = (0.0,) * len(tokens)  # nobody sampled them
         spans = (VersionSpan(Version(0), len(tokens)),)
         rollout = Rollout(group_id, 0, tuple(tokens), nothing, nothing, spans, FinishReason.STOP)

@@ -22,7 +22,7 @@ from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, Work
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts.admission import STEPS_REMEMBERED
-from echo2.learner.rollouts.groups import Draw, Group, TrainGroup, empty_rollout
+from echo2.learner.rollouts.groups import Group, TrainGroup, empty_rollout
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic, unix_now
 
@@ -189,7 +189,7 @@ class RequestPool(RolloutPool):
                 continue
             try:
                 self._check_versions(asked.answer.request)
-                if closure.retry is None:
+                if closure.again is None:
                     text = f"its tokens could not be used: {closure.reason}, {asked.retry + 1} times; ask again"
                     raise CallRefused(503, "not_sampled", text, RETRY_AFTER_S)
                 heapq.heappush(self._waiting, replace(asked, retry=asked.retry + 1))
@@ -243,8 +243,7 @@ class RequestPool(RolloutPool):
             spec = GroupSpec(name, request.token_ids, request.choices, asked.sampling, step, work, exact)
             self._asked[name], asked.offered_at = asked, monotonic()
             offered += request.choices
-            draw = Draw(asked.number, asked.retry, request.token_ids, asked.sampling)
-            self.groups.open(spec, draw)
+            self.groups.open(spec, asked.number, asked.retry)
             self.groups.groups[name].min_version = least
             self._port.offer([spec])
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from echo2.base.errors import EchoError, EngineError, LimitExceeded
@@ -26,17 +27,6 @@ SEQUENCES_MAX = 65_536  # far more than leases ever bring
 
 LINGER_S = 0.25
 """How often tokens of growing rollouts reach the desk; a rollout's end does so at once."""
-
-
-@dataclass(slots=True)
-class _OpenChunk:
-    version: Version
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason = FinishReason.UNFINISHED
-    prompt_rows: bytes = b""
-    rows: list[bytes] = field(default_factory=list)
 
 
 class SampledToken(NamedTuple):
@@ -58,7 +48,7 @@ class Outbox:
         self._tokens_max = tokens_max
         self._linger_s = linger_s
         self._lock = threading.Lock()
-        self._chunks: dict[str, list[_OpenChunk]] = {}
+        self._tokens: dict[str, list[SampledToken]] = {}  # that were not taken yet, by sequence
         self._open: set[str] = set()  # sequences whose last chunk was not taken yet
         self._ended: list[str] = []
         self._due = 0.0  # when growing sequences may leave, on the clock of the consumer's loop
@@ -101,7 +91,11 @@ class Outbox:
 
     def put(self, tokens: list[SampledToken]) -> None:
         with self._lock:
-            self._add(tokens)
+            for token in tokens:
+                self._tokens.setdefault(token.request_id, []).append(token)
+                self._token_count += token.token_id is not None
+                if token.finish_reason is not FinishReason.UNFINISHED:
+                    self._ended.append(token.request_id)
             self._is_urgent = self._is_urgent or self.is_full
             self._notify()
 
@@ -139,41 +133,11 @@ class Outbox:
         return []
 
     def _leaving(self, now: float) -> list[TokenChunk]:
-        if self._chunks and (now >= self._due or self._is_urgent):
-            self._due = now + self._linger_s
-            return self._drain()
-        ended = [chunk for request_id in self._ended for chunk in _closed(request_id, self._chunks.pop(request_id, []))]
-        self._ended.clear()
-        self._token_count -= sum(len(chunk.token_ids) for chunk in ended)
-        return ended
-
-    def _add(self, tokens: list[SampledToken]) -> None:
-        chunks = self._chunks
-        for request_id, version, finish_reason, token_id, logprob, raw_logprob, routing in tokens:
-            held = chunks.get(request_id)
-            if held is None:
-                held = chunks[request_id] = [_OpenChunk(version)]
-            elif held[-1].version != version:
-                held.append(_OpenChunk(version))
-            chunk = held[-1]
-            if token_id is not None:
-                chunk.token_ids.append(token_id)
-                chunk.logprobs.append(logprob)
-                chunk.raw_logprobs.append(raw_logprob)
-                if routing:
-                    chunk.prompt_rows = chunk.prompt_rows or routing.prompt
-                    chunk.rows.append(routing.tokens)
-                self._token_count += 1
-            if finish_reason is not FinishReason.UNFINISHED:
-                chunk.finish_reason = finish_reason
-                self._ended.append(request_id)
-
-    def _drain(self) -> list[TokenChunk]:
-        chunks = [chunk for request_id, held in self._chunks.items() for chunk in _closed(request_id, held)]
-        self._chunks.clear()
-        self._ended.clear()
-        self._token_count = 0
-        self._is_urgent = self._is_closed
+        leaving, self._ended = self._ended, []
+        if self._tokens and (now >= self._due or self._is_urgent):
+            leaving, self._due, self._is_urgent = list(self._tokens), now + self._linger_s, self._is_closed
+        chunks = [chunk for name in leaving for chunk in _joined(name, self._tokens.pop(name, []))]
+        self._token_count -= sum(len(chunk.token_ids) for chunk in chunks)
         return chunks
 
     def _notify(self) -> None:
@@ -186,16 +150,22 @@ class Outbox:
             self._is_closed = True
 
 
-def _closed(request_id: str, held: list[_OpenChunk]) -> list[TokenChunk]:
-    return [
-        TokenChunk(
-            request_id=request_id,
-            token_ids=tuple(chunk.token_ids),
-            logprobs=tuple(chunk.logprobs),
-            raw_logprobs=tuple(chunk.raw_logprobs),
-            version=chunk.version,
-            finish_reason=chunk.finish_reason,
-            routing=Routing(chunk.prompt_rows, b"".join(chunk.rows)) if chunk.rows else NO_ROUTING,
+def _joined(request_id: str, tokens: list[SampledToken]) -> list[TokenChunk]:
+    chunks = []
+    for version, run in itertools.groupby(tokens, key=attrgetter("version")):
+        each = list(run)
+        sampled = [token for token in each if token.token_id is not None]
+        rows = b"".join(token.routing.tokens for token in sampled)
+        prompt_rows = next((token.routing.prompt for token in sampled if token.routing.prompt), b"")
+        chunks.append(
+            TokenChunk(
+                request_id,
+                tuple(token.token_id for token in each if token.token_id is not None),
+                tuple(token.logprob for token in sampled),
+                tuple(token.raw_logprob for token in sampled),
+                version,
+                each[-1].finish_reason,
+                Routing(prompt_rows, rows) if rows else NO_ROUTING,
+            )
         )
-        for chunk in held
-    ]
+    return chunks

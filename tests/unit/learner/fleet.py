@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict, VersionSpan
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeCalls
 from echo2.config.run import RunConfig
@@ -42,7 +42,7 @@ from echo2.trust.tls import (
 from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeights, join_frames, parse_frame
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
-from echo2.wire.rollout import Ticket, group_from_message, segment_to_message, sign_ticket, verdicts_from_message
+from echo2.wire.rollout import Ticket, group_from_message, rollout_to_message, sign_ticket, verdicts_from_message
 from tests.patience import WAIT_S
 from tests.unit.learner.made import RESOLVED
 
@@ -227,7 +227,7 @@ class RandomWorker:
         ticket = Ticket(LeaseId(f"l-{group_id}-{attempt}"), group_id, self.identity.peer_id, attempt, 2e9, run_id)
         return sign_ticket(ticket, self.coordinator.authority.identity)
 
-    def segments(self, spec: GroupSpec, version: Version) -> list[RolloutSegment]:
+    def segments(self, spec: GroupSpec, version: Version) -> list[Rollout]:
         logprob = -math.log(self.vocabulary)
         pieces = []
         for index in range(spec.rollout_count):
@@ -239,7 +239,7 @@ class RandomWorker:
                     spans = (VersionSpan(version, len(part)),)
                     logprobs = (logprob,) * len(part)
                     pieces.append(
-                        RolloutSegment(spec.group_id, index, offset, tuple(part), logprobs, logprobs, spans, finish)
+                        Rollout(spec.group_id, index, tuple(part), logprobs, logprobs, spans, finish, offset=offset)
                     )
         return pieces
 
@@ -258,7 +258,7 @@ class RandomWorker:
                     draws_by_seed=True,
                     sequence=sequence,
                     ticket=self.ticket(spec.group_id),
-                    segments=[segment_to_message(segment) for segment in self.segments(spec, version)],
+                    segments=[rollout_to_message(segment) for segment in self.segments(spec, version)],
                 )
                 await stream.write(report)
                 answer = await stream.read()

@@ -14,7 +14,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     SamplingParams,
     Verdict,
     VersionSpan,
@@ -24,7 +23,7 @@ from echo2.config.run import RunConfig
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations as RunEvaluations
 from echo2.learner.rollouts.evaluation import QuestionSet, VersionEvaluation
-from echo2.learner.rollouts.groups import Batch, Draw, TrainGroup, evaluated_version
+from echo2.learner.rollouts.groups import Batch, Prompt, TrainGroup, evaluated_version
 from echo2.learner.rollouts.journal import History, began
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import TurnAnswer
@@ -41,18 +40,18 @@ PATIENCE_S = 60.0
 LOOP = asyncio.new_event_loop()
 
 
-def draw(cursor: int) -> Draw:
-    return Draw(cursor, 0, (5, 6, 7), replace(SAMPLING, seed=cursor))
+def draw(cursor: int) -> Prompt:
+    return (5, 6, 7), replace(SAMPLING, seed=cursor)
 
 
 def piece(
     group_id: str, index: int, tokens: Sequence[int], offset: int = 0, version: int = 0, **changes: Any
-) -> RolloutSegment:
+) -> Rollout:
     """Tokens of a rollout; the stop token ends it."""
     finish = FinishReason.STOP if tokens and tokens[-1] == STOP else FinishReason.UNFINISHED
     numbers = tuple(-0.5 for _ in tokens)
     spans = (VersionSpan(Version(version), len(tokens)),) if tokens else ()
-    segment = RolloutSegment(GroupId(group_id), index, offset, tuple(tokens), numbers, numbers, spans, finish)
+    segment = Rollout(GroupId(group_id), index, tuple(tokens), numbers, numbers, spans, finish, offset=offset)
     return replace(segment, **changes)
 
 
@@ -94,11 +93,8 @@ class Prompts:
     def exhaustion(self) -> TaskError:
         return TaskError("data set exhausted")
 
-    def draw(self, cursor: int) -> Draw:
+    def draw(self, cursor: int) -> Prompt:
         return draw(cursor)
-
-    def seeded(self, draw: Draw) -> Draw:
-        return draw
 
     async def answer(self, *arguments: Any) -> TurnAnswer:
         future: asyncio.Future[TurnAnswer] = asyncio.get_running_loop().create_future()
@@ -125,8 +121,8 @@ class Evaluations:
     def is_due(self, version: Version, is_last: bool) -> bool:
         return bool(self.questions) and version not in self.rewards
 
-    def draw(self, version: Version, number: int) -> Draw:
-        return Draw(number, 0, (5, 6), replace(GREEDY if self.is_driven else SAMPLING, seed=number))
+    def draw(self, version: Version, number: int) -> Prompt:
+        return (5, 6), replace(GREEDY if self.is_driven else SAMPLING, seed=number)
 
     def write_samples(self, group: TrainGroup) -> None: ...
 
@@ -231,7 +227,7 @@ class Stage:
         self.run_ready()
         return result
 
-    def report(self, *segments: RolloutSegment, attempt: int = 0, sender: PeerId = ALICE) -> list[Verdict]:
+    def report(self, *segments: Rollout, attempt: int = 0, sender: PeerId = ALICE) -> list[Verdict]:
         verdicts = self.loop.run_until_complete(self.pool.report(segments, attempt, sender))
         self.acknowledged |= {(v.group_id, v.index) for v in verdicts if v.verdict is Verdict.ADMITTED}
         self.run_ready()
@@ -304,7 +300,7 @@ class Stage:
 
     # ---- as the agents
 
-    def drive(self, spec: GroupSpec, draw: Draw) -> None:
+    def drive(self, spec: GroupSpec, cursor: int) -> None:
         self.driven[spec.group_id] = spec
 
     def on_tokens(self, rollout: Rollout) -> None:

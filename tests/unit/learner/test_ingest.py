@@ -16,7 +16,7 @@ from echo2.trust.identity import Identity, Role
 from echo2.trust.ports import LEARNER
 from echo2.trust.tls import bind_server, new_server, open_channel, server_credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
-from echo2.wire.rollout import rollouts_from_partials, segment_to_message, verdicts_from_message
+from echo2.wire.rollout import rollout_to_message, rollouts_from_partials, verdicts_from_message
 from tests.patience import WAIT_S
 from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, issue, new_authority
 from tests.unit.learner.stage import Stage
@@ -55,7 +55,7 @@ def report_of(stage: Stage, worker: RandomWorker, **changes: object) -> ingest_p
     """All of the first group."""
     segments = worker.segments(stage.pool.groups.groups[first_of(stage)].spec, Version(0))
     given: dict[str, Any] = {"sequence": 1, "ticket": worker.ticket(first_of(stage))}
-    return ingest_pb2.RolloutReport(**{**given, "segments": map(segment_to_message, segments), **changes})
+    return ingest_pb2.RolloutReport(**{**given, "segments": map(rollout_to_message, segments), **changes})
 
 
 async def answered(stream: Any, report: ingest_pb2.RolloutReport) -> list[SegmentVerdict]:

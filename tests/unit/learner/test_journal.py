@@ -16,7 +16,7 @@ from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.rollouts import journal as records
 from echo2.learner.rollouts.admission import OpenGroups
-from echo2.learner.rollouts.groups import Draw, SentTokens, TurnOf
+from echo2.learner.rollouts.groups import Group, SentTokens, TurnOf
 from echo2.learner.rollouts.journal import History, Journal, read_journal
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
 from tests.unit.learner.made import groups_config
@@ -29,7 +29,7 @@ BEGAN = records.began("run", Step(0), 0, (Version(0), Version(2)))
 
 def opened(group_id: str, cursor: int, rollouts: int = 2, retry: int = 0, prompt: int = 2) -> Record:
     spec = GroupSpec(GroupId(group_id), (5,) * prompt, rollouts, SAMPLING, 0)
-    return records.opened(Draw(cursor, retry, spec.prompt_token_ids, SAMPLING), spec)
+    return records.opened(Group(spec, cursor, retry))
 
 
 def finished(group_id: str, index: int = 0, senders: tuple[SentTokens, ...] = SENDERS) -> Record:

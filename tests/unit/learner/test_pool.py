@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan
 from echo2.learner.audit import Habits
 from echo2.learner.rollouts import workers
 from echo2.learner.rollouts.admission import OpenGroups, cap_groups, problem_of_end, problem_of_segment
@@ -129,13 +129,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.names += [name for name in self.stage.pool.groups.groups if name not in self.names]
         return self.names
 
-    def judged(self, segment: RolloutSegment, attempt: int) -> tuple[Verdict, tuple[int, ...]]:
+    def judged(self, segment: Rollout, attempt: int) -> tuple[Verdict, tuple[int, ...]]:
         """The verdict by the rules in words, from what is held, and the rollout as the segment makes it."""
         groups, name = self.stage.pool.groups, segment.group_id
         group, exact, (span,) = groups.groups.get(name), evaluated_version(name), segment.version_spans
         if group is None:
             trained = {done.spec.group_id for batch in self.stage.batches for done in batch.groups}
-            return Verdict.DUPLICATE if root_of(name) in trained and segment.is_final else Verdict.CLOSED, ()
+            return Verdict.DUPLICATE if root_of(name) in trained and segment.is_finished else Verdict.CLOSED, ()
         if attempt < self.attempts.get(name, 0):
             return Verdict.CLOSED, ()  # one that a later one has replaced adds nothing
         known = groups.published if exact is None else [exact]  # an evaluation takes tokens of its version alone
@@ -159,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
             return Verdict.REFUSED, ()
         if exact is None and min([*old, span.version]) < groups.next_step - self.stage.pool.groups.bound:
             return Verdict.STALE, ()
-        return Verdict.ADMITTED if segment.is_final else Verdict.HELD, grown
+        return Verdict.ADMITTED if segment.is_finished else Verdict.HELD, grown
 
     @rule(pick=st.integers(0, 1000), attempt=st.integers(0, 2))
     def take_over(self, pick: int, attempt: int) -> None:
@@ -411,7 +411,7 @@ def filled(
     groups: OpenGroups, cursor: int, version: int = 0, rewards: tuple[float | None, ...] = (0.0, 1.0)
 ) -> GroupId:
     """The id of a group whose rollouts came and were scored."""
-    group_id = groups.open_group(draw(cursor)).group_id
+    group_id = groups.open_group(cursor, draw(cursor)).group_id
     for index, value in enumerate(rewards):
         assert groups.receive(piece(group_id, index, [9, STOP], version=version), 0).verdict is Verdict.ADMITTED
         groups.reward(group_id, index, value)
@@ -441,7 +441,7 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
     """Else they wait for a version that comes only with the step that waits for them."""
     groups = new_groups(2, 2)  # one group a step
     filled(groups, 0)
-    ids = [groups.open_group(draw(cursor)).group_id for cursor in range(1, 4)]
+    ids = [groups.open_group(cursor, draw(cursor)).group_id for cursor in range(1, 4)]
     assert groups.move_up() == []
     for index in range(2):  # the rewards of the second group fail: it is closed untrained
         assert verdict(groups, ids[0], index, [9, STOP]) is Verdict.ADMITTED
@@ -458,16 +458,16 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_stale_groups_are_dropped_and_their_prompts_offered_again(is_buffered: bool) -> None:
     groups = new_groups(1)
-    late = filled(groups, 0) if is_buffered else groups.open_group(draw(0)).group_id
+    late = filled(groups, 0) if is_buffered else groups.open_group(0, draw(0)).group_id
     groups.next_step = Step(2)
     if is_buffered:
         assert groups.draw_batch() is None and groups.counts.dropped_stale == 2
     else:
         assert verdict(groups, late, 0, [9, STOP]) is Verdict.STALE
     (closure,) = groups.take_closures()
-    assert closure.reason == "stale" and closure.retry is not None and closure.retry.cursor == 0
-    again = groups.open_group(closure.retry)
-    assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling == draw(0).sampling
+    assert closure.reason == "stale" and closure.again == (0, 1)
+    again = groups.open_group(0, draw(0), 1)
+    assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling == draw(0)[1]
 
 
 # ---- what is not worth training on
@@ -477,7 +477,7 @@ def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_train
     groups = new_groups(2, 2, drops=True)
     kept = [filled(groups, cursor, rewards=(1.0, 1.0)) in groups.groups for cursor in range(3)]
     assert kept == [False, False, True]
-    assert [(closure.reason, closure.retry) for closure in groups.take_closures()] == [("no contrast", None)] * 2
+    assert [(closure.reason, closure.again) for closure in groups.take_closures()] == [("no contrast", None)] * 2
     assert groups.draw_batch() is not None
     assert filled(groups, 3, rewards=(1.0, 1.0)) not in groups.groups, "the next step may drop again"
     groups = new_groups(2, 2)

@@ -91,7 +91,7 @@ def test_prompts_beyond_the_limit_are_passed_over(
         taken = {prompts.next_wanted(cursor) for cursor in range(20)}
     assert len(long) >= 5 and not taken & set(long)
     assert "passed over: 12 tokens, above sampling.max_prompt_tokens of 9" in caplog.text
-    assert len(prompts.draw(min(taken)).prompt_token_ids) == 3
+    assert len(prompts.draw(min(taken))[0]) == 3
     prompts.close()
     left_out = frozenset(prompts.split.train_index(cursor) for cursor in sorted(taken)[:2])
     fewer = prompts_for(replace(options_for(tmp_path, model, task=task, sampling=limit), left_out=left_out))
@@ -188,7 +188,7 @@ def test_a_template_s_date_is_the_run_s_beginning(tmp_path: Path, model: Path, m
         monkeypatch.setattr("echo2.learner.options.unix_now", lambda now=now: now)
         folder = RunFolder(tmp_path / "run")
         prepared = prepare(options_for(tmp_path / "run", model), folder)
-        drawn.append(prepared.prompts.draw(0).prompt_token_ids)
+        drawn.append(prepared.prompts.draw(0)[0])
         text = prepared.prompts.tokenizer.decode(drawn[-1]).replace(" ", "")
         assert text.startswith("20231114221320:")
         prepared.prompts.close()
@@ -285,7 +285,7 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     prompts = prompts_for(options)
     evaluations = Evaluations(tmp_path, options.config, prompts, 60.0)
     assert [(one.name, one.questions) for one in evaluations.sets] == [("echoes", 3), ("digits", 2)]
-    asked = [evaluations.draw(Version(0), number).prompt_token_ids for number in range(5)]
+    asked = [evaluations.draw(Version(0), number)[0] for number in range(5)]
     assert asked == [prompts.tokens_of(prompts.held_out(place)) for place in range(5)]
     held_out = [prompts.split.held_out_index(place) for place in range(5)]
     assert [index % 2 for index in held_out] == [0, 0, 0, 1, 1]

@@ -18,7 +18,7 @@ from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.publisher import LocalCoder, SeedNode
-from echo2.learner.rollouts.groups import Batch, Draw, SentTokens
+from echo2.learner.rollouts.groups import Batch, Group, SentTokens, group_id_of
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.ranks import Ranks
@@ -210,7 +210,7 @@ def test_groups_too_old_after_a_replay_are_not_offered_again(kill: Kill, tmp_pat
     assert resumed.groups.next_step == 5, "which may train on version 1 and newer"
     (closed,) = [one for one in resumed.groups.closures if one.group_id in (stale, fresh)]
     assert (closed.group_id, closed.reason) == (stale, "stale")
-    assert closed.retry is not None and closed.retry.retry == 1, "its prompt has another try"
+    assert closed.again is not None and closed.again[1] == 1, "its prompt has another try"
     assert stale not in resumed.groups.groups and fresh in resumed.groups.groups
     run = new_run(crashed)
     assert go(run.finish()).is_finished
@@ -228,11 +228,10 @@ def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[Gro
     journal.go_on(newest)
     names = []
     for number, version in enumerate(versions):
-        draw = Draw(cursor + number, 0, sampled.prompt_token_ids, sampled.sampling)
-        name = draw.group_id()
-        spec = GroupSpec(name, draw.prompt_token_ids, crashed.config.learner.rollouts_per_prompt, draw.sampling, 4)
+        name, n = group_id_of(cursor + number), crashed.config.learner.rollouts_per_prompt
+        spec = GroupSpec(name, sampled.prompt_token_ids, n, sampled.sampling, 4)
         rollout = rollout_of((4, 1), name=name, spans=[(version, 2)], logprobs=(-4.0, -4.0))
-        for record in (opened(draw, spec), finished(rollout, (SentTokens(PeerId("alice"), 2),))):
+        for record in (opened(Group(spec, cursor + number)), finished(rollout, (SentTokens(PeerId("alice"), 2),))):
             journal.append(record)
         names.append(name)
     journal.close()

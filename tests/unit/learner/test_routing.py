@@ -20,7 +20,7 @@ from echo2.base.rollout import (
     ROUTING_KEY,
     FinishReason,
     GroupSpec,
-    RolloutSegment,
+    Rollout,
     Routing,
     RoutingShape,
     SamplingParams,
@@ -32,7 +32,7 @@ from echo2.base.rollout import (
 from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, extended
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import Trainer
-from echo2.wire.rollout import segment_from_message, segment_to_message
+from echo2.wire.rollout import rollout_to_message, segment_from_message
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
@@ -105,7 +105,7 @@ def sampled(trainer: Trainer, count: int, noise: float) -> TrainGroup:
         for chunk in chunks:
             partial.append(chunk)
         while partial.has_news:
-            segment = segment_from_message(segment_to_message(partial.news(13, 0)))
+            segment = segment_from_message(rollout_to_message(partial.news(13, 0)))
             extension = extended(held, segment)
             assert extension is not None
             held = extension
@@ -171,12 +171,12 @@ def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path:
 
 
 def test_routing_that_is_missing_for_some_tokens_or_grows_too_long_is_dropped() -> None:
-    def segment(offset: int, count: int, rows: bytes) -> RolloutSegment:
+    def segment(offset: int, count: int, rows: bytes) -> Rollout:
         spans = (VersionSpan(Version(0), count),)
         numbers = (-1.0,) * count
         reason = FinishReason.UNFINISHED
-        return RolloutSegment(
-            GroupId("g"), 0, offset, (1,) * count, numbers, numbers, spans, reason, 0, Routing(b"", rows)
+        return Rollout(
+            GroupId("g"), 0, (1,) * count, numbers, numbers, spans, reason, Routing(b"", rows), offset=offset
         )
 
     held = extended(empty_rollout(GroupId("g"), 0), segment(0, 2, b"aabb"))

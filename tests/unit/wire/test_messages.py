@@ -19,7 +19,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     SamplingParams,
     SegmentVerdict,
     Verdict,
@@ -58,7 +57,7 @@ def controlled(kind: str) -> Convert:
 
 ROUND_TRIPS: dict[type[Message], Convert] = {
     rollout_pb2.GroupSpec: through(rw.group_from_message, rw.group_to_message),
-    rollout_pb2.RolloutSegment: through(rw.segment_from_message, rw.segment_to_message),
+    rollout_pb2.RolloutSegment: through(rw.segment_from_message, rw.rollout_to_message),
     ingest_pb2.SegmentVerdict: through(rw.verdict_from_message, rw.verdict_to_message),
     broadcast_pb2.BroadcastPlan: through(bw.plan_from_message, bw.plan_to_message),
     broadcast_pb2.PeerAccess: through(bw.access_from_message, bw.access_to_message),
@@ -150,16 +149,16 @@ def test_what_is_read_depends_on_every_field(kind: type[Message]) -> None:
 
 SAMPLING = SamplingParams(temperature=0.5, top_p=0.75, top_k=20, max_new_tokens=64, stop_token_ids=(2, 3), seed=7)
 GROUP = GroupSpec(GroupId("g-17"), (1, 5, 300), 8, SAMPLING, 42)
-SEGMENT = RolloutSegment(
+SEGMENT = Rollout(
     GroupId("g-17"),
     3,
-    10,
     (5, 6, 7),
     (-0.5, -0.25, -1.0),
     (-0.75, -0.5, -1.5),
     (VersionSpan(Version(4), 2), VersionSpan(Version(5), 1)),
     FinishReason.UNFINISHED,
-    12,
+    offset=10,
+    expected_remaining_tokens=12,
 )
 
 
@@ -174,12 +173,12 @@ def test_a_whole_rollout_travels_as_the_segment_at_offset_0() -> None:
     with pytest.raises(MalformedMessage, match="each index once"):
         rw.rollouts_from_partials(reply)
     with pytest.raises(MalformedMessage, match=r"expected it whole, got tokens 10\.\."):
-        rw.rollout_from_message(rw.segment_to_message(SEGMENT))
+        rw.rollout_from_message(rw.rollout_to_message(SEGMENT))
 
 
-def broken(made: RolloutSegment | GroupSpec, **fields: object) -> Callable[[], object]:
+def broken(made: Rollout | GroupSpec, **fields: object) -> Callable[[], object]:
     """Reads the message of a segment or a group with other `fields`; None: without it."""
-    message: Any = rw.segment_to_message(made) if isinstance(made, RolloutSegment) else rw.group_to_message(made)
+    message: Any = rw.rollout_to_message(made) if isinstance(made, Rollout) else rw.group_to_message(made)
     for name, value in fields.items():
         if value is None or isinstance(value, list):
             message.ClearField(name)
@@ -188,7 +187,7 @@ def broken(made: RolloutSegment | GroupSpec, **fields: object) -> Callable[[], o
             setattr(message, name, value)
 
     def decode() -> object:
-        return (rw.segment_from_message if isinstance(made, RolloutSegment) else rw.group_from_message)(message)
+        return (rw.segment_from_message if isinstance(made, Rollout) else rw.group_from_message)(message)
 
     return decode
 
@@ -246,7 +245,7 @@ def test_enumerations_on_the_wire_have_the_names_of_ours() -> None:
         assert ingest_pb2.SegmentVerdict.Verdict.Name(made.verdict) == f"VERDICT_{verdict.name}"
         assert rw.verdict_from_message(made) == SegmentVerdict(GroupId("g"), 3, verdict, 10, "why")
     for reason in set(FinishReason) - {FinishReason.UNFINISHED}:
-        finish = rw.segment_to_message(replace(SEGMENT, finish_reason=reason)).finish_reason
+        finish = rw.rollout_to_message(replace(SEGMENT, finish_reason=reason)).finish_reason
         assert rollout_pb2.FinishReason.Name(finish) == f"FINISH_REASON_{reason.name}"
     evaluated = replace(GROUP, work=Work.EVALUATE, exact_version=Version(12))
     assert rw.group_to_message(evaluated).work == rollout_pb2.WORK_EVALUATE

@@ -16,7 +16,7 @@ import grpc.aio
 import torch
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict, spans_of
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict, Verdict, spans_of
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.trust import tls
@@ -66,7 +66,7 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
     """Holds tokens by (group, index); refuses what no ticket of the run covers."""
 
     authority: RunAuthority
-    held: dict[tuple[str, int], list[RolloutSegment]] = field(default_factory=dict)
+    held: dict[tuple[str, int], list[Rollout]] = field(default_factory=dict)
     finished: dict[tuple[str, int], Rollout] = field(default_factory=dict)
     reports: list[ingest_pb2.RolloutReport] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -112,10 +112,10 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
             tuple(x for s in segments for x in s.logprobs),
             tuple(x for s in segments for x in s.raw_logprobs),
             spans_of(versions),
-            segments[-1].finish_reason if segments and segments[-1].is_final else FinishReason.UNFINISHED,
+            segments[-1].finish_reason if segments and segments[-1].is_finished else FinishReason.UNFINISHED,
         )
 
-    def judge(self, segment: RolloutSegment, group_id: str) -> SegmentVerdict:
+    def judge(self, segment: Rollout, group_id: str) -> SegmentVerdict:
         key = (segment.group_id, segment.index)
         count, verdict = sum(len(s.token_ids) for s in self.held.get(key, [])), Verdict.HELD
         assert segment.group_id == group_id, "of the lease's group"
@@ -126,7 +126,7 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
         else:
             self.held.setdefault(key, []).append(segment)
             count = segment.end
-            if segment.is_final:
+            if segment.is_finished:
                 self.finished[key], verdict = self.rollout_of(key), Verdict.ADMITTED
         return SegmentVerdict(segment.group_id, segment.index, verdict, count)
 

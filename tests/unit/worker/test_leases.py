@@ -16,7 +16,6 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
-    RolloutSegment,
     SamplingParams,
     SegmentVerdict,
     Verdict,
@@ -70,7 +69,7 @@ class Surroundings:
     running: dict[str, GenerateRequest] = field(default_factory=dict)
     sampled: dict[str, list[int]] = field(default_factory=dict)
     chunks: list[TokenChunk] = field(default_factory=list)
-    reports: dict[LeaseId, tuple[RolloutSegment, ...]] = field(default_factory=dict)  # in flight
+    reports: dict[LeaseId, tuple[Rollout, ...]] = field(default_factory=dict)  # in flight
     fetching: list[LeaseId] = field(default_factory=list)
     ended: dict[LeaseId, tuple[EndReason, str]] = field(default_factory=dict)
     ended_at: dict[LeaseId, float] = field(default_factory=dict)
@@ -109,7 +108,7 @@ class Surroundings:
                 self.chunks.append(TokenChunk(request_id, (7,), (-0.5,), (-0.5,), late, FinishReason.UNFINISHED))
             self.chunks.append(TokenChunk(request_id, (), (), (), Version(0), FinishReason.ABORTED))
 
-    def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
+    def report(self, lease_id: LeaseId, segments: tuple[Rollout, ...]) -> None:
         assert lease_id not in self.reports, "one report of a lease at a time"
         assert sum(len(segment.token_ids) for segment in segments) <= REPORT_TOKENS_MAX
         self.reports[lease_id] = segments
@@ -187,7 +186,7 @@ class Surroundings:
             self.settled |= {(v.group_id, v.index) for v in verdicts if v.verdict not in (Verdict.HELD, Verdict.RESEND)}
             self.leases.on_verdicts(lease_id, verdicts)
 
-    def _judged(self, segment: RolloutSegment) -> SegmentVerdict:
+    def _judged(self, segment: Rollout) -> SegmentVerdict:
         key = (segment.group_id, segment.index)
         tokens, verdict = self.held.setdefault(key, []), Verdict.HELD
         if segment.group_id in self.verdicts:
@@ -202,7 +201,7 @@ class Surroundings:
                 "held tokens never change"
             )
             tokens.extend(segment.token_ids[overlap:])
-            if segment.is_final:
+            if segment.is_finished:
                 self.finished.add(key)
                 verdict = Verdict.ADMITTED
         return SegmentVerdict(segment.group_id, segment.index, verdict, len(tokens))
