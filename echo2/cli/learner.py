@@ -131,18 +131,18 @@ def _daemon(options: LearnerOptions) -> Daemon:
 
 def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
     from echo2.learner.learner import LearnerDaemon
-    from echo2.learner.serve import SERVING, prepare_served, served_options
+    from echo2.learner.serve import VersionServer, prepare_served, served_options
 
-    prepare, kinds, door = prepare_served, SERVING, options.config.agent
+    prepare, make_server, door = prepare_served, VersionServer, options.config.agent
     if trains:
         require_extra("tinker", "--trains")
-        from echo2.learner.driven import DRIVEN, prepare_driven
+        from echo2.learner.driven import driven_server, prepare_driven
 
-        prepare, kinds = prepare_driven, DRIVEN
+        prepare, make_server = prepare_driven, driven_server
     return LearnerDaemon(
         served_options(options, trains=trains),
         make_prepared=lambda given, folder: prepare(given, folder, door),
-        kinds=kinds,
+        make_server=make_server,
     )
 
 

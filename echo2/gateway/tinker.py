@@ -35,7 +35,7 @@ from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
 from echo2.gateway.app import MASTER, Bodies, error_response
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.generate import TokenAnswer, TokenRequest
+from echo2.gateway.generate import Sampler, TokenAnswer, TokenRequest
 from echo2.gateway.operations import InOrder, Operations
 from echo2.gateway.requests import CHOICES_MAX, shown
 from echo2.outside import here, monotonic
@@ -65,18 +65,10 @@ class Terms:
 
 
 class Driven(Protocol):
-    """The trainer that the client drives, and the fleet that samples. Raises `EchoError` for what it cannot do."""
+    """The trainer that the client drives. Raises `EchoError` for what it cannot do."""
 
     @property
     def terms(self) -> Terms: ...
-
-    @property
-    def newest_version(self) -> int: ...
-
-    def generate(self, request: TokenRequest) -> TokenAnswer:
-        """Begins to sample. Raises CallRefused, at once or by the answer."""
-
-    def leave(self, answer: TokenAnswer) -> None: ...
 
     async def begin(self, saved: str, *, with_optimiser: bool) -> None:
         """Begins anew from what was saved under a name; "": from the base model."""
@@ -113,8 +105,8 @@ class TrainingClient:
 class TinkerApi:
     """The routes. They expect the gateway's key, which `access` has checked."""
 
-    def __init__(self, driven: Driven) -> None:
-        self._driven = driven
+    def __init__(self, driven: Driven, sampler: Sampler) -> None:
+        self._driven, self._sampler = driven, sampler
         self._bodies, self.operations = Bodies(), Operations[Response]()
         self._sessions: dict[str, float] = {}  # when each was heard last
         self._client: TrainingClient | None = None
@@ -380,7 +372,7 @@ class TinkerApi:
         token_ids = _tokens(asked.prompt, self._driven.terms)
         # A scoring of the prompt needs no worker: the SDK ignores the one token that it has to ask for.
         is_scoring = bool(asked.prompt_logprobs) and asked.sampling_params.max_tokens == 1
-        oldest = self._driven.newest_version - self._driven.terms.staleness_bound
+        oldest = self._sampler.newest_version - self._driven.terms.staleness_bound
         if not is_scoring and version < oldest:
             text = f"of version {oldest} or newer, which workers may hold, got version {version}"
             raise _refused(f"sampler: expected one {text}; it gives log-probabilities of prompts alone")
@@ -393,15 +385,15 @@ class TinkerApi:
                 return _sampled(asked, answers, logprobs)
             finally:
                 for answer in answers:
-                    self._driven.leave(answer)
+                    self._sampler.leave(answer)
 
         try:
             for one in () if is_scoring else _requests(asked, token_ids, version):
-                answers.append(self._driven.generate(one))
+                answers.append(self._sampler.generate(one))
             self.operations.begin(request_id, work)
         except CallRefused:
             for answer in answers:
-                self._driven.leave(answer)
+                self._sampler.leave(answer)
             raise
         return future
 

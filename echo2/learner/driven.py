@@ -17,21 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from starlette.routing import Route
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import AdamStep, ClientLoss, Example, RoutingShape
 from echo2.config.run import AgentSection
-from echo2.gateway.episodes import CallRefused
 from echo2.gateway.tinker import Terms, TinkerApi
+from echo2.learner.loop import TrainingLoop
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.own_trainer import take_published
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
-from echo2.learner.rollouts.request_pool import RequestPool
-from echo2.learner.serve import HandedIn, NoPrompts, ServingLoop
+from echo2.learner.serve import HandedIn, NoPrompts, VersionServer
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loading import load_whole
@@ -66,6 +64,10 @@ class DrivenTeam(Team):
         self.is_changed = False  # since the newest version
 
     # ---- as the training side of a learner that serves
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        return self.model.policy.routing
 
     def put(self, version: Version, weights: Mapping[str, Tensor]) -> None:
         self.trainer.step_count = int(version)
@@ -179,39 +181,25 @@ class DrivenTeam(Team):
         return logprobs[0][:, 0].numpy()
 
 
-class DrivenLoop(ServingLoop):
-    """Publishes when the client asks. As the routes' driver, it runs everything on the trainer's thread, in order."""
+class DrivenTrainer:
+    """The trainer of a learner that serves, as its client drives it: everything on the trainer's thread, in order. Publishes when
+    the client asks."""
 
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        self._api = TinkerApi(self)
-        super().__init__(*parts, **named)
-        self.team: DrivenTeam = self.p.team  # type: ignore[assignment]
-
-    def routes(self) -> list[Route]:
-        return self._api.routes()
-
-    async def run(self) -> None:
-        newest, published = self.p.schedule.newest, self.p.published
-        await self._in_trainer(lambda: self.team.scorer(0, newest).keep(newest, published))
-        try:
-            await super().run()
-        finally:
-            await self._api.operations.close()
-
-    @property
-    def routing_shape(self) -> RoutingShape | None:
-        return self.team.model.policy.routing
+    def __init__(self, server: VersionServer) -> None:
+        self._server, self._loop = server, server.loop
+        self.team: DrivenTeam = server.loop.p.team  # type: ignore[assignment]
+        self._publishing = asyncio.Lock()
 
     @property
     def terms(self) -> Terms:
-        config, prompts = self.options.config, self.p.prompts
+        config, prompts = self._loop.options.config, self._loop.p.prompts
         return Terms(
             config.model.path, prompts.context_tokens, prompts.vocabulary_size, config.model.lora_rank,
             config.staleness.bound,
         )  # fmt: skip
 
     async def begin(self, saved: str, *, with_optimiser: bool) -> None:
-        await self._in_trainer(lambda: self.team.begin(saved, with_optimiser=with_optimiser))
+        await self._loop.in_trainer(lambda: self.team.begin(saved, with_optimiser=with_optimiser))
 
     async def forward_backward(
         self, examples: Sequence[Example], loss: ClientLoss, *, is_trained: bool
@@ -220,44 +208,45 @@ class DrivenLoop(ServingLoop):
             logprobs, total = self.team.trainer.forward_backward(examples, loss, is_trained=is_trained)
             return [each.numpy() for each in logprobs], total
 
-        return await self._in_trainer(run)
+        return await self._loop.in_trainer(run)
 
     async def optim_step(self, step: AdamStep) -> Mapping[str, float]:
-        return await self._in_trainer(lambda: self.team.optim_step(step))
+        return await self._loop.in_trainer(lambda: self.team.optim_step(step))
 
     async def forget_gradients(self) -> None:
-        await self._in_trainer(self.team.trainer.forget_gradients)
+        await self._loop.in_trainer(self.team.trainer.forget_gradients)
 
     async def save(self, saved: str, *, overwrites: bool) -> None:
-        store, checkpoint = await self._in_trainer(lambda: self.team.take_to_save(saved, overwrites=overwrites))
+        store, checkpoint = await self._loop.in_trainer(lambda: self.team.take_to_save(saved, overwrites=overwrites))
         await asyncio.to_thread(store.save, checkpoint)
 
     async def publish_trained(self, *, is_named: bool) -> int:
         """Sends the weights as they are to the fleet, unless it has them; returns their version."""
         async with self._publishing:
             if self.team.is_changed:
-                weights = await self._in_trainer(self.team.snapshot)
+                weights = await self._loop.in_trainer(self.team.snapshot)
                 version = Version(self.team.trainer.step_count + 1)
-                await self.hand_in(HandedIn(version, weights))
+                await self._server.hand_in(HandedIn(version, weights))
                 self.team.is_changed = False  # the client's next operation waits for this one
-            if is_named and self.newest_version:
-                store, checkpoint = await self._in_trainer(lambda: self.team.take_named(Version(self.newest_version)))
+            if is_named and self._server.newest_version:
+                store, checkpoint = await self._loop.in_trainer(
+                    lambda: self.team.take_named(Version(self._server.newest_version))
+                )
                 await asyncio.to_thread(store.save, checkpoint)
-            return self.newest_version
-
-    async def publish(self, version: int, folder: str, is_last: bool) -> None:
-        raise CallRefused(400, "not_supported", "expected weights of this run's training client alone (serve --trains)")
+            return self._server.newest_version
 
     async def prompt_logprobs(self, version: int, token_ids: Sequence[int]) -> np.ndarray:
-        return await self._in_trainer(lambda: self.team.scored(Version(version), token_ids))
+        return await self._loop.in_trainer(lambda: self.team.scored(Version(version), token_ids))
 
 
-DRIVEN = RequestPool, DrivenLoop
-"""A learner whose trainer a client drives."""
+def driven_server(loop: TrainingLoop) -> VersionServer:
+    return VersionServer(loop, lambda server: TinkerApi(DrivenTrainer(server), server))
 
 
 def prepare_driven(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:
     """As `prepare`, with the trainer in the state of the base model, and the versions that this run has published."""
     ranks = Ranks()
     team = DrivenTeam(new_team(options, ranks).trainer, options, door)
-    return prepare_with(team, options, folder, PromptSource(load_tokenizer(team.model.path), NoPrompts()))
+    prepared = prepare_with(team, options, folder, PromptSource(load_tokenizer(team.model.path), NoPrompts()))
+    team.scorer(0, prepared.schedule.newest).keep(prepared.schedule.newest, prepared.published)
+    return prepared

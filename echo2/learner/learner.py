@@ -40,7 +40,9 @@ from echo2.learner.rollouts.agents import Agents
 from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.rollouts.ingest import IngestPort
 from echo2.learner.rollouts.pool import RolloutPool
+from echo2.learner.rollouts.request_pool import RequestPool
 from echo2.learner.rollouts.workers import NEWS_S
+from echo2.learner.serve import VersionServer
 from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
 from echo2.outside.guard import cancel_all, under_way
@@ -68,7 +70,8 @@ HEARD_S = 120.0
 REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
 """A wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s."""
 NodeFactory = Callable[[Credentials, LearnerOptions, NodeCalls], SeedNode]
-Kinds = tuple[type[RolloutPool], type[TrainingLoop]]
+ServerFactory = Callable[[TrainingLoop], VersionServer]
+"""Of a learner that publishes what other trainers hand in, and answers their requests."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -94,11 +97,11 @@ class LearnerDaemon:
         options: LearnerOptions,
         make_broadcaster: NodeFactory = SeedNode,
         make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare,
-        kinds: Kinds = (RolloutPool, TrainingLoop),
+        make_server: ServerFactory | None = None,
     ) -> None:
         self.options = options
         self.learner: Learner | None = None
-        self._make_broadcaster, self._make_prepared, self._kinds = make_broadcaster, make_prepared, kinds
+        self._make_broadcaster, self._make_prepared, self._make_server = make_broadcaster, make_prepared, make_server
         self._waits = Waits(SteadyClock())
         self._stopped = asyncio.Event()
         self._starting = "its run folder"
@@ -107,7 +110,7 @@ class LearnerDaemon:
         """Ends the run after the step in progress; `run` then returns its summary."""
         self._stopped.set()
         if self.learner is not None:
-            self.learner.loop.stop()
+            self.learner.stop()
 
     @property
     def waits_for(self) -> tuple[str, float]:
@@ -128,7 +131,7 @@ class LearnerDaemon:
             session: ControlSession[pb.LearnerMessage] = ControlSession(credentials, self._waits, Backoff(here().rng))
             self.learner = Learner(
                 self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster,
-                self._kinds,
+                self._make_server,
             )  # fmt: skip
             summary = await self.learner.run()
             await in_trainer(trainer, prepared.team.stop)
@@ -172,13 +175,14 @@ class Learner:
 
     def __init__(
         self, options: LearnerOptions, prepared: Prepared, credentials: Credentials, trainer: ThreadPoolExecutor,
-        session: ControlSession[pb.LearnerMessage], stopped: asyncio.Event, make_broadcaster: NodeFactory, kinds: Kinds,
+        session: ControlSession[pb.LearnerMessage], stopped: asyncio.Event, make_broadcaster: NodeFactory,
+        make_server: ServerFactory | None,
     ) -> None:  # fmt: skip
         self.options, self._prepared, self._credentials, self._trainer = options, prepared, credentials, trainer
-        make_pool, make_loop = kinds
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
+        make_pool = RolloutPool if make_server is None else RequestPool
         self.pool = make_pool(
             prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, self
         )
@@ -205,11 +209,12 @@ class Learner:
         if options.metrics_port:
             self._prometheus = PrometheusEndpoint(options.metrics_port, self._numbers_now)
             self._sinks.append(self._prometheus)
-        self.loop = make_loop(
+        self.loop = TrainingLoop(
             options, prepared, self.pool, self.publisher, self.auditor, self._sinks, trainer, self._on_step
         )
+        self.server = None if make_server is None else make_server(self.loop)
         if stopped.is_set():
-            self.loop.stop()
+            self.stop()
 
     # ---- life
 
@@ -235,7 +240,7 @@ class Learner:
 
     async def _work(self) -> RunSummary:
         begin = asyncio.get_running_loop().create_task
-        talking, training = begin(self.talk()), begin(self.loop.run())
+        talking, training = begin(self.talk()), begin((self.server or self.loop).run())
         beside = (self._remind(), self._report_deliveries(), keep_renewed(self._credentials, self._save))
         tasks = (training, talking, *map(begin, beside))
         reason = STOPPED
@@ -284,6 +289,12 @@ class Learner:
             rest.push_async_callback(self._ingest.server.stop, STOP_GRACE_S)
             rest.push_async_callback(self._broadcaster.stop)
             await self.pool.close()
+
+    def stop(self) -> None:
+        """Ends the run after the step in progress."""
+        self.loop.stop()
+        if self.server is not None:
+            self.server.stop()
 
     def fail(self, error: BaseException) -> None:
         """The first failure of any part ends the run."""

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -69,7 +69,7 @@ class TrainingLoop:
         on_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.options, self.p, self.pool, self.publisher, self.auditor = options, prepared, pool, publisher, auditor
-        self.sinks, self.executor, self._on_step = sinks, executor, on_step
+        self.sinks, self.executor, self.on_step = sinks, executor, on_step
         device = prepared.model.device
         card_flops = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0  # 0: unknown
         self.facts = RunFacts(0.0, prepared.model.flops_per_position, card_flops * world_size())
@@ -86,7 +86,7 @@ class TrainingLoop:
         self._checkpointed = prepared.checkpoint_step
         self._told_every = 0
         self.is_exported = False  # after the last step, its evaluations and the finished model
-        self._is_stopped = False
+        self.is_stopped = False
         self._is_warm = False
         self.recent = RecentRollouts()
 
@@ -117,16 +117,17 @@ class TrainingLoop:
         return steps_between(cost_s, *self.utilisation.means_s)
 
     def stop(self) -> None:
-        self._is_stopped = True
+        self.is_stopped = True
         self.pool.stop()
 
-    async def run(self) -> None:
+    async def run(self, next_step: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Trains until the last step or `stop`, then writes a checkpoint. If the prompts run out before the last step, raises
-        that error after the checkpoint.
+        that error after the checkpoint. `next_step`: makes a step in place of training; False: there is none any more.
         """
+        next_step = next_step or self._train_batch
         if self.auditor.is_on:
             newest = self.p.schedule.newest
-            scorer = await self._in_trainer(lambda: self.p.team.scorer(self.auditor.versions_max, newest))
+            scorer = await self.in_trainer(lambda: self.p.team.scorer(self.auditor.versions_max, newest))
             self.auditor.begin(scorer, self.executor, lambda: bool(self.waiting[0]))
             self.auditor.keep(newest, self.p.published)
         self.p.published = {}  # drop the reference: the publisher holds them while they are the newest
@@ -134,16 +135,16 @@ class TrainingLoop:
             await self._warm_start()
         if not self.is_supervised:
             await self._make_up()
-        while not self.is_finished and not self._is_stopped and await self._one_step():
+        while not self.is_finished and not self.is_stopped and await next_step():
             pass
         await self.publisher.settled()
         await self._checkpoint(StepTimes())
         await self._checkpoint_written()
-        if self.is_finished and not self._is_stopped:
+        if self.is_finished and not self.is_stopped:
             self.waiting = (EVALUATION, monotonic())
             await self.pool.evaluations_ended()
             self.waiting = ("", 0.0)
-        if self.pool.exhausted is not None and not self.is_finished and not self._is_stopped:
+        if self.pool.exhausted is not None and not self.is_finished and not self.is_stopped:
             raise self.pool.exhausted
 
     async def _warm_start(self) -> None:
@@ -154,13 +155,13 @@ class TrainingLoop:
         held_out = await asyncio.to_thread(data.held_out)
         before = await self._held_out_loss(held_out)
         if not self.step:
-            self._write({"step": 0, "unix_s": unix_now(), "supervised/held_out_loss": before})
+            self.write({"step": 0, "unix_s": unix_now(), "supervised/held_out_loss": before})
         self.warm_start = f"the supervised warm start: step {self.step} of {data.steps}, held-out loss {before:.3f}"
-        self._on_step()
-        while self.step < data.steps and not self._is_stopped:
+        self.on_step()
+        while self.step < data.steps and not self.is_stopped:
             began = monotonic()
             batch = await asyncio.to_thread(data.batch, self.step)
-            result = await self._in_trainer(lambda batch=batch: self.p.team.step(batch))  # type: ignore[misc]
+            result = await self.in_trainer(lambda batch=batch: self.p.team.step(batch))  # type: ignore[misc]
             self.pool.groups.next_step = Step(self.step)
             if result.is_skipped:
                 await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
@@ -174,30 +175,30 @@ class TrainingLoop:
                 f"{row.get('supervised/held_out_loss', before):.3f}"
             )
             _log.info("%s  %.3g s a step", self.warm_start, row["supervised/step_s"])
-            self._write(row)
-            self._on_step()
+            self.write(row)
+            self.on_step()
         await self._checkpoint_written()
         self.warm_start = ""
         if not self.is_supervised:
             self.pool.resume()
 
     async def _held_out_loss(self, batch: Batch) -> float:
-        return await self._in_trainer(lambda: self.p.team.cross_entropy(batch))
+        return await self.in_trainer(lambda: self.p.team.cross_entropy(batch))
 
     async def _make_up(self) -> None:
         """At a start, writes the rows of replayed steps, then starts the publication and evaluation that a kill prevented."""
         for row in self.p.rows_again:
-            self._write(row)  # metrics.jsonl ignores a second row of the same step
+            self.write(row)  # metrics.jsonl ignores a second row of the same step
         is_last = self.is_finished and self.p.schedule.newest < self.step
         data = self.p.conversations
         is_warm = data is not None and self.p.schedule.newest < data.steps
         if is_last or is_warm or self.p.schedule.is_due(Step(self.step)):
-            await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
+            await self.publish(await self.in_trainer(self.p.team.snapshot), StepTimes())
         if is_last or not self.step:
-            self._write({"step": self.step, "unix_s": unix_now()})
+            self.write({"step": self.step, "unix_s": unix_now()})
         self.pool.evaluate(self.p.schedule.newest, self.is_finished)
 
-    async def _one_step(self) -> bool:
+    async def _train_batch(self) -> bool:
         """Returns False if there is no batch any more."""
         times = StepTimes()
         began = monotonic()
@@ -209,14 +210,14 @@ class TrainingLoop:
             return False
         due_at = monotonic()
         try:
-            result, snapshot = await self._in_trainer(lambda: self._train(batch, times, due_at))
+            result, snapshot = await self.in_trainer(lambda: self._train(batch, times, due_at))
         except TrainingError:
             await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
             raise
         self.auditor.consider(batch.groups)
         self.auditor.counts.steps += 1
         if snapshot is not None:
-            await self._publish(snapshot, times)
+            await self.publish(snapshot, times)
         waited_s = (times.wait_s if self._is_warm else 0.0) + times.publish_wait_s
         self.utilisation.add(times.busy_s(result), waited_s)
         self.publish_waits.append(times.publish_wait_s)
@@ -240,10 +241,10 @@ class TrainingLoop:
         times.diff_s = monotonic() - began
         return result, snapshot
 
-    async def _in_trainer(self, call: Callable[[], T]) -> T:
+    async def in_trainer(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
 
-    async def _publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
+    async def publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
         self.auditor.keep(Version(self.step), snapshot)
         times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot)
         self.pool.evaluate(Version(self.step), self.is_finished)
@@ -271,22 +272,22 @@ class TrainingLoop:
         began = monotonic()
         await self._checkpoint_written()
         await self.publisher.settled()
-        checkpoint = await self._take_checkpoint(self.publisher.newest_tensors, self.publisher.newest_version)
+        checkpoint = await self.take_checkpoint(self.publisher.newest_tensors, self.publisher.newest_version)
         self._checkpoint_task = asyncio.get_running_loop().create_task(
-            self._write_checkpoint(lambda: self.p.store.save(checkpoint))
+            self.write_checkpoint(lambda: self.p.store.save(checkpoint))
         )
         times.checkpoint_s = self.checkpoint_s = monotonic() - began
 
-    async def _take_checkpoint(self, published: Mapping[str, Tensor], version: Version) -> Checkpoint:
+    async def take_checkpoint(self, published: Mapping[str, Tensor], version: Version) -> Checkpoint:
         """Takes the state with these weights of `version`, which is published or about to be."""
         assert self.pool.groups.next_step == self.step, "checkpoints are taken between two steps"
         journal_from = self.pool.begin_segment(self.options.config.run.name)
         state = {"journal_from": journal_from, "groups": groups_state(self.pool.groups, version)}
-        checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, published, version, state))
+        checkpoint = await self.in_trainer(lambda: self.p.team.take(self.p.store, published, version, state))
         self._checkpointed = Step(self.step)
         return checkpoint
 
-    async def _write_checkpoint(self, save: Callable[[], Step]) -> None:
+    async def write_checkpoint(self, save: Callable[[], Step]) -> None:
         self.p.journal.forget_before(await asyncio.to_thread(save))
 
     async def _checkpoint_written(self) -> None:
@@ -312,9 +313,9 @@ class TrainingLoop:
         self.recent.add(batch)
         is_equal = row["reward/equal_group_fraction"] == 1 and not self.options.config.learner.teacher
         self.equal_reward_steps = self.equal_reward_steps + 1 if is_equal else 0
-        self._write(row)
+        self.write(row)
         self._log_step(row)
-        self._on_step()
+        self.on_step()
 
     def _log_step(self, row: Mapping[str, object]) -> None:
         """`step 12/200  reward 0.413  8,200 tokens/s  2.1 s a step (10 % waiting)  6.6 min left`."""
@@ -336,7 +337,7 @@ class TrainingLoop:
         for sink in self.sinks[1:]:
             sink.write({**row, "step": self.step, "eval/version": row["step"]})
 
-    def _write(self, row: Mapping[str, object]) -> None:
+    def write(self, row: Mapping[str, object]) -> None:
         self.last_row = row
         for sink in self.sinks:
             sink.write(row)

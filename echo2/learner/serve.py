@@ -11,15 +11,14 @@ others: HTTP (gateway/generate), the fleet and its plan (coordinator), training.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from starlette.routing import Route
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
@@ -44,6 +43,9 @@ from echo2.outside import monotonic, unix_now
 from echo2.tasks.task import TaskInstance
 from echo2.weights.elements import published_tensors
 from echo2.weights.routers import Routers
+
+if TYPE_CHECKING:
+    from echo2.gateway.tinker import TinkerApi
 
 URL_FILE = "gateway.url"  # for programs on this machine, beside the key
 _log = logging.getLogger("echo2.learner")
@@ -97,6 +99,10 @@ class ServedWeights(OwnTrainer):
         self.door, self.step_count = door, 0
         self._weights = model.read(model.path)
 
+    @property
+    def routing(self) -> RoutingShape | None:
+        return self.model.routing
+
     def snapshot(self) -> dict[str, Tensor]:
         assert self._weights is not None, "read at the start"
         return self._weights
@@ -113,6 +119,17 @@ class ServedWeights(OwnTrainer):
         return checkpoint
 
 
+class HandedWeights(Protocol):
+    """The training side of a learner that serves. `door`: where it listens. `routing`: shape of the routes that workers record."""
+
+    door: AgentSection
+    step_count: int
+
+    @property
+    def routing(self) -> RoutingShape | None: ...
+    def put(self, version: Version, weights: dict[str, Tensor]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class HandedIn:
     """Weights to publish as `version`. `is_begun`: resolved once they are on their way."""
@@ -123,67 +140,59 @@ class HandedIn:
     is_begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class ServingLoop(TrainingLoop):
-    """Publishes what is handed in, instead of training. `door`: its address and key."""
+class VersionServer:
+    """Publishes what is handed in, where else the loop trains, and answers what trainers ask. `make_api`: of a client that drives
+    this run's own trainer, on the same port; then no other weights are taken."""
 
-    pool: RequestPool
-
-    def __init__(self, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        config, folder = self.options.config, self.options.folder
-        self.weights: ServedWeights = self.p.team  # type: ignore[assignment]
+    def __init__(self, loop: TrainingLoop, make_api: Callable[[VersionServer], TinkerApi] | None = None) -> None:
+        assert isinstance(loop.pool, RequestPool), "a learner that serves has no prompts"
+        self.loop, self.pool = loop, loop.pool
+        self.weights: HandedWeights = loop.p.team  # type: ignore[assignment]
+        loop.steps = sys.maxsize  # until the last version is handed in
         self._handed_in: asyncio.Queue[HandedIn | None] = asyncio.Queue()
-        self._is_last = False
-        self.waiting, self._checkpointed = ("", 0.0), self.p.checkpoint_step
         self._publishing = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._began = monotonic()
         self._port = GatewayPort(self.weights.door.listen, self.weights.door.tls)
-        self.url = self._port.url
-        app = GenerateApp(self, config.run.name, self.p.prompts.context_tokens, gateway_key(folder))
-        self._app = app.application(self.routes())
-        (folder / URL_FILE).write_text(self.url + "\n")
-
-    @property
-    def is_finished(self) -> bool:
-        return self._is_last
+        self._api = None if make_api is None else make_api(self)
+        config, folder = loop.options.config, loop.options.folder
+        app = GenerateApp(self, config.run.name, loop.p.prompts.context_tokens, gateway_key(folder))
+        self._app = app.application(() if self._api is None else self._api.routes())
+        (folder / URL_FILE).write_text(self._port.url + "\n")
 
     def stop(self) -> None:
-        super().stop()
         self._handed_in.put_nowait(None)
 
-    def routes(self) -> list[Route]:
-        """More than those of the trainers' door."""
-        return []
-
     async def run(self) -> None:
-        serving = asyncio.get_running_loop().create_task(self._port.run(self._app))
-        loop = asyncio.get_running_loop().create_task(super().run())
-        _log.info("trainers ask %s; their key is in %s", self.url, self.options.folder / "gateway.key")
+        begin = asyncio.get_running_loop().create_task
+        serving, publishing = begin(self._port.run(self._app)), begin(self.loop.run(self._publish_next))
+        _log.info("trainers ask %s; their key is in %s", self._port.url, self.loop.options.folder / "gateway.key")
         try:
-            await asyncio.wait({serving, loop}, return_when=asyncio.FIRST_COMPLETED)
-            (loop if loop.done() else serving).result()
+            await asyncio.wait({serving, publishing}, return_when=asyncio.FIRST_COMPLETED)
+            (publishing if publishing.done() else serving).result()
         finally:
-            loop.cancel()
+            publishing.cancel()
             await self._port.stop(serving)
             self._reading.shutdown(wait=False, cancel_futures=True)
-            with contextlib.suppress(asyncio.CancelledError):
-                await loop
+            await asyncio.gather(publishing, return_exceptions=True)
+            if self._api is not None:
+                await self._api.operations.close()
 
-    async def _one_step(self) -> bool:
-        self.waiting = ("weights", monotonic())
+    async def _publish_next(self) -> bool:
+        self.loop.waiting = ("weights", monotonic())
         handed = await self._handed_in.get()
         if handed is None:
             return False
-        self.waiting = ("", 0.0)
+        self.loop.waiting = ("", 0.0)
         self.weights.put(handed.version, handed.weights)
         finished = self.pool.begin_version(handed.version)
-        await self.publisher.settled()
-        checkpoint = await self._take_checkpoint(handed.weights, handed.version)
-        await self._write_checkpoint(lambda: self.p.store.save(checkpoint))
-        self.auditor.counts.steps += 1
-        await self._publish(handed.weights, StepTimes())
-        self._is_last = handed.is_last
+        await self.loop.publisher.settled()
+        checkpoint = await self.loop.take_checkpoint(handed.weights, handed.version)
+        await self.loop.write_checkpoint(lambda: self.loop.p.store.save(checkpoint))
+        self.loop.auditor.counts.steps += 1
+        await self.loop.publish(handed.weights, StepTimes())
+        if handed.is_last:
+            self.loop.steps = self.loop.step
         if not handed.is_begun.done():
             handed.is_begun.set_result(None)
         self._write_row(handed.version, Batch(Step(handed.version - 1), tuple(finished)))
@@ -194,17 +203,17 @@ class ServingLoop(TrainingLoop):
         now = monotonic()
         interval_s, self._began = now - self._began, now
         wait_s = min(interval_s, self.pool.take_busy_s())
-        self.utilisation.add(interval_s - wait_s, wait_s)
-        self.recent.add(batch)
+        self.loop.utilisation.add(interval_s - wait_s, wait_s)
+        self.loop.recent.add(batch)
         tokens, self.pool.sampled_tokens = self.pool.sampled_tokens, 0
-        self._write({
+        self.loop.write({
             "step": int(version), "unix_s": unix_now(), "step_s": interval_s - wait_s, "phase/wait_s": wait_s,
             "tokens": tokens, "rollouts": batch.rollout_count, "version": int(version),
         })  # fmt: skip
         _log.info(
             "version %d: %d completions, %s tokens since the last one", version, batch.rollout_count, f"{tokens:,}"
         )
-        self._on_step()
+        self.loop.on_step()
 
     # ---- what clients ask
 
@@ -214,7 +223,7 @@ class ServingLoop(TrainingLoop):
 
     @property
     def routing_shape(self) -> RoutingShape | None:
-        return self.weights.model.routing
+        return self.weights.routing
 
     def generate(self, request: TokenRequest) -> TokenAnswer:
         return self.pool.generate(request)
@@ -223,20 +232,23 @@ class ServingLoop(TrainingLoop):
         self.pool.leave(answer)
 
     def status(self) -> Mapping[str, object]:
-        bound = self.options.config.staleness.bound
+        bound = self.loop.options.config.staleness.bound
         return {
             "newest_version": self.newest_version, "staleness_bound": bound,
-            "under_way": self.pool.rollouts_asked, "waits_for": self.pool.waits_for, "is_last": self._is_last,
+            "under_way": self.pool.rollouts_asked, "waits_for": self.pool.waits_for, "is_last": self.loop.is_finished,
         }  # fmt: skip
 
     async def publish(self, version: int, folder: str, is_last: bool) -> None:
+        if not isinstance(self.weights, ServedWeights):
+            text = "expected weights of this run's training client alone (serve --trains)"
+            raise CallRefused(400, "not_supported", text)
         async with self._publishing:
             newest = int(self.weights.step_count)
             if version <= newest:
                 raise CallRefused(
                     409, "version_not_newer", f"version: expected one above {newest}, the newest, got {version}"
                 )
-            if self._is_last or self._is_stopped:
+            if self.loop.is_finished or self.loop.is_stopped:
                 raise CallRefused(410, "run_ended", "this run has had its last version")
             read = self.weights.model.read
             weights = await asyncio.get_running_loop().run_in_executor(self._reading, read, folder)
@@ -246,10 +258,6 @@ class ServingLoop(TrainingLoop):
         """Returns once the version is on its way."""
         self._handed_in.put_nowait(handed)
         await handed.is_begun
-
-
-SERVING = RequestPool, ServingLoop
-"""A learner whose pool answers requests and whose loop publishes what it is given."""
 
 
 def served_options(options: LearnerOptions, *, trains: bool = False) -> LearnerOptions:

@@ -72,7 +72,7 @@ class Recorder:
 async def played() -> AsyncIterator[tuple[Post, Recorder]]:
     """The routes over their trainer; `post` takes a path and JSON or the SDK's protobuf."""
     driven = Recorder()
-    api = TinkerApi(driven)  # type: ignore[arg-type]
+    api = TinkerApi(driven, driven)  # type: ignore[arg-type]
     app = Starlette(routes=api.routes(), exception_handlers={Exception: error_answer, 500: error_answer})
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway/api/v1/") as client:

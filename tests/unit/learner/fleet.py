@@ -337,8 +337,8 @@ class Run:
         address = ""
         if self.daemon.learner is not None:
             loop, address = self.daemon.learner.loop, self.daemon.learner.address
-            original = loop._on_step
-            loop._on_step = lambda: (original(), self._stepped())[0]
+            original = loop.on_step
+            loop.on_step = lambda: (original(), self._stepped())[0]
         tasks = []
         for _ in range(worker_count):
             worker = RandomWorker(self.coordinator, address, learner, 60)

@@ -226,4 +226,4 @@ def test_of_a_problem_that_has_ended_no_call_comes_back_and_of_another_all(end: 
     groups, _ = restored([*told, *told_of_others, last], next_step=1)
     assert list(groups.groups) == others
     assert [group.spec.group_id for group in groups.lacking] == others[2:], "of the agents' open calls"
-    assert [turn.rollout.token_ids for turn in groups.turns(others[0], 0)] == [(4, 1), ()]
+    assert [turn.token_ids for _, turn in groups.turns(others[0], 0)] == [(4, 1), ()]
