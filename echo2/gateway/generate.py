@@ -32,11 +32,11 @@ from echo2.gateway.app import (
     Bodies,
     answered,
     error_answer,
+    error_body,
     models_answer,
     sampled_anew,
 )
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary

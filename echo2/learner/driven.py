@@ -31,9 +31,8 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put
 from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
 from echo2.learner.serve import HandedIn, NoPrompts, VersionServer
 from echo2.learner.startup import Prepared, new_team, prepare_with
-from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loading import load_whole
-from echo2.learner.training.model import Policy, PolicyModel
+from echo2.learner.training.model import Policy, PolicyModel, without_adapter
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.scoring import VersionScorer, rows_by_name
 from echo2.learner.training.team import Team

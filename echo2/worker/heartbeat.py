@@ -24,9 +24,9 @@ from echo2.wire.bounds import LOG_CHARS_MAX, LOG_LINES_MAX
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
 from echo2.worker.control import CommandAnswer
 from echo2.worker.generation import Generation
+from echo2.worker.links import Reports
 from echo2.worker.machine import Finding, Hardware, advertised_finding
 from echo2.worker.options import WorkerOptions
-from echo2.worker.reports import Reports
 
 if TYPE_CHECKING:
     from echo2.worker.weights import Weights  # torch, which who only asks `reach_of` does without

@@ -39,7 +39,7 @@ from echo2.worker.engines.engine import Engine, SwapMode
 from echo2.worker.engines.making import ENGINES, Engines, parse_model_config
 from echo2.worker.generation import Generation
 from echo2.worker.heartbeat import LogTail, WorkerStatus, dialled_port, listen_host
-from echo2.worker.links import CoordinatorCommands, CoordinatorLink, join
+from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports, join
 from echo2.worker.machine import (
     Hardware,
     chosen_engine,
@@ -51,7 +51,6 @@ from echo2.worker.machine import (
     watch,
 )  # fmt: skip
 from echo2.worker.options import WorkerOptions
-from echo2.worker.reports import Reports
 from echo2.worker.weights import ProgressLines, ShowsProgress, WeightReceiver, Weights, shown
 
 LEAVE_S = 0.5  # the farewell is one message; without it the coordinator waits out its own limit

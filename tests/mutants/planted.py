@@ -141,7 +141,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_each_other",)),
     # lost awaits and calls
     Mutant("a worker does not say good-bye", _WORKER, "        await self.coordinator.leave(self._stop_reason, LEAVE_S)\n", "", _WF),
-    Mutant("a step is reported to nobody", "learner/loop.py", "        self._log_step(row)\n        self._on_step()\n", "        self._log_step(row)\n", _WF),
+    Mutant("a step is reported to nobody", "learner/loop.py", "        self._log_step(row)\n        self.on_step()\n", "        self._log_step(row)\n", _WF),
     Mutant("offers reach nobody", _POOL, "                self._port.offer([spec])\n", "                pass\n",
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_each_other",)),
     Mutant("versions are published in silence", _LEARNER,
@@ -153,7 +153,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "                for part in staged.exchange_parts():\n                    staged.exchange(part, self)\n                    done.append(part)\n            except",
            "                for part in list(staged.exchange_parts())[:-1]:\n                    staged.exchange(part, self)\n                    done.append(part)\n            except",
            (_UNIT + "weights/test_round_trip.py",)),
-    Mutant("a lost learner is not dialled again", "worker/reports.py",
+    Mutant("a lost learner is not dialled again", "worker/links.py",
            "                await self._session(self._target)\n                pause_s",
            "                await self._session(self._target)\n                await asyncio.Event().wait()\n                pause_s"),
     Mutant("what is said between the hello and the stream's opening is lost", "control/session.py",

@@ -13,9 +13,8 @@ from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.worker.generation import Generation
-from echo2.worker.links import CoordinatorCommands, CoordinatorLink
+from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
 from echo2.worker.options import WorkerLimits
-from echo2.worker.reports import Reports
 from tests.contract.fleet import Member, fleet, until
 from tests.unit.coordinator.test_daemon import Node, options, running
 

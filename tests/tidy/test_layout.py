@@ -95,7 +95,7 @@ SHELL_FILES |= {
         *(f"rollouts/{shell}" for shell in (
             "agents", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),
-        "training/adapter", "training/loading", "training/model", "training/model_files", "training/optimiser",
+        "training/loading", "training/model", "training/model_files", "training/optimiser",
         "training/packing", "training/ranks", "training/scoring", "training/shards", "training/team", "training/trainer",
         "publishing/checkpoint", "publishing/publisher",
     )
@@ -114,7 +114,7 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/worker/{name}.py"
     for name in (
-        "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "reports", "weights",
+        "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "weights",
         "worker", "engines/adapter", "engines/making", "engines/outbox",
         *(f"engines/embedded/{name}" for name in ("embedded_engine", "forward", "general", "kernels", "live_weights", "loop")),
         *(f"engines/vllm/{name}" for name in ("experts", "extension", "vllm_engine", "vllm_weights", "weight_map")),

@@ -14,7 +14,7 @@ ASKS_FOREIGN_CODE = {
     "trust/http_port.py", "tasks/registry.py", "worker/engines/embedded/forward.py",
     "worker/engines/vllm/extension.py", "worker/engines/vllm/weight_map.py", "worker/machine.py",
     "sim/memory_grpc.py", "cli/worker.py", "cli/demo/model.py", "cli/sizing.py", "learner/training/model.py",
-    "control/session.py", "learner/training/adapter.py",
+    "control/session.py",
 }  # fmt: skip
 """They ask the operating system, torch, vLLM, peft, gRPC, argparse, a user's class what it has; never an object of the product."""
 NOT_HELD = ("sim/",)

@@ -36,8 +36,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams,
 from echo2.learner.audit import Passage
 from echo2.learner.bets import FLOOR_NATS, Piece, TokenScores
 from echo2.learner.rollouts.groups import TrainGroup
-from echo2.learner.training.adapter import published_name
-from echo2.learner.training.model import Policy, PolicyModel, backbone, reshard
+from echo2.learner.training.model import Policy, PolicyModel, backbone, published_name, reshard
 from echo2.learner.training.packing import (
     BLOCK,
     Attention,

@@ -27,7 +27,6 @@ from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, Fini
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import ROW_WIDTHS
 from echo2.learner.rollouts.groups import Batch, TrainGroup
-from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loss import (
     SUM_NAMES,
     Advantages,
@@ -45,7 +44,7 @@ from echo2.learner.training.loss import (
     policy_loss,
     score_norm_sq_proxy,
 )
-from echo2.learner.training.model import Policy, PolicyModel, reshard
+from echo2.learner.training.model import Policy, PolicyModel, reshard, without_adapter
 from echo2.learner.training.optimiser import HostAdamW, adamw_of, clip
 from echo2.learner.training.packing import (
     Attention,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from echo2.gateway.app import pieces_of, reply_of
 from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes
-from echo2.gateway.replies import pieces_of, reply_of
 from echo2.gateway.requests import chat_call, text_call
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S

@@ -14,8 +14,7 @@ from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.config.run import ModelSection, RunConfig
 from echo2.cost_model.sizing import Fit
-from echo2.learner.training.adapter import CONFIG_KEY
-from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.model import CONFIG_KEY, PolicyModel
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import make_engine, parse_model_config
 from echo2.worker.options import WorkerOptions

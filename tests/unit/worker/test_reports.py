@@ -22,12 +22,11 @@ from echo2.trust.identity import Role
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.rollout import Ticket, sign_ticket
-from echo2.worker import reports as reports_module
+from echo2.worker import links as links_module
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
-from echo2.worker.links import CoordinatorCommands, CoordinatorLink
+from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
 from echo2.worker.options import WorkerLimits
-from echo2.worker.reports import Reports
 from tests.unit.worker.peers import RUN, SmallRun, issued, until
 
 STOP = 9
@@ -165,7 +164,7 @@ async def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tm
 async def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports_module, "VERDICT_S", 0.2)
+    monkeypatch.setattr(links_module, "VERDICT_S", 0.2)
 
     async with working(tmp_path) as (run, bench):
         run.learner.is_silent = True
