@@ -22,10 +22,10 @@ from typing import Any
 from benchmarks.agent_runs import Row, cache, learning
 from benchmarks.priority import lift
 from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import Completion, Episodes, GatewayLimits
+from echo2.gateway.episodes import Episodes, GatewayLimits
 from echo2.tasks.chat_format import ChatFormat
 from echo2.tasks.token_text import StopStrings
-from tests.unit.gateway.fakes import RecordingFleet
+from tests.unit.gateway.fakes import RecordingFleet, whole_rollout
 from tests.unit.tasks.families import tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "agents.json"
@@ -79,7 +79,7 @@ async def play(client: PlainClient, key: str) -> list[float]:
 async def measured() -> list[AgentRow]:
     tokenizer = tokenizer_of("qwen3")
     token_ids = tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS])
-    answer = Completion(token_ids, (-0.5,) * TOKENS, (0,) * TOKENS, is_cut=False)
+    answer = whole_rollout(token_ids)
     loop = asyncio.get_running_loop()
     fleet = RecordingFleet(lambda group_id: loop.call_soon(episodes.on_completion, group_id, answer))
     keys = iter(range(1 << 30))

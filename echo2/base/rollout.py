@@ -276,6 +276,11 @@ class Rollout:
         return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
+    def versions(self) -> tuple[Version, ...]:
+        """The version that sampled each token."""
+        return tuple(span.version for span in self.version_spans for _ in range(span.count))
+
+    @property
     def oldest_version(self) -> Version | None:
         """The oldest version that sampled one of its tokens; None without tokens."""
         return min((span.version for span in self.version_spans), default=None)

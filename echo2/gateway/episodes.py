@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from echo2.base.errors import EchoError
+from echo2.base.rollout import FinishReason, Rollout
 from echo2.gateway.harness import Episode, Harness, cause_of, past_proxies
 from echo2.gateway.requests import ID_BYTES, CallRequest
 from echo2.gateway.tree import ChatCodec, Node, TokenTree, TreePlace
@@ -111,22 +112,12 @@ class Fleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """`logprobs`: recorded at sampling, in nats. `is_cut`: it hit the length limit."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    is_cut: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """One completion of a call, as returned to the client."""
 
     text: str
     tool_calls: tuple[Mapping[str, object], ...]
-    sampled: Completion
+    sampled: Rollout
     finish_reason: str  # stop | length | tool_calls
 
 
@@ -162,7 +153,7 @@ class Call:
     answer: asyncio.Future[tuple[Choice, ...]]
     prompt_token_ids: tuple[int, ...] = ()  # empty until encoded
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
-    completions: dict[int, Completion] = field(default_factory=dict)
+    completions: dict[int, Rollout] = field(default_factory=dict)
     has_client: bool = True
     pieces: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     streamed: str = ""
@@ -272,7 +263,7 @@ class Episodes:
             self._end(session, f"its group is closed: {reason}")
         self._fill_seats()
 
-    def on_completion(self, group_id: str, completion: Completion) -> None:
+    def on_completion(self, group_id: str, completion: Rollout) -> None:
         """A leased completion is whole. Answers the client once every choice of its call is."""
         session, call, choice = self._of_group.pop(group_id, (None, None, 0))
         if session is None or call is None:
@@ -516,7 +507,12 @@ class Episodes:
         sampled, request = call.completions[number], call.request
         text, tool_calls = self.codec.decode(sampled.token_ids, request.stops, has_tools=bool(request.tools))
         named = tuple({**tool, "id": f"call_{call.number}_{number}_{place}"} for place, tool in enumerate(tool_calls))
-        return Choice(text, named, sampled, "length" if sampled.is_cut else "tool_calls" if named else "stop")
+        return Choice(
+            text,
+            named,
+            sampled,
+            "length" if sampled.finish_reason is FinishReason.LENGTH else "tool_calls" if named else "stop",
+        )
 
     def _refuse(self, session: Session, call: Call, error: Exception) -> None:
         if isinstance(error, CallRefused):

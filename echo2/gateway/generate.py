@@ -214,7 +214,7 @@ class GenerateApp:
     def _choice(self, answer: TokenAnswer, rollout: Rollout, begun: int) -> dict[str, object]:
         """One choice from its token number `begun` on, with the version that sampled each token."""
         token_ids, logprobs = rollout.token_ids[begun:], answer.logprobs_of(rollout)[begun:]
-        versions = [int(span.version) for span in rollout.version_spans for _ in range(span.count)][begun:]
+        versions = list(rollout.versions[begun:])
         choice: dict[str, object] = {
             "index": rollout.index, "token_ids": list(token_ids), "versions": versions,
             "finish_reason": rollout.finish_reason.value if rollout.is_finished else None,

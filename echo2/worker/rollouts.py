@@ -101,7 +101,7 @@ class PartialRollout:
         self.token_ids.extend(partial.token_ids)
         self.logprobs.extend(partial.logprobs)
         self.raw_logprobs.extend(partial.raw_logprobs)
-        self.versions.extend(span.version for span in partial.version_spans for _ in range(span.count))
+        self.versions.extend(partial.versions)
         self._keep_routing(0, len(partial.token_ids), partial.routing)
         self.held = len(self.token_ids)
         if partial.is_finished:

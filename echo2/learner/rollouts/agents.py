@@ -15,10 +15,10 @@ from pathlib import Path
 
 from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, Work
+from echo2.base.rollout import GroupSpec, Rollout, Work
 from echo2.config.run import RunConfig
 from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import Completion, Episodes, GatewayLimits, Scored
+from echo2.gateway.episodes import Episodes, GatewayLimits, Scored
 from echo2.gateway.harness import make_harness
 from echo2.learner.rollouts.groups import turn_of
 from echo2.learner.rollouts.pool import RolloutPool
@@ -103,10 +103,7 @@ class Agents:
         self.episodes.open_problem(spec.group_id, spec.rollout_count, description, is_evaluation=is_evaluation)
 
     def on_sampled(self, rollout: Rollout) -> None:
-        versions = tuple(int(span.version) for span in rollout.version_spans for _ in range(span.count))
-        is_cut = rollout.finish_reason is FinishReason.LENGTH
-        completion = Completion(rollout.token_ids, rollout.logprobs, versions, is_cut)
-        self.episodes.on_completion(rollout.group_id, completion)
+        self.episodes.on_completion(rollout.group_id, rollout)
 
     def on_tokens(self, rollout: Rollout) -> None:
         self.episodes.on_tokens(rollout.group_id, rollout.token_ids)

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import FinishReason, Rollout, VersionSpan
 from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import Call, CallRefused, Choice, Completion, Episodes, GatewayLimits, Scored, Session
+from echo2.gateway.episodes import Call, CallRefused, Choice, Episodes, GatewayLimits, Scored, Session
 from echo2.gateway.harness import Episode, make_harness
 from echo2.gateway.requests import CallRequest, chat_call
 from echo2.gateway.tree import ChatCodec
@@ -37,9 +39,14 @@ def letter_bytes(token_id: int) -> bytes:
     return chr(token_id).encode()
 
 
-def completion(text: str, shift: int = 0) -> Completion:
+def completion(text: str, shift: int = 0) -> Rollout:
     tokens = tuple(ord(c) + shift for c in text)
-    return Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), is_cut=False)
+    return whole_rollout(tokens)
+
+
+def whole_rollout(tokens: tuple[int, ...]) -> Rollout:
+    numbers, spans = (-0.5,) * len(tokens), (VersionSpan(Version(0), len(tokens)),) if tokens else ()
+    return Rollout(GroupId("g"), 0, tokens, numbers, numbers, spans, FinishReason.STOP)
 
 
 @dataclass(frozen=True)

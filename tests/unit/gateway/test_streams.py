@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from echo2.gateway.app import pieces_of, reply_of
-from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes
+from echo2.gateway.episodes import PIECES_S, Call, Choice, Episodes
 from echo2.gateway.requests import chat_call, text_call
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import RecordingFleet, completion, letter_bytes, on_port
+from tests.unit.gateway.fakes import RecordingFleet, completion, letter_bytes, on_port, whole_rollout
 
 openai = pytest.importorskip("openai")
 
@@ -62,11 +62,12 @@ async def test_a_completion_that_another_worker_began_anew_ends_the_stream_with_
 async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_several_tokens(is_chat: bool) -> None:
     text = "a\U0001f600b"
     pieces = (b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b", b"")  # the last one is an end token
-    sampled = Completion(tuple(range(6)), (-0.5,) * 6, (0,) * 6, is_cut=False)
     hi = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     request = chat_call(hi) if is_chat else text_call({"prompt": "hi", "logprobs": 0})
     call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future())
-    reply: Any = reply_of(call, [Choice(text, (), sampled, "stop")], "policy", 0, lambda token: pieces[token])
+    reply: Any = reply_of(
+        call, [Choice(text, (), whole_rollout(tuple(range(6))), "stop")], "policy", 0, lambda token: pieces[token]
+    )
     logprobs = reply["choices"][0]["logprobs"]
     if is_chat:
         assert b"".join(bytes(token["bytes"]) for token in logprobs["content"]).decode() == text
