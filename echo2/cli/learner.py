@@ -133,17 +133,15 @@ def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
     from echo2.learner.learner import LearnerDaemon
     from echo2.learner.serve import VersionServer, prepare_served, served_options
 
-    prepare, make_server, door = prepare_served, VersionServer, options.config.agent
-    if trains:
-        require_extra("tinker", "--trains")
-        from echo2.learner.driven import driven_server, prepare_driven
+    door = options.config.agent
+    if not trains:
+        given = served_options(options)
+        return LearnerDaemon(given, make_prepared=lambda o, f: prepare_served(o, f, door), make_server=VersionServer)
+    require_extra("tinker", "--trains")
+    from echo2.learner.driven import driven_server, prepare_driven
 
-        prepare, make_server = prepare_driven, driven_server
-    return LearnerDaemon(
-        served_options(options, trains=trains),
-        make_prepared=lambda given, folder: prepare(given, folder, door),
-        make_server=make_server,
-    )
+    given = served_options(options, trains=True)
+    return LearnerDaemon(given, make_prepared=lambda o, f: prepare_driven(o, f, door), make_server=driven_server)
 
 
 if __name__ == "__main__":

@@ -507,12 +507,8 @@ class Episodes:
         sampled, request = call.completions[number], call.request
         text, tool_calls = self.codec.decode(sampled.token_ids, request.stops, has_tools=bool(request.tools))
         named = tuple({**tool, "id": f"call_{call.number}_{number}_{place}"} for place, tool in enumerate(tool_calls))
-        return Choice(
-            text,
-            named,
-            sampled,
-            "length" if sampled.finish_reason is FinishReason.LENGTH else "tool_calls" if named else "stop",
-        )
+        is_cut = sampled.finish_reason is FinishReason.LENGTH
+        return Choice(text, named, sampled, "length" if is_cut else "tool_calls" if named else "stop")
 
     def _refuse(self, session: Session, call: Call, error: Exception) -> None:
         if isinstance(error, CallRefused):

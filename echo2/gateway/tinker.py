@@ -106,7 +106,7 @@ class TinkerApi:
     """The routes. They expect the gateway's key, which `access` has checked."""
 
     def __init__(self, driven: Driven, sampler: Sampler) -> None:
-        self._driven, self._sampler = driven, sampler
+        self._driven, self._fleet = driven, sampler
         self._bodies, self.operations = Bodies(), Operations[Response]()
         self._sessions: dict[str, float] = {}  # when each was heard last
         self._client: TrainingClient | None = None
@@ -372,7 +372,7 @@ class TinkerApi:
         token_ids = _tokens(asked.prompt, self._driven.terms)
         # A scoring of the prompt needs no worker: the SDK ignores the one token that it has to ask for.
         is_scoring = bool(asked.prompt_logprobs) and asked.sampling_params.max_tokens == 1
-        oldest = self._sampler.newest_version - self._driven.terms.staleness_bound
+        oldest = self._fleet.newest_version - self._driven.terms.staleness_bound
         if not is_scoring and version < oldest:
             text = f"of version {oldest} or newer, which workers may hold, got version {version}"
             raise _refused(f"sampler: expected one {text}; it gives log-probabilities of prompts alone")
@@ -385,15 +385,15 @@ class TinkerApi:
                 return _sampled(asked, answers, logprobs)
             finally:
                 for answer in answers:
-                    self._sampler.leave(answer)
+                    self._fleet.leave(answer)
 
         try:
             for one in () if is_scoring else _requests(asked, token_ids, version):
-                answers.append(self._sampler.generate(one))
+                answers.append(self._fleet.generate(one))
             self.operations.begin(request_id, work)
         except CallRefused:
             for answer in answers:
-                self._sampler.leave(answer)
+                self._fleet.leave(answer)
             raise
         return future
 
