@@ -15,7 +15,7 @@ from pathlib import Path
 
 from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId
-from echo2.base.rollout import GroupSpec, Rollout, Work
+from echo2.base.rollout import GroupSpec, Work
 from echo2.config.run import RunConfig
 from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.episodes import Episodes, GatewayLimits, Scored
@@ -101,12 +101,6 @@ class Agents:
         if is_evaluation:
             description["evaluation"] = self._pool.evaluations.at(cursor)[0].name
         self.episodes.open_problem(spec.group_id, spec.rollout_count, description, is_evaluation=is_evaluation)
-
-    def on_sampled(self, rollout: Rollout) -> None:
-        self.episodes.on_completion(rollout.group_id, rollout)
-
-    def on_tokens(self, rollout: Rollout) -> None:
-        self.episodes.on_tokens(rollout.group_id, rollout.token_ids)
 
     def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
         for group_id in group_ids:

@@ -170,7 +170,7 @@ class Stage:
         self.prompts.due.clear()
         self.driven: dict[GroupId, GroupSpec] = {}
         self.sampled: list[Rollout] = []
-        self.grown: list[Rollout] = []
+        self.grown: list[tuple[int, ...]] = []
         groups, history = self.restored()
         groups.take_closures()
         groups.drop_stale()
@@ -303,10 +303,14 @@ class Stage:
     def drive(self, spec: GroupSpec, cursor: int) -> None:
         self.driven[spec.group_id] = spec
 
-    def on_tokens(self, rollout: Rollout) -> None:
-        self.grown.append(rollout)
+    @property
+    def episodes(self) -> Stage:
+        return self
 
-    def on_sampled(self, rollout: Rollout) -> None:
+    def on_tokens(self, group_id: GroupId, token_ids: tuple[int, ...]) -> None:
+        self.grown.append(token_ids)
+
+    def on_completion(self, group_id: GroupId, rollout: Rollout) -> None:
         self.sampled.append(rollout)
 
     def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
