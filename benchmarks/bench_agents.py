@@ -23,8 +23,7 @@ from benchmarks.agent_runs import Row, cache, learning
 from benchmarks.priority import lift
 from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.episodes import Episodes, GatewayLimits
-from echo2.tasks.chat_format import ChatFormat
-from echo2.tasks.token_text import StopStrings
+from echo2.tasks.chat_format import ChatFormat, StopStrings
 from tests.unit.gateway.fakes import RecordingFleet, whole_rollout
 from tests.unit.tasks.families import tokenizer_of
 

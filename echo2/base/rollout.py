@@ -401,7 +401,7 @@ def stop_place(
 
 
 def piece_of_part(text: bytes, strings: Sequence[bytes]) -> bytes:
-    """What a lease carries of a token's `text` that can be part of a stop string (tasks/token_text finds those tokens)."""
+    """What a lease carries of a token's `text` that can be part of a stop string (tasks/chat_format finds those tokens)."""
     for string in strings:
         if string in text:
             return string

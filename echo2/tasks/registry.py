@@ -13,10 +13,9 @@ from typing import cast
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.import_path import imported
-from echo2.tasks.built_in import DEFAULT_SIZE, ReasoningGym, SortDigits, Sums
+from echo2.tasks.built_in import DEFAULT_SIZE, OpenEnvTask, ReasoningGym, SortDigits, Sums
 from echo2.tasks.data_files import ColumnChoice, local_data_set, read_math_rows
 from echo2.tasks.mathematics import MathTask
-from echo2.tasks.openenv_task import OpenEnvTask
 from echo2.tasks.task import EnvironmentSource, Task, TaskSpec
 from echo2.tasks.tools import CalculatorEnvironments
 from echo2.tasks.verifiers_task import SIZE_MAX, VerifiersTask

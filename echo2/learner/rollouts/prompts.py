@@ -28,7 +28,7 @@ from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Batch, Insertion, Prompt, TrainGroup, group_id_of
 from echo2.learner.training.model_files import naming
 from echo2.learner.training.team import PublishedModel
-from echo2.tasks.chat_format import ChatFormat, ChatOptions
+from echo2.tasks.chat_format import ChatFormat, ChatOptions, StopStrings
 from echo2.tasks.data_files import Conversation, local_data_set, read_conversations
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
 from echo2.tasks.rewards import (
@@ -42,7 +42,6 @@ from echo2.tasks.rewards import (
 )
 from echo2.tasks.split import MixedSplit, TaskSplit
 from echo2.tasks.task import Reward, TaskInstance, TaskSpec
-from echo2.tasks.token_text import StopStrings
 
 SKIPS_MAX = 64
 """Unwanted or too long prompts that may be skipped in a row before the next one is taken anyway."""

@@ -21,7 +21,7 @@ from echo2.base.rollout import (
     spans_of,
     stop_place,
 )
-from echo2.tasks.token_text import TokenIndex
+from echo2.tasks.chat_format import TokenIndex
 
 VERSIONS = st.lists(st.integers(0, 3).map(Version), max_size=30)
 

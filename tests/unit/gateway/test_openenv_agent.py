@@ -15,7 +15,7 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.gateway.episodes import GatewayLimits
 from echo2.gateway.harness import Episode
 from echo2.gateway.openenv_agent import OPENINGS_MAX, ActionRefused, OpenEnvServer, play
-from echo2.tasks.openenv_task import OPENENV_PLAYER, TURNS_MAX
+from echo2.tasks.built_in import OPENENV_PLAYER, TURNS_MAX
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
 from tests.e2e.cluster import ROOT

@@ -9,7 +9,7 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import STOP_PIECES_MAX, SamplingParams, piece_of_part
-from echo2.tasks.token_text import StopStrings, TokenIndex, token_texts
+from echo2.tasks.chat_format import StopStrings, TokenIndex, token_texts
 from tests.unit.tasks.families import tokenizer_of
 
 
