@@ -175,6 +175,23 @@ def test_siblings_prefill_their_prompt_once_also_after_its_sequence_has_left() -
     assert [copy.count for copy in table.next_copies()] == [69 - 2 * BLOCK_TOKENS] and table.next_fills(100) == []
 
 
+def test_a_prompt_that_no_longer_fits_a_step_waits_for_the_next_in_which_it_fits_whole() -> None:
+    table = SlotTable(3, CONTEXT)
+    for name, width in (("first", 61), ("long", 51), ("short", 9)):
+        start = len(name) * 1000
+        table.submit(
+            GenerateRequest(name, tuple(range(start, start + width)), (), SamplingParams(max_new_tokens=4), name)
+        )
+    table.admit()
+    filled = []
+    for _ in range(2):
+        fills = table.next_fills(70)
+        table.filled(fills)
+        filled.append([(fill.slot, fill.start, len(fill.token_ids)) for fill in fills])
+    assert filled == [[(0, 0, 60), (2, 0, 8)], [(1, 0, 50)]]
+    assert len(table.decodable()) == 3
+
+
 def test_the_next_turn_computes_only_what_is_new_and_nothing_of_other_weights() -> None:
     table = SlotTable(1, CONTEXT)
     said = said_by(table, request("first", max_new_tokens=4), [5, 6, 7, 8])

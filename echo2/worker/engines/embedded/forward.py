@@ -25,11 +25,12 @@ from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, Copy, F
 ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
 """A batch is assigned to the largest class that does not exceed its number of rows."""
 TRIALS = 5  # the least of five is free of other programs
-STEP_ROWS, PIECE_ROWS, BLOCK_ROWS = 8, 64, 256
+STEP_ROWS, PIECE_ROWS = 8, 64
+BLOCK_ROWS = {torch.float32: 256, torch.bfloat16: 1024}
 """oneDNN compiles and caches code for each new shape, so row counts are padded with zeros: up to `PIECE_ROWS` rows to a multiple of
 `STEP_ROWS`, above that to a multiple of `PIECE_ROWS`, at most `BLOCK_ROWS` at a time. oneDNN is so much faster than MKL on many
 rows that the zeros cost less. A layer's MLP, too, processes `BLOCK_ROWS` rows at a time, so that intermediate values stay in the
-processor's cache."""
+processor's cache; in bf16 the weights, which oneDNN reorders for each product, cost more than that."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -46,8 +47,8 @@ class Products:
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[0]
-        if count > BLOCK_ROWS:
-            return torch.cat([self.product(part, weight, bias) for part in torch.split(rows, BLOCK_ROWS)])
+        if count > BLOCK_ROWS[rows.dtype]:
+            return torch.cat([self.product(part, weight, bias) for part in torch.split(rows, BLOCK_ROWS[rows.dtype])])
         is_narrow = rows.dtype == torch.bfloat16
         chosen = _by_onednn if is_narrow else self._chosen[bisect.bisect_right(ROW_CLASSES, count) - 1]
         missing = -count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
@@ -180,8 +181,8 @@ class CachedDecoder:
     ) -> torch.Tensor:
         """Output projection, MLP and both residual additions into `hidden`; returns it after the next `norm`, in `out`."""
         epsilon, product = self._shape.norm_epsilon, self._products.product
-        for begin in range(0, len(hidden), BLOCK_ROWS):
-            rows = slice(begin, begin + BLOCK_ROWS)
+        for begin in range(0, len(hidden), BLOCK_ROWS[out.dtype]):
+            rows = slice(begin, begin + BLOCK_ROWS[out.dtype])
             residual, normed = hidden[rows].numpy(), out[rows]
             delta = product(attended[rows], layer.output, layer.output_bias)
             kernels.add_and_norm(residual, _array(delta), _array(layer.mlp_norm), epsilon, _array(normed))
@@ -213,8 +214,8 @@ class CachedDecoder:
             return attended.transpose(1, 2).reshape(count, -1)
         key, value = (self._gathered(index, kind, run.slot, run.start + count) for kind in (0, 1))
         pieces = []
-        for begin in range(0, count, BLOCK_ROWS):  # what lies behind a piece's end is not computed and then masked
-            part = query[:, :, begin : begin + BLOCK_ROWS]
+        for begin in range(0, count, SHORT_TOKENS):  # what lies behind a piece's end is not computed and then masked
+            part = query[:, :, begin : begin + SHORT_TOKENS]
             first, end = run.start + begin, run.start + begin + part.shape[2]
             mask = torch.arange(end) <= torch.arange(first, end)[:, None]
             pieces.append(

@@ -308,6 +308,8 @@ class SlotTable:
                 if prefix in leading:
                     continue
                 leading.add(prefix)
+            if fills and len(sequence.tokens) - 1 - sequence.cached > budget_tokens:
+                continue  # a prompt in two pieces costs more than one that waits: the second attends through a mask
             stop = min(len(sequence.tokens) - 1, sequence.cached + budget_tokens)
             if not self._make_room(sequence, stop):
                 continue
