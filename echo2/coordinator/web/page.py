@@ -361,13 +361,15 @@ class Web:
         return Starlette(routes=routes, exception_handlers={EchoError: _echo_error, BodyRefused: body_refused})
 
     def _worker(self, query: QueryParams) -> Values:
-        """One worker's row, and the newest warnings and errors of its own log, newest first. The texts are untrusted."""
+        """One worker's row, its newest heartbeat, and the newest warnings and errors of its own log, newest first. The texts are
+        untrusted."""
         member = self._commands.hub.membership.members.get(PeerId(query.get("peer_id", "")))
         if member is None:
             raise MalformedMessage("peer_id: expected a worker of this run")
         lines = reversed(member.heartbeat.log.lines)
         log = [{"at": finite(one.unix_s, 3), "is_error": one.is_error, "text": one.text} for one in lines]
-        return {**self._view.worker(member), "peer_id": member.peer_id, "log": log}
+        beat = {field.name: value for field, value in member.heartbeat.ListFields() if field.message_type is None}
+        return {**self._view.worker(member), "peer_id": member.peer_id, "heartbeat": beat, "log": log}
 
     async def _rollouts(self, query: QueryParams) -> Values:
         """The newest rollouts that the learner keeps; `problem`: why they cannot be shown, else empty."""

@@ -341,6 +341,7 @@ async def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_
         await worker.hello(name=HOSTILE)
         near = (await web.get("/api/worker", params={"peer_id": peer_id})).json()
         assert [line["text"] for line in near["log"]] == ["trying again", "the engine failed", HOSTILE]
+        assert near["heartbeat"] == {"tokens_per_s": 3.0}, "a field is shown without a line of its own"
         assert (await web.get("/api/worker", params={"peer_id": "nobody"})).status_code == 400
         table = await web.get("/api/workers.csv")
         assert "attachment" in table.headers["content-disposition"]

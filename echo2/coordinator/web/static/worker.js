@@ -1,6 +1,8 @@
 // One worker from near: what it is, what it costs, how it is met, what it said went wrong.
 import { $, ask, make, setText, toast } from "./dom.js";
 import { bytes, clock, dash, number, rate, seconds, usd, whole } from "./format.js";
+// Every number and text of a heartbeat, by the unit at the end of its name: a new field needs no line here.
+const told = (name, x) => `${name.replaceAll("_", " ")}: ${typeof x !== "number" ? x : name.endsWith("_bytes") ? bytes(x) : name.endsWith("_s") && !name.endsWith("_per_s") ? seconds(x) : number(x)}`;
 const FACTS = [
   ["Machine", (w) => [w.gpu, w.engine, w.provider, w.region, w.is_spot ? "spot" : ""].filter(Boolean).join(" · ")],
   ["State", (w) => [w.state, w.activation, w.reason].filter(Boolean).join(" · ")],
@@ -13,6 +15,7 @@ const FACTS = [
   ["Memory", (w) => w.memory_used ? `${bytes(w.memory_used)} of ${bytes(w.memory_total)}` : "not told"],
   ["Network", (w) => `${rate(w.uplink)} up, ${rate(w.downlink)} down, ${w.can_be_dialled ? "can be dialled" : `cannot be dialled; is met at ${w.relays} relays`}`],
   ["Links", (w) => (w.links || []).map((link) => `${link.peer}: ${link.kind} (${link.reason})`).join("; ") || "none"],
+  ["Heartbeat", (w) => Object.entries(w.heartbeat).map(([name, x]) => told(name, x)).join("; ") || "none yet"],
   ["Peer id", (w) => w.peer_id],
 ];
 export async function openWorker(peerId, now) {
