@@ -41,7 +41,7 @@ from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, LeaseRules, OpenGroup
 from echo2.coordinator.money.costs import Money, meter
-from echo2.coordinator.planning.board import Corrections, LearnerBoard
+from echo2.coordinator.planning.board import CurrentPlan, LearnerBoard
 from echo2.coordinator.planning.input import PlanParts
 from echo2.coordinator.planning.pool_plan import PlanProcess
 from echo2.coordinator.store import LoggedEvent, PaidAction, SqlStore, StateSnapshot, StateWriter
@@ -130,14 +130,11 @@ class Hub:
         self.board = LearnerBoard()
         self.state = StateWriter(store, self.tokens)
         self.workers: dict[PeerId, WorkerSession] = {}
-        self.corrections = Corrections(self.board)
+        self.plan = CurrentPlan(self.board)
         self.proven = MetAddresses()
         self.plan_process = PlanProcess()
-        self.plan: Plan | None = None
-        self.plan_waits_for = "the learner"
         self.relay_address = ""  # host:port of this coordinator's libp2p relay; empty: none
         self.relay: Nat | None = None  # set once it serves
-        self.broadcast_plan: BroadcastPlan | None = None
         self._plan_parts: PlanParts | None = None
         self.started_at = clock.now()
         self.peer_lines = PeerLines()
@@ -324,8 +321,8 @@ class Hub:
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
         member = self.membership.set(peer_id, setting, reason)
-        if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
-            self._want([member], self.plan.pool, self.plan.reason)
+        if setting is OperatorSetting.AUTOMATIC and (plan := self.plan.now) is not None:
+            self._want([member], plan.pool, plan.reason)
         self.state.save("members", peer_id, member)
         self.state.require_sync()
         self.review(member)
@@ -399,25 +396,14 @@ class Hub:
 
         `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their state.
         """
-        before, self.plan, self.plan_waits_for = self.plan_update, plan, ""
-        self.corrections.on_plan(plan, is_acted_on)
+        before = self.plan.message
+        self.plan.adopt(plan, is_acted_on)
         if is_acted_on:
             self._want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
-        if before != (update := self.plan_update):
+        if before != (update := self.plan.message):
             self.learner.send(pb.LearnerOrder(plan=update))
         if before is None or before.kappa != plan.kappa:
             self.note("plan", plan.reason)
-
-    @property
-    def plan_update(self) -> pb.PlanUpdate | None:
-        """The plan as the learner is told it; None before the first."""
-        if (plan := self.plan) is None:
-            return None
-        return pb.PlanUpdate(
-            kappa=plan.kappa, in_flight_cap_rollouts=min(plan.in_flight_cap_rollouts, (1 << 31) - 1),
-            predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
-            usd_per_hour=plan.usd_per_hour, reason=plan.reason,
-        )  # fmt: skip
 
     def try_out(self, members: Iterable[Member]) -> None:
         """Activates the newcomers on trial, which work beside the plan or without one."""
@@ -425,10 +411,14 @@ class Hub:
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """Sends the plan to the learner now. Returns the workers' sessions, to which the caller sends it at its own pace."""
-        self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
+        self._plan_parts = PlanParts(plan)
         self.learner.send(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
         _log.debug("broadcast plan %d: %s over %d nodes: %s", plan.epoch, plan.topology, len(plan.nodes), plan.reason)
         return list(self.workers.values())
+
+    @property
+    def broadcast_plan(self) -> BroadcastPlan | None:
+        return self._plan_parts.plan if self._plan_parts is not None else None
 
     def send_broadcast_plan(self, session: WorkerSession) -> None:
         assert self._plan_parts is not None, "there is a plan to send"
@@ -467,7 +457,7 @@ class Hub:
         self._is_budget_spent = is_spent(self.money.sums().usd_chosen, budget)
         if self._is_budget_spent:
             self._want([one for one in living if one.is_wanted], (), f"the budget of {budget:g} USD is spent")
-        elif was_spent and self.plan is None:
+        elif was_spent and self.plan.now is None:
             self._want(living, {one.peer_id for one in living}, "the budget is not spent any more")
 
     def _keep_totals(self) -> None:

@@ -151,8 +151,8 @@ class LearnerStream:
             run_id=hub.options.run_id, heartbeat_interval_s=interval_s, relay_address=hub.relay_address
         )
         session.send(pb.LearnerOrder(welcome=welcome))
-        if hub.plan_update is not None:
-            session.send(pb.LearnerOrder(plan=hub.plan_update))
+        if hub.plan.message is not None:
+            session.send(pb.LearnerOrder(plan=hub.plan.message))
         if hub.broadcast_plan is not None:
             session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(hub.broadcast_plan)))
         for member in hub.membership.members.values():
@@ -208,10 +208,10 @@ class LearnerStream:
         now = hub.clock.now()
         is_step, money = hub.board.on_report(report, now), hub.money.sums()
         if is_step:
-            hub.corrections.on_step(report, money.usd_useful, now)
+            hub.plan.on_step(report, money.usd_useful, now)
         point = CurvePoint(
             now, report.step, report.reward_mean if report.train_s > 0 else None, hub.board.eval_reward, report.utilisation,
-            hub.plan.predicted_utilisation if hub.plan is not None else 0.0, money.usd_spent, money.usd_per_hour,
+            hub.plan.now.predicted_utilisation if hub.plan.now is not None else 0.0, money.usd_spent, money.usd_per_hour,
         )  # fmt: skip
         last = hub.state.samples[-1] if hub.state.samples else None
         if is_step or last is None or last.measures != point.measures:

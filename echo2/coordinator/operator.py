@@ -170,10 +170,10 @@ class Commands:
 
     def _act_apply_plan(self, body: Body) -> None:
         hub = self.hub
-        if hub.plan is None:
+        if hub.plan.now is None:
             raise MalformedMessage("plan: expected one to apply, there is none yet")
         hub.note("plan", "applied by the operator")
-        hub.adopt_plan(hub.plan, [*hub.plan.pool, *hub.plan.drain], is_acted_on=True)
+        hub.adopt_plan(hub.plan.now, [*hub.plan.now.pool, *hub.plan.now.drain], is_acted_on=True)
         hub.flush_now()
 
     def _act_set_workers(self, body: Body) -> Body:

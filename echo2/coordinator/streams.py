@@ -145,7 +145,7 @@ class WorkerStream:
         is_new = peer_id not in hub.membership.members
         member = hub.membership.on_hello(peer_id, hello, hub.clock.now())
         member.price_limit, member.paused = hub.money.limit_of(member, section), hub.paused
-        member.is_wanted &= not (is_new and hub.plan is not None and section.planner_mode == "auto")
+        member.is_wanted &= not (is_new and hub.plan.now is not None and section.planner_mode == "auto")
         old = hub.workers.pop(peer_id, None)
         if old is not None:
             old.end()
@@ -238,7 +238,7 @@ class WorkerStream:
         before, access = member.link, member.access
         hub.membership.on_heartbeat(peer_id, heartbeat, reach, now)
         hub.board.on_live(peer_id, member.version, now)
-        hub.corrections.on_spread(hub.board.newest_complete)
+        hub.plan.on_spread(hub.board.newest_complete)
         hub.review(member)
         hub.book.rate(peer_id, heartbeat.rollouts_per_s)
         if (text := bar_text(hub.book, peer_id, now)) != self._bar_text:

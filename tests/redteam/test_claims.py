@@ -215,11 +215,11 @@ async def test_a_speed_that_is_only_claimed_sends_nobody_to_standby(tmp_path: Pa
     async with fleet(tmp_path, heartbeat_interval=0.05) as run:
         honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
         run.delivered(honest, 200.0)
-        await run.until(lambda: run.hub.plan is not None and honest.credentials.peer_id in run.hub.plan.pool)
+        await run.until(lambda: run.hub.plan.now is not None and honest.credentials.peer_id in run.hub.plan.now.pool)
         liar = await run.worker(beat(40.0), name="liar", price_usd_per_hour=0.0)
         await run.until(lambda: run.member(liar).is_on_trial)
         await run.stays(lambda: run.is_active(honest), 3.0)
-        assert run.hub.plan is not None and liar.credentials.peer_id not in run.hub.plan.pool
+        assert run.hub.plan.now is not None and liar.credentials.peer_id not in run.hub.plan.now.pool
         run.delivered(liar, 1.0)  # a little buys a little
         await run.until(lambda: run.member(liar).record.is_proven)
         await run.stays(lambda: run.is_active(honest), 3.0)
@@ -231,8 +231,8 @@ async def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_pla
     async with fleet(tmp_path) as run:
         honest = await run.worker(beat(20.0), name="honest")
         run.delivered(honest, 200.0)
-        await run.until(lambda: run.hub.plan is not None and run.member(honest).record.is_proven)
-        plan = run.hub.plan
+        await run.until(lambda: run.hub.plan.now is not None and run.member(honest).record.is_proven)
+        plan = run.hub.plan.now
         assert plan is not None
         slow = pb.Heartbeat(
             has_version=True, rollouts_per_s=1e-3, tokens_per_s=1.0, rollout_s_mean=1e9, rollout_s_p95=1e9,
@@ -240,8 +240,8 @@ async def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_pla
         )  # fmt: skip
         liar = await run.worker(slow, name="liar", price_usd_per_hour=0.0)
         await run.until(lambda: run.member(liar).is_on_trial)
-        await run.until(lambda: run.hub.plan is not plan)
-        now = run.hub.plan
+        await run.until(lambda: run.hub.plan.now is not plan)
+        now = run.hub.plan.now
         assert now is not None
         assert (now.kappa, now.pool) == (plan.kappa, plan.pool)
         assert now.predicted_utilisation >= plan.predicted_utilisation - 0.05
@@ -251,7 +251,7 @@ async def test_newcomers_are_paid_from_the_room_under_the_cap_and_as_many_as_hav
     async with fleet(tmp_path, usd_per_hour_cap=5.0) as run:
         honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
         run.delivered(honest, 200.0)
-        await run.until(lambda: run.hub.plan is not None)
+        await run.until(lambda: run.hub.plan.now is not None)
         crowd = [await run.worker(name=f"new{number}", price_usd_per_hour=3.0) for number in range(8)]
         await run.until(lambda: any(run.is_active(one) for one in crowd))
         await run.stays(lambda: sum(run.is_active(one) for one in crowd) <= 1 and run.is_active(honest), 2.0)

@@ -16,6 +16,7 @@ import math
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from echo2.base.errors import ConfigError, EchoError, LimitExceeded, MalformedMe
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import Hub
+from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.providers.command import CommandProvider, LocalProvider
 from echo2.coordinator.money.providers.machine_setup import ManualProvider, base_arguments
@@ -70,7 +72,7 @@ class Provisioner:
         self.machines = hub.money.machines
         hub.money.offers = tuple(replace(offer, gpu=kind_text(offer.gpu, kinds)) for offer in offers)
         hub.money.reprice(hub.settings.get("prices", {}))
-        self.advice = FleetAdvice(reason="nothing has been looked at yet")
+        self._why_none = "nothing has been looked at yet"
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._rented_here: set[str] = set()
@@ -172,23 +174,38 @@ class Provisioner:
 
     async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
         """Carries out the advice, once; returns how many machines were rented or released."""
-        advice, self.advice = self.advice, FleetAdvice(reason="being carried out")
-        count = 0
-        for release in advice.release:
-            await self.release(release.machine_id, f"{by_whom}: {release.reason}")
-            count += 1
-        for rental in advice.rent:
-            if only_automatic and not rental.is_automatic:
-                continue
-            for _ in range(rental.count):
-                await self.rent(rental.offer, "", f"{by_whom}: {rental.reason}")
+        advice, count = self.advice(), 0
+        self._why_none = "being carried out"
+        try:
+            for release in advice.release:
+                await self.release(release.machine_id, f"{by_whom}: {release.reason}")
                 count += 1
+            for rental in advice.rent:
+                if only_automatic and not rental.is_automatic:
+                    continue
+                for _ in range(rental.count):
+                    await self.rent(rental.offer, "", f"{by_whom}: {rental.reason}")
+                    count += 1
+        finally:
+            self._why_none = ""
         return count
+
+    def advice(self, money: FleetCosts | None = None) -> FleetAdvice:
+        """What to rent or give back, by the plan and the journal as they are now. `money`: the sums of now, if they are known."""
+        hub = self._hub
+        if why_none := hub.ending.text or self._why_none:
+            return FleetAdvice(reason=why_none)
+        machines = list(self.machines.values())
+        workers = {machine.machine_id: hub.money.workers_of(machine) for machine in machines if machine.is_open}
+        rates = partial(rates_by_gpu, hub.membership.members.values(), built_in_catalogue())
+        budget = self.budget(money)
+        advice = advise(hub.plan.now, hub.money.offers, machines, workers, rates, budget, hub.clock.now())
+        return FleetAdvice(reason=hub.paused) if hub.paused and advice.rent else advice
 
     # ---- looking
 
-    def budget(self) -> Budget:
-        section, money = self._hub.config.coordinator, self._hub.money.sums()
+    def budget(self, money: FleetCosts | None = None) -> Budget:
+        section, money = self._hub.config.coordinator, money or self._hub.money.sums()
         return Budget(money.usd_chosen_per_hour, money.usd_chosen, section.usd_per_hour_cap, section.usd_budget)
 
     async def run(self) -> None:
@@ -209,8 +226,7 @@ class Provisioner:
             await self._give_all_back(self._hub.ending.text)
             return
         may_act = self._hub.config.coordinator.planner_mode == "auto" or self.budget().is_spent
-        may_rent = any(rental.is_automatic for rental in self.advice.rent)
-        if not may_act or not (may_rent or self.advice.release):
+        if not may_act:
             return
         try:
             await self.carry_out("the planner", only_automatic=True)
@@ -229,7 +245,7 @@ class Provisioner:
     async def look(self) -> None:
         for name in self.offers:
             await self._look(name)
-        self._think()
+        self._why_none = ""
 
     async def _look(self, name: str) -> None:
         """Asks one offer's provider and brings the journal up to date."""
@@ -304,19 +320,6 @@ class Provisioner:
         for worker in self._hub.money.workers_of(machine):
             self._hub.preempt(worker.peer_id, notice)
         self._journal(machine, "preemption notice", notice)
-
-    def _think(self) -> None:
-        hub = self._hub
-        if hub.ending.finish is not None:
-            self.advice = FleetAdvice(reason=hub.ending.text)
-            return
-        machines = list(self.machines.values())
-        workers = {machine.machine_id: self._hub.money.workers_of(machine) for machine in machines if machine.is_open}
-        rates = rates_by_gpu(hub.membership.members.values(), built_in_catalogue())
-        offers = list(self.offers.values())
-        self.advice = advise(hub.plan, offers, machines, workers, rates, self.budget(), hub.clock.now())
-        if hub.paused and self.advice.rent:
-            self.advice = FleetAdvice(reason=hub.paused)
 
     # ---- saving
 

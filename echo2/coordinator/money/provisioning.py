@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -254,12 +254,12 @@ def advise(
     offers: Sequence[MachineOffer],
     machines: Sequence[RentedMachine],
     workers: Mapping[str, Sequence[Member]],
-    rates: Mapping[str, float],
+    known_rates: Callable[[], Mapping[str, float]],
     budget: Budget,
     now: float,
 ) -> FleetAdvice:
-    """What to rent or release now. `workers`: those that joined from each machine, by its id. Releases go before rents, never
-    both at once."""
+    """What to rent or release now. `workers`: those that joined from each machine, by its id. `known_rates`: asked only if
+    something is short. Releases go before rents, never both at once."""
     hours_least = {offer.name: offer.hours_least for offer in offers}
     release = tuple(_releases(machines, workers, budget, hours_least, now))
     if release:
@@ -271,27 +271,30 @@ def advise(
         return FleetAdvice(reason="the pool makes what the learner needs")
     if budget.is_spent:
         return FleetAdvice(reason=f"the budget of {budget.usd_budget:g} USD is spent")
-    by_name = {offer.name: offer for offer in offers}
-    coming = sum(
-        rate_of(by_name[machine.offer], rates)
+    rates, by_name = known_rates(), {offer.name: offer for offer in offers}
+    unmeasured = [
+        machine.offer
         for machine in machines
         if machine.is_open
         and machine.offer in by_name
         and not any(one.heartbeat.rollouts_per_s > 0 for one in workers.get(machine.machine_id, ()))
-    )
+    ]
+    coming = sum(rate_of(by_name[name], rates) for name in unmeasured)
     if coming >= shortage > 0:
         return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
-    return _rents(shortage - coming, offers, machines, rates, budget)
+    return _rents(shortage - coming, offers, machines, unmeasured, rates, budget)
 
 
 def _rents(
     shortage: float,
     offers: Sequence[MachineOffer],
     machines: Sequence[RentedMachine],
+    unmeasured: Collection[str],
     rates: Mapping[str, float],
     budget: Budget,
 ) -> FleetAdvice:
-    """Rents from the offer with the lowest price per rollout that has room; only one machine if its rate is not known."""
+    """Rents from the offer with the lowest price per rollout that has room. If its rate is not known, only one machine, and none
+    while one is `unmeasured`."""
     best: tuple[float, str, RentProposal] | None = None
     why_not = "there is no offer with room"
     for offer in offers:
@@ -299,6 +302,9 @@ def _rents(
         if room <= 0:
             continue
         rate = rate_of(offer, rates)
+        if rate <= 0 and offer.name in unmeasured:
+            why_not = f"a machine of {offer.name} has to be measured first"
+            continue
         needed = max(1, math.ceil(shortage / rate - 1e-9)) if rate > 0 else 1
         count = min(room, budget.affordable(offer.usd_per_hour, offer.hours_least), needed)
         if count <= 0:

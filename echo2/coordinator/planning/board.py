@@ -197,7 +197,7 @@ class LearnerBoard:
         return round(self.delta_size.at(self.delta_kappa))
 
 
-# What happened against what was predicted, and the correction of the estimates that follows from it. It ends with the run.
+# The pool's plan, what happened against what it predicted, and the correction of the estimates that follows. It ends with the run.
 #
 # Every `STEPS_A_LOOK` steps of one plan, the share of the wall clock's time in which the learner trained is compared with what the
 # plan promised. The workers' rates that plans are made of are multiplied by `rate_ratio`, which moves half of the way (in the
@@ -216,16 +216,19 @@ PREDICTED = ("utilisation", "broadcast_s", "usd_per_hour")  # as metrics are nam
 
 
 @dataclass(slots=True)
-class Corrections:
-    """`reason`: why the rates are corrected, in words; empty while they are not. One method for each thing that happens."""
+class CurrentPlan:
+    """The one keeper of the pool's plan. `now`: the newest; `carried_out`: the newest that workers were activated by; `waits_for`:
+    what a plan lacks. `reason`: why the rates are corrected, in words; empty while they are not."""
 
     board: LearnerBoard
+    now: Plan | None = None
+    carried_out: Plan | None = None
+    waits_for: str = "the learner"
     predicted: dict[str, float] = field(default_factory=dict)  # the newest prediction of each of `PREDICTED`
     errors: dict[str, deque[float]] = field(default_factory=dict)  # measured minus predicted, the newest
     rate_ratio: float = 1.0
     reason: str = ""
-    _plan: Plan | None = None  # carried out
-    _began: tuple[int, float] | None = None  # step and time since which the plan has been looked at
+    _began: tuple[int, float] | None = None  # step and time since which it has been looked at
     _busy_s: float = 0.0
     _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
     _compared: VersionRow | None = None
@@ -239,16 +242,28 @@ class Corrections:
         """Mean distance of measured from predicted; 0 before the first comparison."""
         return statistics.fmean(map(abs, self.errors[what])) if what in self.errors else 0.0
 
-    def on_plan(self, plan: Plan, is_acted_on: bool) -> None:
-        """A plan was adopted. The same pool and period as before change nothing."""
+    @property
+    def message(self) -> pb.PlanUpdate | None:
+        """The plan as the learner is told it; None before the first."""
+        if (plan := self.now) is None:
+            return None
+        return pb.PlanUpdate(
+            kappa=plan.kappa, in_flight_cap_rollouts=min(plan.in_flight_cap_rollouts, (1 << 31) - 1),
+            predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
+            usd_per_hour=plan.usd_per_hour, reason=plan.reason,
+        )  # fmt: skip
+
+    def adopt(self, plan: Plan, is_acted_on: bool) -> None:
+        """The same pool and period as before leave the comparison as it is."""
+        self.now, self.waits_for = plan, ""
         self.predicted["utilisation"] = plan.predicted_utilisation
         if not is_acted_on:
             return
         # The meter counts machines only: no provider reports here what the traffic costs.
         self.predicted["usd_per_hour"] = plan.usd_per_hour - plan.egress_usd_per_hour
-        if self._plan is None or (self._plan.kappa, self._plan.pool) != (plan.kappa, plan.pool):
+        before, self.carried_out = self.carried_out, plan
+        if before is None or (before.kappa, before.pool) != (plan.kappa, plan.pool):
             self._began = None
-        self._plan = plan
 
     def on_step(self, report: pb.LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step. `spent_usd`: spent on all workers so far."""
@@ -258,14 +273,14 @@ class Corrections:
             per_hour = max(0.0, spent_usd - self._spent[1]) / (now - self._spent[0]) * 3600
             self._measure("usd_per_hour", per_hour)
         self._spent = now, spent_usd
-        if self._plan is None:
+        if self.carried_out is None:
             return
         if self._began is None or report.rewards_due or report.prompts_exhausted or report.step < self._began[0]:
             self._began, self._busy_s = (report.step, now), 0.0
             return
         self._busy_s += report.train_s
         if report.step - self._began[0] >= STEPS_A_LOOK and now > self._began[1]:
-            self._correct(min(1.0, self._busy_s / (now - self._began[1])), self._plan.predicted_utilisation)
+            self._correct(min(1.0, self._busy_s / (now - self._began[1])), self.carried_out.predicted_utilisation)
             self._began, self._busy_s = (report.step, now), 0.0
 
     def _correct(self, measured: float, promised: float) -> None:

@@ -184,7 +184,7 @@ def worker_estimates(
 ) -> Iterator[WorkerEstimate] | None:
     """The workers as the planner sees them; None while too little is known: the learner, its step time, one worker's rate. Made one
     at a time, so that a large fleet does not block the event loop: each is told as it is when its turn comes, with the rate that it
-    had at the call. `catalogue`: data sheets for priors; `rate_ratio`: by which rates are corrected (corrections)."""
+    had at the call. `catalogue`: data sheets for priors; `rate_ratio`: by which rates are corrected (board)."""
     there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
     proven = [m for m in there if not m.is_newcomer or m.setting is OperatorSetting.ACTIVE]
     has_proven = any(is_measured(m) and m.last_liveness is Liveness.ALIVE for m in proven)

@@ -40,7 +40,7 @@ async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
     """The planner's snapshot of the fleet; None while too little is known. Yields to the loop, so leases are served meanwhile."""
     board, now, found = hub.board, hub.clock.now(), list[WorkerEstimate]()
     members = list(hub.membership.members.values())
-    workers = worker_estimates(board, members, now, built_in_catalogue(), hub.corrections.rate_ratio)
+    workers = worker_estimates(board, members, now, built_in_catalogue(), hub.plan.rate_ratio)
     if workers is None or board.hello is None:
         return None
     for worker in workers:
@@ -83,10 +83,10 @@ class Planning:
     async def _plan_pool(self) -> None:
         hub = self._hub
         if hub.ending.finish is not None:
-            hub.plan_waits_for = ""
+            hub.plan.waits_for = ""
             return
         if hub.board.report.step < hub.config.sft.step_count:
-            hub.plan_waits_for = "the supervised warm start, which needs no worker"
+            hub.plan.waits_for = "the supervised warm start, which needs no worker"
             return
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
@@ -99,10 +99,10 @@ class Planning:
             hub.try_out(members)
         snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan without workers would put all on standby
-            hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
+            hub.plan.waits_for = _missing(hub) if hub.plan.now is None else ""
             return
         config = plan_config(hub.config, hub.board)
-        plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan)
+        plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan.now)
         hub.adopt_plan(plan, choosable, hub.config.coordinator.planner_mode == "auto" or has_spent)
         hub.broadcast_needed.set()  # the share of the pool that needs versions first may have changed
 

@@ -215,7 +215,7 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     ),
     "echo2_learner_utilisation_predicted": (
         "The plan's prediction of it.",
-        lambda h: h.plan.predicted_utilisation if h.plan is not None else 0.0,
+        lambda h: h.plan.now.predicted_utilisation if h.plan.now is not None else 0.0,
     ),
     "echo2_train_seconds": ("Seconds that a step trains, smoothed.", lambda h: h.board.train_s),
     "echo2_broadcast_seconds": (
@@ -228,15 +228,15 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     ),
     "echo2_utilisation_prediction_error": (
         "Mean distance of measured from predicted utilisation.",
-        lambda h: h.corrections.mean_error("utilisation"),
+        lambda h: h.plan.mean_error("utilisation"),
     ),
     "echo2_broadcast_prediction_error_seconds": (
         "Mean distance of measured from predicted broadcast seconds.",
-        lambda h: h.corrections.mean_error("broadcast_s"),
+        lambda h: h.plan.mean_error("broadcast_s"),
     ),
     "echo2_usd_per_hour_prediction_error": (
         "Mean distance of what the pool cost from what the plan said.",
-        lambda h: h.corrections.mean_error("usd_per_hour"),
+        lambda h: h.plan.mean_error("usd_per_hour"),
     ),
     "echo2_over_stale_tokens_trained": (
         "Tokens trained over the staleness bound; must be 0.",

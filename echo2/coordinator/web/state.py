@@ -17,7 +17,7 @@ from echo2.coordinator.hub import Hub
 from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.money.costs import FleetCosts, Money
 from echo2.coordinator.money.provisioner import Provisioner
-from echo2.coordinator.money.provisioning import RentedMachine
+from echo2.coordinator.money.provisioning import FleetAdvice, RentedMachine
 from echo2.coordinator.planning.advice import (
     LONG_S_MIN,
     RunAdvice,
@@ -28,7 +28,7 @@ from echo2.coordinator.planning.advice import (
     slowest,
     why_no_lease,
 )
-from echo2.coordinator.planning.board import PREDICTED, Corrections, VersionRow
+from echo2.coordinator.planning.board import PREDICTED, CurrentPlan, VersionRow
 from echo2.coordinator.planning.input import is_measured, plan_config
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import is_spent
@@ -58,7 +58,7 @@ class StateView:
     def status(self) -> pb.RunStatus:
         """The whole state of the run, as `echo2 status` asks for it."""
         hub, now = self._hub, self._hub.clock.now()
-        status, _, _ = self._facts()
+        status = self._facts()[0]
         status.workers.extend(
             pb.WorkerStatus(
                 peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
@@ -70,13 +70,14 @@ class StateView:
         )  # fmt: skip
         return status
 
-    def _facts(self) -> tuple[pb.RunStatus, RunAdvice, FleetCosts]:
+    def _facts(self) -> tuple[pb.RunStatus, RunAdvice, FleetAdvice, FleetCosts]:
         """The state without the workers, and what it was made with."""
         hub, board, money = self._hub, self._hub.board, self._hub.money.sums()
-        advice = self.advice(money)
+        wishes = self._provisioner.advice(money)
+        advice = self._advice(wishes, money)
         status = pb.RunStatus(
-            run_id=hub.options.run_id, unix_s=hub.clock.now(), learner_is_connected=board.is_connected, plan=hub.plan_update,
-            plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
+            run_id=hub.options.run_id, unix_s=hub.clock.now(), learner_is_connected=board.is_connected, plan=hub.plan.message,
+            plan_terms=hub.plan.now.term_lines() if hub.plan.now else (), open_leases=len(hub.book.leases),
             queued_groups=hub.book.queued, usd_spent=money.usd_spent, usd_useful=money.usd_useful,
             usd_per_hour=money.usd_per_hour, usd_useful_per_hour=money.usd_useful_per_hour, finished=hub.ending.text,
             artifact_bytes_published=board.totals.artifact_bytes, full_bytes_published=board.totals.full_bytes,
@@ -90,12 +91,12 @@ class StateView:
         )  # fmt: skip
         if board.newest_complete is not None and board.newest_complete.complete_s is not None:
             status.measured_broadcast_s = board.newest_complete.complete_s
-        return status, advice, money
+        return status, advice, wishes, money
 
     def sections(self) -> dict[str, Any]:
         """All sections of the page except the workers, whose rows `worker` gives."""
         hub, now = self._hub, self._hub.clock.now()
-        status, advice, money = self._facts()
+        status, advice, wishes, money = self._facts()
         return {
             "run": {
                 "run_id": status.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
@@ -104,9 +105,9 @@ class StateView:
             },
             "learner": self._learner(status),
             "money": self._money(status, money),
-            "machines": self._machines(),
+            "machines": self._machines(wishes),
             "advice": advice,
-            "plan": plan_value(*self._plan_now()) | {"errors": _errors(hub.corrections)},
+            "plan": plan_value(*self._plan_now()) | {"errors": _errors(hub.plan)},
             "broadcast": self._broadcast(status),
             "leases": self._leases(status),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in status.waits],
@@ -120,7 +121,7 @@ class StateView:
         if hub.ending.finish is not None:
             return None, mode, "nothing: the run is finished"
         is_anybody = any(one.last_liveness is Liveness.ALIVE for one in hub.membership.members.values())
-        return (hub.plan, mode, hub.plan_waits_for) if is_anybody else (None, mode, "a worker: none is connected")
+        return (hub.plan.now, mode, hub.plan.waits_for) if is_anybody else (None, mode, "a worker: none is connected")
 
     def _learner(self, status: pb.RunStatus) -> dict[str, Any]:
         board, hello, report = self._hub.board, status.learner_hello, status.learner
@@ -154,10 +155,9 @@ class StateView:
             ],
         }  # fmt: skip
 
-    def _machines(self) -> dict[str, Any]:
+    def _machines(self, wishes: FleetAdvice) -> dict[str, Any]:
         hub, provisioner = self._hub, self._provisioner
         machines = sorted(provisioner.machines.values(), key=lambda one: (not one.is_open, -one.rented_at))
-        advice = provisioner.advice
         return {
             "offers": [
                 {
@@ -171,14 +171,14 @@ class StateView:
             "machines": [machine_value(one, hub.money) for one in machines[:MACHINES_SHOWN]],
             "count": sum(one.is_open for one in machines),
             "advice": {
-                "reason": advice.reason,
+                "reason": wishes.reason,
                 "rent": [
                     {"offer": one.offer, "count": one.count, "per_hour": one.usd_per_hour, "reason": one.reason}
-                    for one in advice.rent
+                    for one in wishes.rent
                 ],
                 "release": [
                     {"machine": one.machine_id, "per_hour": one.usd_per_hour, "reason": one.reason}
-                    for one in advice.release
+                    for one in wishes.release
                 ],
             },
         }  # fmt: skip
@@ -284,17 +284,20 @@ class StateView:
 
     # ---- what is said of it
 
-    def advice(self, money: FleetCosts | None = None) -> RunAdvice:
+    def advice(self) -> RunAdvice:
         """What stops or limits the run, and what to do, as things are now."""
-        hub, board, money = self._hub, self._hub.board, money or self._hub.money.sums()
-        section, plan, advice, now = hub.config.coordinator, hub.plan, self._provisioner.advice, hub.clock.now()
+        return self._facts()[1]
+
+    def _advice(self, fleet: FleetAdvice, money: FleetCosts) -> RunAdvice:
+        hub, board = self._hub, self._hub.board
+        section, plan, now = hub.config.coordinator, hub.plan.now, hub.clock.now()
         report, silent_s = board.report, now - board.heard_at
         members, idle, finish = list(hub.membership.living()), hub.money.idle_workers(), hub.ending.finish
         active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
         # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
         settling = {one.peer_id for one in members if now - one.activation_since < SETTLING_S}
-        wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in advice.rent]
-        wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in advice.release]
+        wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in fleet.rent]
+        wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in fleet.release]
         return advise(
             RunNow(
                 finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
@@ -303,13 +306,13 @@ class StateView:
                 silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
                 tokens_max=hub.config.sampling.max_new_tokens, plan=plan,
-                plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, board).target_utilisation,
+                plan_waits_for=hub.plan.waits_for, target=plan_config(hub.config, board).target_utilisation,
                 alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
                 is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
                 spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
                 surplus=len(active - set(plan.pool)) if plan is not None and plan.is_feasible else 0, wishes="; ".join(wishes),
-                may_act=section.planner_mode == "auto", corrected=hub.corrections.reason,
+                may_act=section.planner_mode == "auto", corrected=hub.plan.reason,
                 unmeasured=sum(one.peer_id in active and not is_measured(one) for one in members),
             )
         )  # fmt: skip
@@ -339,8 +342,8 @@ class StateView:
             on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
             text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
             found.append((text, board.heard_at - board.report.waits_since_s))
-        if hub.plan_waits_for:
-            found.append((f"the planner waits for {hub.plan_waits_for}", hub.started_at))
+        if hub.plan.waits_for:
+            found.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))
         for member in hub.membership.living():
             if member.heartbeat.waits_for:
                 text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
@@ -443,7 +446,7 @@ def rollout_value(shown: pb.RolloutsShown, offset: int, name_of: Callable[[str],
     return {**summary, "prompt": shown.prompt, "offset": offset, "tokens": tokens, "said": said}
 
 
-def _errors(corrections: Corrections) -> dict[str, Any]:
+def _errors(plan: CurrentPlan) -> dict[str, Any]:
     """For each kind of prediction: number of comparisons and mean absolute error."""
-    counts = {what: len(corrections.errors.get(what, ())) for what in PREDICTED}
-    return {what: {"count": count, "error": finite(corrections.mean_error(what), 4)} for what, count in counts.items()}
+    counts = {what: len(plan.errors.get(what, ())) for what in PREDICTED}
+    return {what: {"count": count, "error": finite(plan.mean_error(what), 4)} for what, count in counts.items()}

@@ -15,7 +15,7 @@ from echo2.broadcast.trees import weighted_plan
 from echo2.coordinator.fleet.members import Activation, Member, OperatorSetting
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.planning.board import RATIO_LEAST, Corrections, LearnerBoard
+from echo2.coordinator.planning.board import RATIO_LEAST, CurrentPlan, LearnerBoard
 from echo2.coordinator.planning.input import broadcast_nodes, needs_of
 from echo2.coordinator.planning.service import snapshot_of
 from echo2.cost_model.plan import Plan
@@ -146,13 +146,13 @@ async def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_o
 def test_what_the_model_leaves_out_is_learned_within_ten_steps_and_bounded_and_rewards_that_are_due_are_not_it() -> (
     None
 ):
-    def corrected(rewards_due: int) -> Corrections:
-        made = Corrections(LearnerBoard())
-        made.on_plan(plan([PeerId("w")], promised=1.0), True)
+    def corrected(rewards_due: int) -> CurrentPlan:
+        made = CurrentPlan(LearnerBoard())
+        made.adopt(plan([PeerId("w")], promised=1.0), True)
         trains(made, range(1, 12), 2.0, 1.0, rewards_due)
         return made
 
-    def trains(made: Corrections, steps: range, step_s: float, train_s: float, rewards_due: int = 0) -> None:
+    def trains(made: CurrentPlan, steps: range, step_s: float, train_s: float, rewards_due: int = 0) -> None:
         for step in steps:
             report = pb.LearnerReport(step=step, train_s=train_s, rewards_due=rewards_due)
             made.on_step(report, 0.0, step * step_s)

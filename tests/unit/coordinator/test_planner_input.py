@@ -13,7 +13,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.planning.board import Corrections, LearnerBoard
+from echo2.coordinator.planning.board import CurrentPlan, LearnerBoard
 from echo2.coordinator.planning.input import (
     RATE_MARGIN,
     Speed,
@@ -192,9 +192,9 @@ def test_predictions_stand_next_to_what_happened() -> None:
     from echo2.cost_model.planner import plan
 
     made = board(10.0)
-    reckoning = Corrections(made)
+    reckoning = CurrentPlan(made)
     chosen = plan(snapshot(tuple(worker(f"w{i}") for i in range(8))), PlanConfig(4))
-    reckoning.on_plan(chosen, True)
+    reckoning.adopt(chosen, True)
     for at in (10.0, 20.0):
         spent = chosen.usd_per_hour * at / 3600
         reckoning.on_step(pb.LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)

@@ -17,13 +17,11 @@ from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import (
-    FleetAdvice,
+    JOIN_S_MAX,
     MachineOffer,
     MachineState,
     ObservedMachine,
-    ReleaseProposal,
     RentedMachine,
-    RentProposal,
 )
 from echo2.coordinator.operator import Commands
 from echo2.coordinator.store import SqlStore, StateChanges
@@ -326,27 +324,34 @@ async def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
 
 async def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -> None:
     run = Scene(tmp_path, Cloud())
-    wish = RentProposal("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
-    run.provisioner.advice = FleetAdvice(rent=(wish,))
-    assert await run.provisioner.carry_out("approved by the operator") == 2
-    assert await run.provisioner.carry_out("approved by the operator") == 0, "once"
-    assert run.hub.state.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
-    by_hand = RentProposal("gpu", 1, 2.0, "why", is_automatic=False)
-    run.provisioner.advice = FleetAdvice(rent=(by_hand,))
-    assert await run.provisioner.carry_out("the planner", only_automatic=True) == 0
-    first = next(iter(run.provisioner.machines))
-    run.provisioner.advice = FleetAdvice(release=(ReleaseProposal(first, 2.0, "idle"),))
-    assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
-    assert run.provisioner.machines[first].state is MachineState.GONE
+    provisioner, money = run.provisioner, run.hub.money
+    run.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
+    money.offers = (replace(OFFER, rollouts_per_s=3.0),)
+    assert await provisioner.carry_out("approved by the operator") == 0, "nothing is looked at yet"
+    await run.look()
+    run.cloud.answers.clear()
+    first, second = (asyncio.create_task(provisioner.carry_out("approved by the operator")) for _ in range(2))
+    await asyncio.sleep(0)
+    run.cloud.answers.set()
+    assert (await first, await second) == (2, 0), "once"
+    assert await provisioner.carry_out("approved by the operator") == 0, "they are on their way"
+    assert run.hub.state.paid[0].reason.startswith("approved by the operator: the pool lacks 6 rollouts/s")
+    run.hub.plan.adopt(plan_of(3.0, 12.0), is_acted_on=True)
+    money.offers = (replace(money.offers[0], is_automatic=False),)
+    assert await provisioner.carry_out("the planner", only_automatic=True) == 0
+    run.clock.time += JOIN_S_MAX
+    assert await provisioner.carry_out("the planner", only_automatic=True) == 2
+    assert {machine.state for machine in provisioner.machines.values()} == {MachineState.GONE}
 
 
 async def test_while_the_run_is_paused_no_machine_is_proposed(tmp_path: Path) -> None:
     run = Scene(tmp_path, Cloud())
-    run.hub.plan = plan_of(3.0, 9.0)
+    run.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
     for why, count in (("the power is out", 0), ("", 1)):
         run.hub.pause(why)
         await run.look()
-        assert len(run.provisioner.advice.rent) == count and (not why or run.provisioner.advice.reason == why)
+        advice = run.provisioner.advice()
+        assert len(advice.rent) == count and (not why or advice.reason == why)
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])

@@ -46,14 +46,14 @@ def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since:
 def ask(
     lack: Plan | None, machines: list[RentedMachine], workers: dict[str, list[Member]], purse: Budget = RICH
 ) -> FleetAdvice:
-    return advise(lack, [SMALL, BIG], machines, workers, RATES, purse, NOW)
+    return advise(lack, [SMALL, BIG], machines, workers, lambda: RATES, purse, NOW)
 
 
 def test_the_cheapest_rollouts_are_rented_as_many_as_are_missing() -> None:
     assert shortage_rollouts_per_s(plan(3, 9)) == 6
     (wish,) = ask(plan(3, 9), [], {}).rent
     assert (wish.offer, wish.count, wish.usd_per_hour) == ("small", RENT_AT_ONCE, 4 * 0.4)
-    dearer = advise(plan(3, 9), [replace(SMALL, usd_per_hour=0.6), BIG], [], {}, RATES, RICH, NOW)
+    dearer = advise(plan(3, 9), [replace(SMALL, usd_per_hour=0.6), BIG], [], {}, lambda: RATES, RICH, NOW)
     assert [(wish.offer, wish.count) for wish in dearer.rent] == [("big", 2)]
     assert "lacks 6 rollouts/s" in dearer.rent[0].reason
 
@@ -74,8 +74,11 @@ def test_machines_on_their_way_count_as_there() -> None:
 
 
 def test_an_offer_that_nobody_has_measured_is_tried_with_one() -> None:
-    (wish,) = advise(plan(3, 9), [SMALL], [], {}, {}, RICH, NOW).rent
+    (wish,) = advise(plan(3, 9), [SMALL], [], {}, dict, RICH, NOW).rent
     assert (wish.count, "nobody has measured" in wish.reason) == (1, True)
+    for state in (MachineState.WANTED, MachineState.RUNNING):
+        told = advise(plan(3, 9), [SMALL], [machine("m", SMALL, state)], {"m": [worker(0.0)]}, dict, RICH, NOW)
+        assert told == FleetAdvice(reason="a machine of small has to be measured first")
     assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
 
 
@@ -97,7 +100,7 @@ def test_what_is_billed_in_any_case_is_paid_for_by_the_budget_and_used_until_the
         (2.1, [idle, worker(1.0)], False),
     ):
         rented = machine("m", billed, rented_at=NOW - 3600 * rented_h)
-        told = advise(plan(9, 9), [billed], [rented], {"m": workers}, RATES, RICH, NOW)
+        told = advise(plan(9, 9), [billed], [rented], {"m": workers}, lambda: RATES, RICH, NOW)
         assert bool(told.release) is is_released
 
 
