@@ -78,7 +78,7 @@ class Planning:
                 try:
                     await self._plan_pool()
                 except EchoError as error:
-                    self._hub.plan_waits_for = f"input that it can use: {error}"
+                    self._hub.plan.waits_for = f"input that it can use: {error}"
 
     async def _plan_pool(self) -> None:
         hub = self._hub
@@ -120,7 +120,7 @@ class Planning:
         known = self._hub.broadcast_plan
         if len(nodes) < 2 or self._hub.ending.finish is not None:
             return
-        needs = needs_of(nodes, members, self._hub.plan)
+        needs = needs_of(nodes, members, self._hub.plan.now)
         if not self._may_plan(known is not None and serves(known, nodes, needs)):
             return
         size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)
