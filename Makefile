@@ -115,6 +115,8 @@ QUICK := not soak and not gpu and not vllm
 PYTEST = $(BIN)/python -m pytest -m "$(QUICK)" --dist loadfile --no-loadscope-reorder
 ALONE = -n 0 --last-failed --last-failed-no-failures none -rfEsp --color=no
 PASS = $(PYTEST) $(1) || { [ $$? = 1 ] && $(PYTEST) $(1) $(ALONE) | tee build/alone && ! grep -q '^SKIPPED ' build/alone && sed -n 's/^PASSED /UNSTEADY: /p' build/alone >> build/unsteady; }
+# Each process that tests start would compile the product anew where the environment says that no bytecode is written.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(DEV)
 	@mkdir -p build && rm -f build/unsteady
 	@$(call PASS,-n auto --durations 10 --ignore tests/tidy --ignore tests/mutants)

@@ -41,7 +41,8 @@ from benchmarks.wan.lab import Lab, LabHost, lab, missing
 from echo2.cli.demo.model import ModelRecipe, make_model
 from echo2.learner.options import LearnerLimits
 from echo2.learner.publishing.checkpoint import CheckpointStore
-from tests.e2e.cluster import ROOT, Cluster, environment_of, made_models, small_run
+from tests.e2e.cluster import Cluster, environment_of, made_models, small_run
+from tests.fork_server import ROOT
 
 RESULTS = Path(__file__).parent / "results" / "trainers.json"
 MBIT = 125_000.0

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from echo2.cli.demo.model import warm_once
+from tests.fork_server import OWNER
 from tests.patience import WAIT_S
 
 settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -73,6 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in each process of pytest-xdist
+        os.environ[OWNER] = str(os.getpid())
         warm_once()
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.fork_server import OWNER, ROOT, SETTINGS, ForkedProcess
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 
 MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def words_of(program: str) -> list[str]:
@@ -30,14 +30,7 @@ def words_of(program: str) -> list[str]:
 
 def environment_of(home: Path) -> dict[str, str]:
     """For processes of this checkout: an empty home folder, one thread, no hub."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HOME": str(home),
-        "PYTHONPATH": str(ROOT),
-    }
+    return {**os.environ, **SETTINGS, "HOME": str(home), "PYTHONPATH": str(ROOT)}
 
 
 def made_models() -> Path:
@@ -105,7 +98,7 @@ class Cluster:
         for number in range(workers):
             name = f"w{number}"
             self.commands[name] = ["echo-worker", "join", f"@{links / 'worker.link'}", *common, "--name", name]
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, ForkedProcess | subprocess.Popen[bytes]] = {}
         self.placed: Callable[[str, list[str]], list[str]] = lambda name, argv: argv
         """How a process is started where it belongs, for instance in a network namespace."""
 
@@ -127,10 +120,14 @@ class Cluster:
         program, *arguments = self.commands[name]
         log = (self.folder / f"{name}.log").open("ab")
         environment = environment_of(self.folder)
-        self.processes[name] = subprocess.Popen(
-            self.placed(name, [sys.executable, *words_of(program), *arguments]),
-            stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,
-        )  # fmt: skip
+        words = [*words_of(program), *arguments]
+        command = self.placed(name, [sys.executable, *words])
+        if command[0] == sys.executable and OWNER in os.environ:  # a benchmark's daemons are started as a user's
+            self.processes[name] = ForkedProcess(words, environment, self.folder, log.fileno())
+        else:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
         log.close()
 
     def start_all(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +20,7 @@ from echo2.learner.rollouts.groups import Batch
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.ranks import Ranks
 from tests.contract.families import LATENT, save_tiny
+from tests.fork_server import ROOT, ForkedProcess
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.unit.learner.own_two_ranks import STEPS
@@ -104,12 +103,10 @@ def test_a_tensor_parallel_engine_publishes_bit_for_bit(model_path: Path, tmp_pa
         **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(choose_ports((0,))[0]),
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.unit.learner.own_two_ranks", str(model_path), str(folder)]
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(subprocess.Popen(command, env=environment | {"RANK": rank})) for rank in "01"]
-        for process in ranks:
-            stack.callback(process.kill)
-        assert [rank.wait(WAIT_S) for rank in ranks] == [0, 0], "what they said stands above"
+    command = ["-m", "tests.unit.learner.own_two_ranks", str(model_path), str(folder)]
+    with (tmp_path / "log").open("wb") as log:
+        ranks = [ForkedProcess(command, environment | {"RANK": rank}, ROOT, log.fileno()) for rank in "01"]
+    assert [rank.wait(WAIT_S) for rank in ranks] == [0, 0], (tmp_path / "log").read_text()
     found = torch.load(folder / "found.pt", weights_only=False)
     assert found["steps"] == STEPS and {(2, 0), (4, 2)} <= set(found["versions"]), "deltas were applied"
     assert set(found["layouts"].values()) == {"DTensor", "Tensor"}, "some tensors are split, some are on both ranks"

@@ -1,4 +1,4 @@
-"""Two real processes over gloo against one, on every path that ranks take; and a whole run as torchrun starts it."""
+"""Two real processes over gloo against one, on every path that ranks take; and a whole run in torchrun's environment."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,9 @@ from echo2.weights.container import Method
 from echo2.weights.elements import ELEMENT_TYPES, Block
 from echo2.weights.fingerprint import key_of_run
 from tests.contract.engine_rig import tiny_config
+from tests.fork_server import ROOT, ForkedProcess
 from tests.patience import WAIT_S
+from tests.ports import choose_ports
 from tests.unit.learner import two_ranks
 from tests.unit.learner.fleet import RUN
 from tests.unit.learner.made import config_of, random_groups
@@ -58,30 +59,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_model(tmp_path_factory.mktemp("dense")), moe
 
 
+def run_ranks(words: list[str], folder: Path, *models: Sequence[Path]) -> list[int]:
+    """Runs two ranks in torchrun's environment; returns their exit codes."""
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(choose_ports((0,))[0])}
+    ranks = []
+    for rank in range(2):
+        own = models[min(rank, len(models) - 1)]
+        command = [*PROGRAM, *words, *map(str, own), str(folder)]
+        with (folder / f"rank{rank}.log").open("wb") as log:
+            environment = {**ENVIRONMENT, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(ForkedProcess(command, environment, ROOT, log.fileno()))
+    return [rank.wait(WAIT_S) for rank in ranks]
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(path.read_text()[-4000:] for path in folder.glob("rank?.log"))
+
+
 @pytest.fixture(scope="module")
 def two(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Two:
     """What two processes left in a folder, and both models."""
     folder = tmp_path_factory.mktemp("two")
-    ranks = []
-    for rank in range(2):
-        own = models if rank == 0 else [shutil.copytree(path, folder / f"own-{path.name}") for path in models]
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, *PROGRAM, "paths", *map(str, own), str(folder)],
-                env={**ENVIRONMENT, "WORLD_SIZE": "2", "RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
-    try:
-        for process in ranks:
-            said, _ = process.communicate(timeout=WAIT_S)
-            assert process.returncode == 0, said[-4000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+    others = [shutil.copytree(path, folder / f"own-{path.name}") for path in models]
+    assert run_ranks(["paths"], folder, models, others) == [0, 0], logs(folder)
     return folder, *models
 
 
@@ -229,15 +229,11 @@ def test_a_batch_reads_back_as_it_was_written() -> None:
 # ---- a whole run
 
 
-def torchrun(command: str, models: tuple[Path, Path], folder: Path, *, ends_well: bool = True) -> dict[str, Any]:
+def whole_run(command: str, models: tuple[Path, Path], folder: Path, *, ends_well: bool = True) -> dict[str, Any]:
     """Returns what rank 0 says of a run that ended well: all of it was coded in rows, and is what its fleet holds."""
     folder.mkdir(exist_ok=True)
-    arguments = ["--standalone", "--nproc-per-node", "2", *PROGRAM, command, *map(str, models), str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S, check=False,
-    )  # fmt: skip
-    assert (done.returncode == 0) == ends_well, done.stderr[-4000:]
+    codes = run_ranks([command], folder, models)
+    assert (codes == [0, 0]) == ends_well, logs(folder)
     if not ends_well:
         return {}
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -253,7 +249,7 @@ def torchrun(command: str, models: tuple[Path, Path], folder: Path, *, ends_well
 
 
 def test_a_daemon_on_ranks_publishes_what_workers_hold(models: tuple[Path, Path], tmp_path: Path) -> None:
-    summary = torchrun("daemon", models, tmp_path / "run")
+    summary = whole_run("daemon", models, tmp_path / "run")
     assert summary["merged"] == summary["fingerprint"]
     folder = RunFolder(tmp_path / "run")
     resumed = prepare(two_ranks.options_of("bf16", *models, tmp_path / "run"), folder)
@@ -264,10 +260,10 @@ def test_a_daemon_on_ranks_publishes_what_workers_hold(models: tuple[Path, Path]
 @pytest.mark.soak
 def test_a_rank_that_cannot_code_its_rows_ends_the_run(models: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    torchrun("failing", models, folder, ends_well=False)
+    whole_run("failing", models, folder, ends_well=False)
     error = (folder / "error").read_text()
     assert error.startswith("StateError: rank 1: expected block") and error.endswith("OSError: a row cannot be read")
-    summary = torchrun("daemon", models, folder)
+    summary = whole_run("daemon", models, folder)
     assert summary["versions"][0] == [4, 2], "what was cut off comes first"
     assert [0, 4] in summary["merged_to"], "and goes to newcomers as a delta from the base"
 
