@@ -35,11 +35,12 @@ from echo2.learner.own_trainer import DeclaredModel, OwnTrainer
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.agents import gateway_key
 from echo2.learner.rollouts.groups import Batch
-from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer, load_tokenizer
+from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
 from echo2.learner.rollouts.request_pool import RequestPool
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.learner.training.loading import config_json_of, load_whole
 from echo2.outside import monotonic, unix_now
+from echo2.tasks.rewards import Scored
 from echo2.tasks.task import TaskInstance
 from echo2.weights.elements import published_tensors
 from echo2.weights.routers import Routers
@@ -59,7 +60,7 @@ class NoPrompts:
     def instance(self, index: int) -> TaskInstance:
         raise AssertionError("prompts come with the requests")
 
-    async def answer(self, *_: object, **__: object) -> TurnAnswer:
+    async def answer(self, *_: object, **__: object) -> Scored:
         raise AssertionError("the trainer computes its own rewards")
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from echo2.learner.bets import FLOOR_NATS, Piece, TokenScores
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch, TurnOf
-from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer
+from echo2.learner.rollouts.prompts import PromptSource
 from echo2.learner.training.loading import digest_of
 from echo2.learner.training.trainer import StepResult
 from echo2.sim.virtual_loop import VirtualLoop
@@ -323,16 +323,15 @@ class TinyWorld:
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, f"p{index}", "")
 
-    async def answer(
-        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
-    ) -> TurnAnswer:
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:
         rng = derived_rng(self._seed, "answer", index, len(turns), sum(turns[-1]))
         await asyncio.sleep(0.01 + 0.2 * rng.random())
         if len(turns) < 1 + index % self._turns and room_tokens > 8:
-            return TurnAnswer(None, tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4)))
+            said = tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4))
+            return Scored(None, None, "", 0.0, said=said)
         if rng.random() < self._fails:
-            return TurnAnswer(Scored(None, RewardFailure.RAISED, "made up", 0.0))
-        return TurnAnswer(Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0))
+            return Scored(None, RewardFailure.RAISED, "made up", 0.0)
+        return Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0)
 
     def close(self) -> None:
         pass

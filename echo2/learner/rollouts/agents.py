@@ -142,12 +142,12 @@ class Agents:
         if problem is None:
             return "its group is closed"
         index, world = problem
-        answer = await self._prompts.answer_instance(index, [token_ids], 0, world=world)
-        if answer.scored is None:
+        scored = await self._prompts.answer_instance(index, [token_ids], 0, world=world)
+        if scored.said:
             return "expected a task that scores one completion, got an environment"
-        if answer.scored.reward is None:
-            return answer.scored.message
-        return answer.scored.reward.value, answer.scored.reward.parts
+        if scored.reward is None:
+            return scored.message
+        return scored.reward.value, scored.reward.parts
 
 
 def gateway_key(folder: Path) -> str:

@@ -27,8 +27,9 @@ from echo2.base.rng import derived_seed
 from echo2.config.run import RunConfig
 from echo2.learner.metrics import number_in, past_evaluations
 from echo2.learner.rollouts.groups import Group, Prompt, TrainGroup, evaluated_version, is_later_turn, root_of
-from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld, TurnAnswer
+from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld
 from echo2.outside import monotonic, unix_now
+from echo2.tasks.rewards import Scored
 from echo2.tasks.split import permuted
 from echo2.tasks.task import TaskInstance, TaskSpec
 
@@ -317,7 +318,7 @@ class Evaluations:
         size, seed = asked.world.size, derived_seed(self._prompts.seed, asked.name)
         return asked.world.instance(place if size is None else permuted(place, size, seed)), asked.world
 
-    async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
+    async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> Scored:
         instance, world = self.problem(number)
         return await self._prompts.answer_instance(instance.index, turns, context_tokens, sender, world)
 

@@ -42,7 +42,7 @@ from echo2.learner.rollouts.groups import (
     turn_of,
 )
 from echo2.learner.rollouts.journal import History, Journal
-from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
+from echo2.learner.rollouts.prompts import Prompts
 from echo2.learner.rollouts.workers import FailureStreak
 from echo2.outside.guard import Mishaps, Tasks
 from echo2.tasks.rewards import RewardFailure, Scored
@@ -195,16 +195,15 @@ class RolloutPool:
         sampled = [turn.token_ids for _, turn in turns]
         source = self.prompts if group.is_training else self.evaluations
         try:
-            answer = await source.answer(group.cursor, sampled, context_tokens, sender)
+            scored = await source.answer(group.cursor, sampled, context_tokens, sender)
         except EchoError:
             raise  # the task's own: it ends the run
         except Exception as error:  # noqa: BLE001 - a completion, that is a worker, can provoke it: it costs this reward alone
             self._mishaps.note("the answer to a completion", sender, error)
-            answer = TurnAnswer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
-        scored = answer.scored
-        self.rewards.add(answer.seconds if scored is None else scored.seconds, is_last=scored is not None)
-        if scored is None:
-            self._offer(self.groups.open_turn(at, answer.said))
+            scored = Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0)
+        self.rewards.add(scored.seconds, is_last=not scored.said)
+        if scored.said:
+            self._offer(self.groups.open_turn(at, scored.said))
         else:
             is_held = scored.failure is not None and scored.failure.is_held_against_sender
             self.groups.workers.on_scored(authors, scored.seconds, is_held)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.ids import Step, Version
@@ -48,20 +48,9 @@ SKIPS_MAX = 64
 DRIVEN_PROMPT = (0,)
 """Placeholder for the prompt of a problem given to agents; it is never used."""
 _log = logging.getLogger("echo2.learner")
-_T = TypeVar("_T")
 
 
 # ---- worlds: where prompts come from and answers are judged
-
-
-@dataclass(frozen=True, slots=True)
-class TurnAnswer:
-    """The answer to a finished turn: `scored` if the rollout has ended, else `said`, the tokens before the model's next turn, which
-    took `seconds`."""
-
-    scored: Scored | None
-    said: tuple[int, ...] = ()
-    seconds: float = 0.0
 
 
 class PromptWorld(Protocol):
@@ -77,11 +66,9 @@ class PromptWorld(Protocol):
 
     def instance(self, index: int) -> TaskInstance: ...
 
-    async def answer(
-        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
-    ) -> TurnAnswer:
-        """Answers the last of an instance's turns. `room_tokens`: how many more tokens the context can hold. `sender`: the worker
-        that sampled the turn."""
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:
+        """Answers the last of an instance's turns: by a reward, or by what the environment says. `room_tokens`: how many more
+        tokens the context can hold. `sender`: the worker that sampled the turn."""
         ...
 
     def close(self) -> None: ...
@@ -98,11 +85,8 @@ class TaskWorld:
     def instance(self, index: int) -> TaskInstance:
         return self.task.sample(index)
 
-    async def answer(
-        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
-    ) -> TurnAnswer:
-        scored = await _result(self._scorer.submit(index, self._chat.text_of(turns[-1]), sender))
-        return TurnAnswer(scored)
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:
+        return await _result(self._scorer.submit(index, self._chat.text_of(turns[-1]), sender))
 
     def close(self) -> None:
         self._scorer.close()
@@ -121,28 +105,26 @@ class EnvironmentWorld:
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, self._source.open(index).reset(), "")
 
-    async def answer(
-        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
-    ) -> TurnAnswer:
+    async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:
         texts = [self._chat.text_of(turn) for turn in turns]
         stepped = await _result(self._pool.submit_step(index, texts, sender))
         if not stepped.messages:
-            return TurnAnswer(stepped)
+            return stepped
         messages = [{"role": message.role, "content": message.content} for message in stepped.messages]
         scored = replace(stepped, messages=())
         try:
             said = self._chat.between(messages, turns[-1])
         except ConfigError as error:  # what the environment says came from anywhere: it costs this rollout alone
-            return TurnAnswer(replace(scored, failure=RewardFailure.RAISED, message=str(error)))
+            return replace(scored, failure=RewardFailure.RAISED, message=str(error))
         if len(said) >= room_tokens:
-            return TurnAnswer(replace(scored, reward=Reward(0.0, {"cut": 1.0})))
-        return TurnAnswer(None, said, stepped.seconds)
+            return replace(scored, reward=Reward(0.0, {"cut": 1.0}))
+        return replace(scored, said=said)
 
     def close(self) -> None:
         self._pool.close()
 
 
-async def _result(future: Future[_T]) -> _T:
+async def _result(future: Future[Scored]) -> Scored:
     return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
@@ -333,23 +315,23 @@ class Prompts:
 
     async def answer(
         self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
-    ) -> TurnAnswer:
+    ) -> Scored:
         """Answers a finished turn of prompt `cursor` for training: if overlong shaping is on, the reward depends on the
         completion's length. `context_tokens`: all tokens up to the turn's end. `sender`: the worker that sampled the turn.
         """
-        answer = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
-        scored, buffer_tokens = answer.scored, self._buffer_tokens
-        if not buffer_tokens or scored is None or scored.reward is None:
-            return answer
+        scored = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
+        buffer_tokens = self._buffer_tokens
+        if not buffer_tokens or scored.reward is None:
+            return scored
         # The soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476): from 0 to 1 over the last tokens before the limit.
         excess_tokens = len(turns[-1]) - (self._limit_tokens - buffer_tokens)
         shaped = scored.reward.value - min(1.0, max(0.0, excess_tokens / buffer_tokens))
-        return TurnAnswer(replace(scored, reward=replace(scored.reward, value=shaped)))
+        return replace(scored, reward=replace(scored.reward, value=shaped))
 
     async def answer_instance(
         self, index: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = "",
         world: PromptWorld | None = None,
-    ) -> TurnAnswer:  # fmt: skip
+    ) -> Scored:  # fmt: skip
         """Answers a finished turn of instance `index` of the run's own tasks, or of `world`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
         if world is None:

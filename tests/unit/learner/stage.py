@@ -26,7 +26,6 @@ from echo2.learner.rollouts.evaluation import QuestionSet, VersionEvaluation
 from echo2.learner.rollouts.groups import Batch, Prompt, TrainGroup, evaluated_version
 from echo2.learner.rollouts.journal import History, began
 from echo2.learner.rollouts.pool import RolloutPool
-from echo2.learner.rollouts.prompts import TurnAnswer
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.task import Reward
 from echo2.wire.gen.echo2.v1.journal_pb2 import JournalRecord
@@ -85,7 +84,7 @@ class Prompts:
 
     def __init__(self, count: int) -> None:
         self.split = SimpleNamespace(has=lambda cursor: cursor < count)
-        self.due: list[asyncio.Future[TurnAnswer]] = []
+        self.due: list[asyncio.Future[Scored]] = []
 
     def next_wanted(self, cursor: int) -> int:
         return cursor
@@ -96,8 +95,8 @@ class Prompts:
     def draw(self, cursor: int) -> Prompt:
         return draw(cursor)
 
-    async def answer(self, *arguments: Any) -> TurnAnswer:
-        future: asyncio.Future[TurnAnswer] = asyncio.get_running_loop().create_future()
+    async def answer(self, *arguments: Any) -> Scored:
+        future: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
         self.due.append(future)
         return await future
 
@@ -238,7 +237,7 @@ class Stage:
         future = self.prompts.due.pop(number)
         failure = RewardFailure.RAISED if value is None else None
         scored = Scored(None if value is None else Reward(value, {"exact": value}), failure, "planted", 0.25)
-        future.set_result(TurnAnswer(None, said) if said else TurnAnswer(scored))
+        future.set_result(Scored(None, None, "", 0.0, said=said) if said else scored)
         self.run_ready()
 
     def next_batch(self) -> Batch | None:

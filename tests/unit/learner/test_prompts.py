@@ -49,7 +49,7 @@ def model(model_path: Path, tmp_path: Path) -> Path:
 
 
 def reward_of(prompts: Prompts, *completions: list[int]) -> float:
-    scored = asyncio.run(prompts.answer(0, completions, 10)).scored
+    scored = asyncio.run(prompts.answer(0, completions, 10))
     assert scored is not None and scored.reward is not None
     return scored.reward.value
 
@@ -66,7 +66,7 @@ def test_overlong_ones_lose_reward(tmp_path: Path, model: Path, buffer_tokens: i
     token_ids = prompts.tokenizer.encode(instance.answer)
     assert len(token_ids) == 3, "one over the four tokens before the limit of six begin"
     assert reward_of(prompts, token_ids) == pytest.approx(expected)
-    judged = asyncio.run(prompts.answer_instance(instance.index, [token_ids], 10)).scored
+    judged = asyncio.run(prompts.answer_instance(instance.index, [token_ids], 10))
     assert judged is not None and judged.reward is not None and judged.reward.value == 1.0
     prompts.close()
 
@@ -224,9 +224,9 @@ def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: P
     prompts = prompts_for(options_for(tmp_path, model_path, task={"name": f"{WORLDS}Endless"}))
     prompts.context_tokens = 256
     going_on = asyncio.run(prompts.answer(0, [(10, 11)], 20))
-    assert going_on.scored is None and len(going_on.said) > 12
+    assert going_on.reward is None and len(going_on.said) > 12
     assert prompts.sampling.max_new_tokens == 6, "the room that the next turn needs"
-    cut = asyncio.run(prompts.answer(0, [(10, 11)], 256 - 6 - len(going_on.said))).scored
+    cut = asyncio.run(prompts.answer(0, [(10, 11)], 256 - 6 - len(going_on.said)))
     assert cut is not None and cut.reward is not None and cut.reward.value == 0.0 and cut.reward.parts["cut"] == 1
     prompts.close()
 
@@ -239,7 +239,7 @@ def test_a_message_that_no_tokenizer_takes_costs_its_rollout(model_path: Path, t
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?:1|11)+$"), behavior="isolated")
     core.save(str(model / "tokenizer.json"))
     prompts = prompts_for(options_for(tmp_path, model, task={"name": f"{WORLDS}LongWords"}))
-    scored = asyncio.run(prompts.answer(0, [(10, 11)], 20)).scored
+    scored = asyncio.run(prompts.answer(0, [(10, 11)], 20))
     assert scored is not None and scored.reward is None and scored.failure is RewardFailure.RAISED
     assert "tokenizer: expected one that takes this text" in scored.message
     prompts.close()
@@ -274,7 +274,7 @@ def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Pat
         seen[name] += 1
         assert (instance.prompt, instance.answer) == (own.prompt, own.answer)
         right = tuple(prompts.tokenizer.encode(own.answer))
-        scored = asyncio.run(prompts.answer(cursor, [right], 10)).scored
+        scored = asyncio.run(prompts.answer(cursor, [right], 10))
         assert scored is not None and scored.reward is not None
         assert scored.reward.value == task.score(own, prompts.text_of(right)).value
     prompts.close()
