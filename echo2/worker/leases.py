@@ -308,17 +308,30 @@ class Leases:
 
     def grant(self, lease_id: LeaseId, group: GroupSpec, deadline: float, *, is_continuation: bool) -> None:
         """A lease was granted. A second grant under the same id only sets a new deadline."""
-        now = self._clock.now()
-        known = self._leases.get(lease_id)
+        now, known = self._clock.now(), self._leases.get(lease_id)
         if known is not None:
             known.deadline = deadline
+            self._follow_up()
+            return
+        self._demand.granted(group.rollout_count, now)
+        if message := self._why_not(group):
+            self._coordinator.end_lease(lease_id, EndReason.HANDED_BACK, message)
+            self._learner.forget(lease_id)
+            self._follow_up()
+            return
+        lease = self._leases[lease_id] = LeaseWork(
+            lease_id=lease_id,
+            group=group,
+            deadline=deadline,
+            margin_s=min(MARGIN_S_MAX, max(0.0, deadline - now) / 10),
+            phase=LeasePhase.FETCHING if is_continuation else LeasePhase.RUNNING,
+            rollouts={i: PartialRollout(group.group_id, i, now) for i in range(group.rollout_count)},
+            report_due=now + self.report_interval_s,
+        )
+        if is_continuation:
+            self._learner.fetch_partials(lease_id)
         else:
-            self._demand.granted(group.rollout_count, now)
-            if message := self._why_not(group):
-                self._coordinator.end_lease(lease_id, EndReason.HANDED_BACK, message)
-                self._learner.forget(lease_id)
-            else:
-                self._begin(lease_id, group, deadline, is_continuation=is_continuation)
+            self._submit(lease)
         self._follow_up()
 
     def _why_not(self, group: GroupSpec) -> str:
@@ -330,23 +343,6 @@ class Leases:
         if group.exact_version not in (None, self._demand.version):
             return f"it is for version {group.exact_version}, the live one is {self._demand.version}"
         return ""
-
-    def _begin(self, lease_id: LeaseId, group: GroupSpec, deadline: float, *, is_continuation: bool) -> None:
-        now = self._clock.now()
-        lease = LeaseWork(
-            lease_id=lease_id,
-            group=group,
-            deadline=deadline,
-            margin_s=min(MARGIN_S_MAX, max(0.0, deadline - now) / 10),
-            phase=LeasePhase.FETCHING if is_continuation else LeasePhase.RUNNING,
-            rollouts={i: PartialRollout(group.group_id, i, now) for i in range(group.rollout_count)},
-            report_due=now + self.report_interval_s,
-        )
-        self._leases[lease_id] = lease
-        if is_continuation:
-            self._learner.fetch_partials(lease_id)
-        else:
-            self._submit(lease)
 
     def _submit(self, lease: LeaseWork) -> None:
         group = lease.group

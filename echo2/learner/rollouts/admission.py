@@ -173,9 +173,6 @@ class OpenGroups:
                 at = at.next
         return names
 
-    def _oldest_version(self, root: GroupId) -> Version:
-        return min(self.groups[name].oldest_version for name in self.family(root))
-
     # ---- opening
 
     def open(self, spec: GroupSpec, cursor: int, retry: int) -> GroupSpec:
@@ -389,7 +386,8 @@ class OpenGroups:
         """Draws the next batch; None if there are too few complete groups. Its groups are closed and entered in the ledger."""
         self.drop_stale()
         ready = [group.spec.group_id for group in self.training if group.is_ready]
-        ready.sort(key=self._oldest_version)  # stable: then in the order of their offers
+        # Those that would go stale first; then in the order of their offers.
+        ready.sort(key=lambda root: min(self.groups[name].oldest_version for name in self.family(root)))
         if len(ready) < self.groups_per_step:
             return None
         return self._consume(ready[: self.groups_per_step])

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -269,7 +270,10 @@ class Team:
                     tensor = torch.frombuffer(bytearray(payload), dtype=self.model.published_dtype)
                     self._held.add(Version(head["version"]), head["name"], self._rows_of(head["name"], tensor))
                 case "save":
-                    self._begin_writing(self._own(head["folder"]), Version(head["version"]))
+                    self._written()
+                    folder, published = self._own(head["folder"]), self._held.of(Version(head["version"]))
+                    shards = {**shards_of(self.trainer), **published_shards(published)}
+                    self._writing = self._begin("checkpoint", partial(write_shards, shards, folder, self.ranks))
                 case "load":
                     checkpoint = load_shards(self._own(head["folder"]), self.trainer)
                     put_back(checkpoint, self.trainer)
@@ -314,11 +318,6 @@ class Team:
                 self._scorer.columns(Version(head["version"]), readings_from_bytes(payload))
             case _:
                 self._scorer.end()
-
-    def _begin_writing(self, folder: Path, version: Version) -> None:
-        self._written()
-        shards = {**shards_of(self.trainer), **published_shards(self._held.of(version))}
-        self._writing = self._begin("checkpoint", lambda: write_shards(shards, folder, self.ranks))
 
     def _written(self) -> None:
         if self._writing is not None:
