@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import struct
 from collections import deque
+from collections.abc import Callable
 
 from echo2.base.errors import EchoError, MalformedMessage, Unreachable
 from echo2.base.hosts import joined
@@ -155,7 +156,10 @@ class Connection:
         self._stream: Stream | None = None
         self._cutter = FrameCutter(FRAME_BYTES_MAX, "a connection of the broadcast")
         self._frames: deque[bytes] = deque()
+        self._taken: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool] | None = None
         self._unread_bytes = self._new_frames = 0
+        self._handled_s = 0.0
         self._pausing: asyncio.TimerHandle | None = None
         self._came = asyncio.Event()
         self._may_write = asyncio.Event()
@@ -210,7 +214,9 @@ class Connection:
                 self._unread_bytes += len(frame) + FRAME_KEPT_BYTES
                 if self._emulated is not None:
                     self._arrived.append(self._loop.time())
-        if self._frames:
+        if self._take is not None:
+            self._hand_out(self._take)
+        elif self._frames:
             self._came.set()
         if self._unread_bytes > self._unread_bytes_max:
             self.stream.pause_reading()
@@ -219,11 +225,14 @@ class Connection:
     def worked(self, seconds: float, records: int, nbytes: int) -> None:
         """A read of so many bytes took so long. A peer beyond its share is read more slowly."""
         frames, self._new_frames = self._new_frames, 0
+        seconds, self._handled_s = max(0.0, seconds - self._handled_s), 0.0
         if self._is_proven and max(records * RECORD_BYTES_MIN, frames * FRAME_BYTES_MIN) <= nbytes:
             return
         if not self._is_proven:
             self.handshake_s += seconds
-        pause_s = self.share.pause_s(seconds, monotonic())
+        self._pause(self.share.pause_s(seconds, monotonic()))
+
+    def _pause(self, pause_s: float) -> None:
         if pause_s > 0 and self._pausing is None and self._stream is not None:
             self._stream.pause_reading()
             self._pausing = self._loop.call_later(pause_s, self._go_on)
@@ -231,7 +240,10 @@ class Connection:
     def _go_on(self) -> None:
         self._pausing = None
         self._went_on_at = self._loop.time()
-        if self._unread_bytes <= self._unread_bytes_max:
+        if self._take is not None:
+            self._hand_out(self._take)
+            self._handled_s = 0.0  # no read took it
+        if self._pausing is None and self._unread_bytes <= self._unread_bytes_max:
             self.stream.resume_reading()
 
     @property
@@ -253,6 +265,8 @@ class Connection:
         self.ended.set()
         self._came.set()
         self._may_write.set()
+        if self._taken is not None and not self._taken.done():
+            self._taken.set_result(None)
 
     # ---- silence
 
@@ -317,15 +331,57 @@ class Connection:
             await asyncio.sleep(self._arrived[0] + self._emulated.delay_s - self._loop.time())
             await self._emulated.down.pass_through(len(self._frames[0]))
             self._arrived.popleft()
-        frame = self._frames.popleft()
         was_full = self._unread_bytes > self._unread_bytes_max
-        self._unread_bytes -= len(frame) + FRAME_KEPT_BYTES
+        frame = self._next()
         if was_full and self._unread_bytes <= self._unread_bytes_max and self._pausing is None:
             self.stream.resume_reading()
             self._went_on_at = self._loop.time()
+        return frame
+
+    def _next(self) -> bytes:
+        frame = self._frames.popleft()
+        self._unread_bytes -= len(frame) + FRAME_KEPT_BYTES
         if not self.is_outgoing:
             DOORS.took(self.told, len(frame))
         return frame
+
+    async def receive_all(self, take: Callable[[bytes], bool]) -> None:
+        """Calls `take` with each frame as soon as it is whole, until the connection ends; what it raises comes out of here. It says
+        whether the frame was useful; the time that others took is of the peer's share."""
+        if self._emulated is not None:
+            while (frame := await self.receive()) is not None:
+                await asyncio.sleep(self._handled(take, frame))
+            return
+        self._taken, self._take = self._loop.create_future(), take
+        try:
+            if self._pausing is None:
+                self._go_on()
+            if self.ended.is_set() and not self._taken.done():
+                self._taken.set_result(None)
+            await self._taken
+        finally:
+            self._take = None
+        if self._error is not None:
+            raise self._error
+
+    def _hand_out(self, take: Callable[[bytes], bool]) -> None:
+        """All that came, as far as the peer's share goes."""
+        assert self._taken is not None, "`receive_all` waits"
+        while self._frames and self._pausing is None and not self._taken.done():
+            try:
+                self._pause(self._handled(take, self._next()))
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the frames
+                if not self._taken.done():
+                    self._taken.set_exception(error)
+                self.stream.pause_reading()
+
+    def _handled(self, take: Callable[[bytes], bool], frame: bytes) -> float:
+        """For how long the peer is not to be read."""
+        begun = monotonic()
+        is_useful = take(frame)
+        now = monotonic()
+        self._handled_s += now - begun
+        return 0.0 if is_useful else self.share.pause_s(now - begun, now)
 
     async def close(self) -> None:
         """Once what was written is out, within CLOSE_S; at once where this is cancelled."""

@@ -21,7 +21,6 @@ from echo2.base.ids import RunId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.events import SendChunk
-from echo2.outside import monotonic
 from echo2.outside.guard import FairShare, cancel_all
 from echo2.outside.streams import Remote
 from echo2.trust.tls import PROTOCOL_VERSION
@@ -202,10 +201,9 @@ class PeerLink:
         self.sent_bytes += sum(map(len, parts))
 
     async def _read(self, connection: Connection) -> None:
-        while (frame := await connection.receive()) is not None:
-            self.received_bytes += len(frame)
-            begun = monotonic()
-            is_useful = self._exchange.on_frame(self.peer_id, frame)
-            now = monotonic()
-            if not is_useful and (pause_s := self._share.pause_s(now - begun, now)) > 0:
-                await asyncio.sleep(pause_s)  # its transport fills meanwhile
+        connection.share = self._share
+        await connection.receive_all(self._take)
+
+    def _take(self, frame: bytes) -> bool:
+        self.received_bytes += len(frame)
+        return self._exchange.on_frame(self.peer_id, frame)
