@@ -221,11 +221,6 @@ class Peer:
     def is_queued(self) -> bool:
         return bool(self.relay_queue or self.pull_queue or self.leaf_queue)
 
-    @property
-    def queued(self) -> int:
-        """Number of chunks queued for it."""
-        return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
-
 
 def service_order(peers: Iterable[Peer]) -> Iterator[tuple[Peer, deque[Outgoing]]]:
     """Queues of peers with a free slot, in the order of service: chunks to relay, then requested ones, then those for

@@ -361,12 +361,12 @@ class BroadcastSession:
 
     def _assign_fresh(self, now: float) -> None:
         """Assigns fresh chunks to trees while relays have room; sends them to all directly when nothing else is queued."""
-        while self._seeding.fresh:
-            queued = sum(peer.queued for peer in self.peers.values() if not peer.is_late)
-            waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
-            if waiting_relays > len(self.peers) or not self.peers:
+        while self._seeding.fresh and self.peers:
+            peers = self.peers.values()
+            if sum(len(peer.relay_queue) for peer in peers) > len(peers):
                 return
-            assigned = self._seeding.next_assignment(self.peers, queued == 0, now)
+            is_idle = not any(peer.is_queued and not peer.is_late for peer in peers)
+            assigned = self._seeding.next_assignment(self.peers, is_idle, now)
             if assigned is None:
                 return
             self._gossip.changed()
@@ -415,22 +415,21 @@ class BroadcastSession:
         return next_at
 
     def _set_timer(self, now: float, is_housekept: bool) -> None:
-        times: list[float | None] = []
-        if is_housekept:
-            requests = (request for peer in self.peers.values() for request in peer.requests.values())
-            times += [self._shed_stuck(now), self._seeding.next_timeout()]
-            times.append(min((request.deadline for request in requests), default=None))
-            times += [self._gossip.next_at, self._next_pull(now)]
-        else:
-            times.append(now + HOUSEKEEPING_S)
+        wake_at = self._next_check(now) if is_housekept else now + HOUSEKEEPING_S
         ready_at = self._pacer.ready_at(now)
         if ready_at > now and self.is_waiting:
             self._was_paced = True
-            times.append(ready_at)
-        wake_at = max(now + 1e-3, min((t for t in times if t is not None), default=float("inf")))
+            wake_at = min(wake_at, ready_at)
+        wake_at = max(now + 1e-3, wake_at)
         if wake_at != float("inf") and (wake_at < self._wake_at - 1e-4 or self._wake_at <= now):
             self._wake_at = wake_at
             self._actions.append(events.Wake(wake_at))
+
+    def _next_check(self, now: float) -> float:
+        requests = (request for peer in self.peers.values() for request in peer.requests.values())
+        times = [self._shed_stuck(now), self._seeding.next_timeout(), self._gossip.next_at, self._next_pull(now)]
+        times.append(min((request.deadline for request in requests), default=None))
+        return min((at for at in times if at is not None), default=float("inf"))
 
     def _next_pull(self, now: float) -> float | None:
         """When to request the next missing chunk; at least 0.1 s from now, in case the request windows are full."""

@@ -145,7 +145,7 @@ class TlsStream(asyncio.BufferedProtocol):
         while count and not self._is_closing:
             self._take(whole, count)
             records += count
-            whole, count = self._records.took(0)
+            whole, count = self._records.took(0) if count == RECORDS_AT_ONCE else (whole, 0)
         if self._is_closing:
             return
         if self._is_made:

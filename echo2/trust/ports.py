@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import logging
 import os
@@ -501,6 +502,7 @@ class Doors:
             pause.wait(max(LOOK_S, taken_s / LOOK_SHARE_MAX))
 
 
+@functools.lru_cache(maxsize=4096)  # asked for each message
 def remote_of(told: str) -> Remote:
     """Parses gRPC's name of a caller: ipv4:10.0.0.1:4711 or ipv6:%5B2001:db8::1%5D:4711."""
     host, _, port = urllib.parse.unquote(told).partition(":")[2].rpartition(":")

@@ -7,6 +7,7 @@ the same result. A chunk is taken only as nodes write it: fields in order, each 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
@@ -36,6 +37,7 @@ _CHUNK, _KEY, _INDEX, _ENDS_BLOCK, _SIGNATURE, _PAYLOAD = 0x1A, 0x0A, 0x10, 0x18
 _SIGNATURE_BYTES = 64  # ed25519
 _HEAD_BYTES_MAX = 128  # everything in a chunk except its payload
 BESIDE_BYTES_MAX = 32  # a route, or the answer mark
+BESIDE_KEPT = 1024  # a few trees for each neighbour
 FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX  # the largest chunk and what lies around it
 
 
@@ -97,6 +99,7 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
+@functools.lru_cache(maxsize=BESIDE_KEPT)
 def beside(route: Route | None, is_answer: bool) -> bytes:
     """The bytes that go before or after an encoded chunk: its route, or the answer mark; often empty."""
     if is_answer:
@@ -131,14 +134,19 @@ def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
         return None
     if chunk is None:
         return None
-    beside = frame[:begin] + frame[end:]
-    if not beside:
+    if end - begin == len(frame):
         return ChunkIn(chunk, memoryview(frame), None, False)
-    message = parsed(pb.PeerMessage, beside, PEER_FRAME, whose)
+    said = _said_beside(frame[:begin] + frame[end:], whose)
+    return None if said is None else ChunkIn(chunk, memoryview(frame)[begin:end], *said)
+
+
+@functools.lru_cache(maxsize=BESIDE_KEPT)
+def _said_beside(data: bytes, whose: str) -> tuple[Route | None, bool] | None:
+    """The route and the answer mark; None for another message."""
+    message = parsed(pb.PeerMessage, data, PEER_FRAME, whose)
     if message.WhichOneof("kind") is not None:
         return None
-    route = Route(message.route.epoch, message.route.tree) if message.HasField("route") else None
-    return ChunkIn(chunk, memoryview(frame)[begin:end], route, message.is_answer)
+    return Route(message.route.epoch, message.route.tree) if message.HasField("route") else None, message.is_answer
 
 
 def _after_beside(frame: bytes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId, Version
@@ -34,10 +35,12 @@ class Promises:
         self.asked_at: list[float] = []
 
     async def receive(self) -> bytes | None:
-        if self._frames:
-            return self._frames.pop(0)
+        return self._frames.pop(0)
+
+    async def receive_all(self, take: Callable[[bytes], bool]) -> None:
+        for frame in self._frames:
+            take(frame)
         await asyncio.Event().wait()
-        return None
 
     async def send(self, *parts: bytes) -> None:
         if wire.parse(b"".join(parts), "the node").WhichOneof("kind") == "request":
