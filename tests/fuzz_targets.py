@@ -42,7 +42,6 @@ from echo2.weights import (
 )
 from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
-from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
 from echo2.wire.bounds import CallLimits, parsed
 from echo2.wire.broadcast import FRAME_BYTES_MAX, chunk_in
@@ -208,12 +207,12 @@ def _ticket(ticket: rollout_pb2.LeaseTicket) -> object:
 _worker_message = _of(
     coordinator_pb2.WorkerMessage,
     heartbeat=lambda beat: bw.access_from_message(beat.reach.access),
-    lease_ended=cw.end_reason_from_message,
+    lease_ended=rw.end_reason_from_message,
 )
 _learner_message = _of(
     coordinator_pb2.LearnerMessage,
     hello=lambda hello: [rw.group_from_message(group) for group in hello.open_groups],
-    offer=lambda offer: cw.offer_from_message(offer, "a learner"),
+    offer=lambda offer: rw.offer_from_message(offer, "a learner"),
 )
 _worker_order = _of(
     coordinator_pb2.WorkerOrder,

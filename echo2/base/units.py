@@ -1,10 +1,13 @@
-"""Durations, sizes, rates and money as people write them (`80ms`, `4MiB`, `300mbit/s`), parsed to SI floats or ints."""
+"""Durations, sizes, rates and money as people write them (`80ms`, `4MiB`, `300mbit/s`), parsed to SI floats or ints; what
+they name as `module:name`, loaded."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from echo2.base.errors import ConfigError
 
@@ -103,3 +106,18 @@ class LinkShape:
     @property
     def is_off(self) -> bool:
         return not (self.uplink_bytes_per_s or self.downlink_bytes_per_s or self.rtt_s)
+
+
+def imported(path: str, option: str) -> Any:
+    """The function or class that `path` names. Raises a `ConfigError` of `option` that says which half was not found."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{option}: expected an importable module {module_name}, got {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(
+            f"{option}: expected a function or class {name} in {module_name}, found {type(found).__name__}"
+        )
+    return found

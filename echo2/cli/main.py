@@ -138,7 +138,7 @@ def _add_run_folders(commands: Commands) -> None:
         ("tail", "show what the run's processes log, from now on"),
         ("stop", "stop a run that `echo2 run` runs, as Ctrl-C does: it saves, and the same command goes on"),
     ):
-        add = add_command(commands, name, f"run_folder:{name}", text).add_argument
+        add = add_command(commands, name, f"processes:{name}", text).add_argument
         add("run", type=Path, metavar="RUN", help="the run's folder (RUNS/NAME)")
     text = "make a join link for a worker, a learner or another operator"
     add = add_command(commands, "link", "operator:make_link", text).add_argument
@@ -164,7 +164,7 @@ def _add_plans(commands: Commands) -> None:
     add("--json", action="store_true", help="print the plan as JSON")
     add("--explain", action="store_true", help="show the calculation")
     text = "what can be rented, by what a million useful tokens of this run would cost on it"
-    parser = add_command(commands, "offers", "offers:run_offers", text, takes_overrides=True)
+    parser = add_command(commands, "offers", "plan:run_offers", text, takes_overrides=True)
     add = _with_model(parser)
     add("--provider", action="append", default=[], help="only of this one; may be repeated")
     add("--gpu", action="append", default=[], help="only this kind, such as RTX4090; may be repeated")

@@ -1,4 +1,4 @@
-"""Starts, checks and stops a run's child processes.
+"""Starts, checks and stops a run's child processes; `echo2 samples`, `echo2 tail` and `echo2 stop` of a run's folder.
 
 Guarantees: `kill_all` leaves no child process, and none outlives this process, whatever ends it (process.die_with_parent);
 `raise_if_failed` reports a child that ended with an error by the last error in its log. Waits for: the coordinator, at most
@@ -7,6 +7,7 @@ READY_WITHIN_S; the end of a child told to stop, at most STOP_WITHIN_S.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -14,13 +15,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from echo2.base.errors import EchoError, StateError, Unreachable
-from echo2.cli.process import FORCED_EXIT_CODE, PARENT
+from echo2.cli.process import FORCED_EXIT_CODE, PARENT, wrapped
+from echo2.cli.report import samples_of
 
 READY_WITHIN_S = 60.0  # imports on a cold disk
 STOP_WITHIN_S = 10.0  # a daemon's own graceful end
@@ -244,3 +246,57 @@ def held_by_hand(folder: Path) -> Iterator[tuple[str, int]]:
             except OSError:
                 text = file.read(32).decode(errors="replace").strip()
                 yield name, int(text) if text.isdigit() else 0
+
+
+TAIL_BYTES = 2000  # of each log at first: some twenty lines
+
+
+def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 samples`; returns the exit code."""
+    found = samples_of(_folder(own.run))
+    if not found:
+        raise StateError(
+            f"{own.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
+        )
+    print("\n\n".join("\n".join(wrapped(line, 4) for line in one.lines()) for one in found))
+    return 0
+
+
+def tail(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 tail`: follows the logs until Ctrl-C, or until no process of the run is left; returns the exit code."""
+    folder = _folder(own.run)
+    read: dict[Path, int] = {}
+    while True:
+        goes_on = bool(holders_of(folder))
+        for path in sorted((folder / "logs").glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(read.get(path, max(0, path.stat().st_size - TAIL_BYTES)))
+                if path not in read and file.tell():
+                    file.readline()  # the rest of a line that began before
+                data = file.read()
+                read[path] = file.tell()
+            for line in data.decode(errors="replace").splitlines():
+                print(f"{path.stem:<11} {line}", flush=True)
+        if not goes_on:
+            return 0
+        time.sleep(LOOK_S)
+
+
+def stop(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 stop`: returns the exit code once every process of the run has ended."""
+    holders = holders_of(_folder(own.run))
+    if STARTER not in holders:
+        raise StateError(
+            f"{own.run}: expected `echo2 run` at work in it, found none; `echo2 ctl {own.run} stop` ends one that goes on elsewhere"
+        )
+    os.kill(holders[STARTER], signal.SIGINT)
+    while holders_of(own.run):
+        time.sleep(LOOK_S)
+    print(f"{own.run}: stopped; the same `echo2 run` goes on from what it saved")
+    return 0
+
+
+def _folder(folder: Path) -> Path:
+    if not (folder / "run.toml").is_file():
+        raise StateError(f"{folder}: expected a run's folder (RUNS/NAME), found no run.toml in it")
+    return folder

@@ -3,7 +3,7 @@
 Guarantees: no network, no processes but its own, no /proc, no environment variables of the caller; only the listed files,
 read-only, and a temporary folder of bounded size; it ends with its parent. `bubblewrap()` returns a program that was tested on
 this machine and what runs get of it (tens of milliseconds, at most `TRIAL_S`, once per process), or raises `ResourceError` with its
-output and what to do. Leaves to others: what a run may do with what it sees (kernel, messages).
+output and what to do. Leaves to others: what a run may do with what it sees (inside, messages).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.contain.kernel import filter_program
+from echo2.contain.inside import filter_program
 from echo2.contain.messages import SCRATCH, shown
 
 # What Python and libraries open; none reaches hardware.
@@ -78,13 +78,13 @@ _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/
 _TRIAL = (
     "import os, socket; assert os.getpid() < 10 and not os.path.exists('/proc/self'); "
     "from echo2.contain.messages import Limits; "
-    "from echo2.contain.kernel import Namespaces; print(Namespaces(Limits()).are_own)"
+    "from echo2.contain.inside import Namespaces; print(Namespaces(Limits()).are_own)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Bubblewrap:
-    """`has_nested`: what runs in it may make further namespaces, so that each run gets its own (kernel)."""
+    """`has_nested`: what runs in it may make further namespaces, so that each run gets its own (inside)."""
 
     path: str
     has_nested: bool

@@ -41,9 +41,8 @@ from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, LeaseRules, OpenGroup
 from echo2.coordinator.money.costs import Money, meter
-from echo2.coordinator.planning.board import CurrentPlan, LearnerBoard
-from echo2.coordinator.planning.input import PlanParts
 from echo2.coordinator.planning.pool_plan import PlanProcess
+from echo2.coordinator.planning.telemetry import CurrentPlan, LearnerBoard, PlanParts
 from echo2.coordinator.store import LoggedEvent, PaidAction, SqlStore, StateSnapshot, StateWriter
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import is_spent

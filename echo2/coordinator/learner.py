@@ -23,11 +23,11 @@ from echo2.broadcast.nat.pipes import pipe_address
 from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.planning.board import LearnerBoard, Totals
+from echo2.coordinator.planning.telemetry import LearnerBoard, Totals
 from echo2.coordinator.store import CurvePoint
 from echo2.outside import monotonic
 from echo2.trust.identity import Role
-from echo2.wire import coordinator as wire
+from echo2.wire import rollout as wire
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.rollout import group_from_message, group_id_from_wire

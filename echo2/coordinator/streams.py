@@ -36,7 +36,7 @@ from echo2.outside import monotonic
 from echo2.outside.guard import FairShare, FairShares, Refusals, cancel_all, handling
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.tls import peer_of
-from echo2.wire import coordinator as wire
+from echo2.wire import rollout as wire
 from echo2.wire.broadcast import access_from_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from echo2.base.errors import TaskError
-from echo2.base.import_path import imported
+from echo2.base.units import imported
 
 OUTPUT_BYTES_MAX = 1 << 20  # only the last line counts; the rest is for the log
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # MODULE:FUNCTION; anything else is a command

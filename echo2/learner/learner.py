@@ -55,10 +55,9 @@ from echo2.trust.tls import (
     load_or_create_identity,
     save_credentials,
 )
-from echo2.wire.coordinator import FINISHED, STOPPED, leaving_reason
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
-from echo2.wire.rollout import group_to_message
+from echo2.wire.rollout import FINISHED, STOPPED, group_to_message, leaving_reason
 
 LEAVE_S = 1.0  # a farewell is one message; without it the coordinator waits out its own limit
 STOP_GRACE_S = 0.5  # for a call that is being answered; report streams never end by themselves

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from echo2.base.errors import ConfigError, TaskError
-from echo2.base.import_path import imported
+from echo2.base.units import imported
 from echo2.tasks.built_in import DEFAULT_SIZE, OpenEnvTask, ReasoningGym, SortDigits, Sums
 from echo2.tasks.data_files import ColumnChoice, local_data_set, read_math_rows
 from echo2.tasks.mathematics import MathTask

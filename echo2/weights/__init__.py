@@ -14,12 +14,12 @@ chunks in any way; `FrameReader` reassembles them. Typical use:
 of tied tensors one name is kept. Every call that takes weights reads their raw bits and never converts them.
 """
 
-from echo2.weights.compose import compose
 from echo2.weights.container import CodecSetting, DeltaHeader, FrameReader, join_frames, parse_frame
-from echo2.weights.decode import ContainerDecoder, DecodeLimits, StagedDelta
+from echo2.weights.decode import ContainerDecoder, DecodeLimits, StagedDelta, warm_up
 from echo2.weights.elements import WeightSet, untied
 from echo2.weights.encode import (
     Encoding,
+    compose,
     encode_delta,
     encode_keyframe,
     encode_sections,
@@ -28,7 +28,6 @@ from echo2.weights.encode import (
 )  # fmt: skip
 from echo2.weights.fingerprint import fingerprint, fingerprint_tensor
 from echo2.weights.host import HostWeights, apply_updates, table_of
-from echo2.weights.warm import warm_up
 
 __all__ = [
     "CodecSetting", "ContainerDecoder", "DecodeLimits", "DeltaHeader", "Encoding", "FrameReader", "HostWeights",

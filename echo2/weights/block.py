@@ -14,7 +14,6 @@ from itertools import pairwise
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
-from echo2.weights import classes
 from echo2.weights.bits import (
     COUNT,
     I64,
@@ -35,13 +34,20 @@ from echo2.weights.bits import (
     value_parts,
     word_count,
 )  # fmt: skip
-from echo2.weights.classes import CLASS_COUNT
 from echo2.weights.container import CodecSetting, Method
 from echo2.weights.elements import Bits, Block, ElementType
 from echo2.weights.fingerprint import MODULUS, coefficients, sum_bits
 from echo2.weights.jit import LISTED, compiled
 from echo2.weights.marks import (
+    CLASS_COUNT,
+    NO_OCTAVE,
     Finds,
+    Octave,
+    add_steps,
+    choose_class_base,
+    count_classes,
+    gather_steps,
+    join_marks,
     larger_max,
     list_steps,
     mark_steps,
@@ -49,9 +55,14 @@ from echo2.weights.marks import (
     move_places,
     pick,
     places_of_larger,
+    sample_of,
     settle_larger,
     settle_marks,
     settle_places,
+    sort_marks,
+    sort_steps,
+    split_larger,
+    spread_steps,
     survey,
 )  # fmt: skip
 
@@ -257,7 +268,7 @@ def encode_most(block: Block, old: list[Bits], new: list[Bits], setting: CodecSe
     """Encodes a block most of which changed: every element's step, or the new elements if a sample of these takes fewer bits."""
     element, step = block.element, whole_step(block, new, old, key)
     largest = max(range(len(old)), key=lambda i: old[i].size)
-    before, after = [classes.sample_of(old[largest])], [classes.sample_of(new[largest])]
+    before, after = [sample_of(old[largest])], [sample_of(new[largest])]
     sorted_steps = [_steps_between(before, after)]
     base = _class_base(before, element) if uses_classes(element, setting) else None
     bits = _sample_bits(sorted_steps, False)
@@ -287,14 +298,12 @@ def _sample_bits(samples: Sequence[Bits], is_rotated: bool) -> float:
     return bits
 
 
-def _steps_between(
-    old: list[Bits], new: list[Bits], octave: classes.Octave = classes.NO_OCTAVE, at: I64 | None = None
-) -> Bits:
+def _steps_between(old: list[Bits], new: list[Bits], octave: Octave = NO_OCTAVE, at: I64 | None = None) -> Bits:
     """All steps, from the places `at` of each class on."""
     steps: Bits = np.empty(sum(part.size for part in old), old[0].dtype)
     places = np.zeros(1, np.int64) if at is None else at
     for before, after in zip(old, new, strict=True):
-        classes.sort_steps(before, after, octave, places, steps)
+        sort_steps(before, after, octave, places, steps)
     return steps
 
 
@@ -319,7 +328,7 @@ def _step_parts(steps: Bits, coder: Coder) -> list[bytes]:
     parts = [COUNT.pack(count)]
     if 2 * count < steps.size:
         moved, values = np.empty(-(-steps.size // 8), np.uint8), np.empty(count + 1, steps.dtype)
-        classes.gather_steps(steps, moved, values)
+        gather_steps(steps, moved, values)
         parts += plane_parts(moved, coder)
         steps = values[:count]
     return parts + _value_planes(steps, False, coder)
@@ -338,7 +347,7 @@ def decode_steps(payload: memoryview, element: ElementType, old: list[Bits], new
     reader.end()
     at, places = 0, starts[:-1].copy()
     for part in old:
-        classes.add_steps(part, octave or classes.NO_OCTAVE, places, steps, new[at : at + part.size])
+        add_steps(part, octave or NO_OCTAVE, places, steps, new[at : at + part.size])
         at += part.size
 
 
@@ -354,10 +363,10 @@ def _read_steps(reader: Reader, element: ElementType, steps: Bits) -> None:
         raise DeltaFormatError(f"expected {count} steps of {steps.size}, its marks are others")
     values = np.zeros(count + 1, steps.dtype)
     _read_planes(reader, element, False, values[:count])
-    classes.spread_steps(moved, values, steps)
+    spread_steps(moved, values, steps)
 
 
-def octave_of(element: ElementType, class_base: int) -> classes.Octave:
+def octave_of(element: ElementType, class_base: int) -> Octave:
     mask = (1 << element.exponent_bits) - 1
     work = np.zeros(CLASS_COUNT, np.uint64)
     return np.uint64(element.exponent_shift), np.uint64(mask), np.uint64(class_base), work
@@ -376,10 +385,10 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
     cursor, at, ranks = np.zeros(2, np.int64), 64 * starts[:-1], np.zeros(CLASS_COUNT, np.int64)
     for segment, part in zip(block.segments, old, strict=True):
         marked = (changed, larger_ranks)
-        classes.sort_marks(part, segment.base, octave, marked, cursor, at, ranks, (words, *classed))
+        sort_marks(part, segment.base, octave, marked, cursor, at, ranks, (words, *classed))
     borders = np.concatenate([[0], np.bincount(classed[0], minlength=CLASS_COUNT).cumsum()])
     larger, excess = np.empty_like(larger_ranks), np.empty_like(changes.excess)
-    classes.split_larger((*classed, changes.excess), borders[:-1].copy(), (larger, excess))
+    split_larger((*classed, changes.excess), borders[:-1].copy(), (larger, excess))
 
     def run(c: int) -> Run:
         size, marked = int(sizes[c]), int(ranks[c])
@@ -392,14 +401,14 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
 
 def _class_base(old: list[Bits], element: ElementType) -> int:
     # Sample one tensor: in a block of several small ones, the largest gains most.
-    sample = classes.sample_of(max(old, key=lambda part: part.size))
-    return classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
+    sample = sample_of(max(old, key=lambda part: part.size))
+    return choose_class_base(sample, element.exponent_shift, element.exponent_bits)
 
 
-def _class_sizes(old: list[Bits], octave: classes.Octave) -> I64:
+def _class_sizes(old: list[Bits], octave: Octave) -> I64:
     sizes = np.zeros(CLASS_COUNT, np.int64)
     for part in old:
-        classes.count_classes(part, octave, sizes)
+        count_classes(part, octave, sizes)
     return sizes
 
 
@@ -460,7 +469,7 @@ def decode_sparse(
     return _joined(runs, block, old, octave, signs)
 
 
-def _octave_claimed(class_count: int, base: int, element: ElementType) -> classes.Octave | None:
+def _octave_claimed(class_count: int, base: int, element: ElementType) -> Octave | None:
     """A payload's classes; None if it has none."""
     if (class_count, base) == (PLAIN_CLASS_COUNT, 0):
         return None
@@ -469,7 +478,7 @@ def _octave_claimed(class_count: int, base: int, element: ElementType) -> classe
     return octave_of(element, base)
 
 
-def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octave, signs: U64) -> Changes:
+def _joined(runs: list[Run], block: Block, old: list[Bits], octave: Octave, signs: U64) -> Changes:
     """Merges the changes of all classes, in order of position."""
     words, starts = _spread([changed for changed, _, _ in runs])
     larger_words, larger_starts = _spread([larger for _, larger, _ in runs])
@@ -479,7 +488,7 @@ def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octa
     coded = (words, larger_words, np.concatenate([excess for _, _, excess in runs]))
     out, so_far = np.zeros(word_count(block.element_count), np.uint64), np.zeros(3, np.int64)
     for part in old:
-        classes.join_marks(part, octave, places, coded, so_far, (out, *found))
+        join_marks(part, octave, places, coded, so_far, (out, *found))
     count = int(so_far[1])
     return Changes(BitSet.of_marks(out, block.element_count, count), signs, BitSet.of_places(found[0], count), found[1])
 

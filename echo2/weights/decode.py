@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import torch
 import xxhash
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
@@ -24,8 +25,18 @@ from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
 from echo2.weights.bits import I64
 from echo2.weights.block import Changes, decode_sparse, decode_steps, decode_whole, is_plain, read_plain, whole_step
-from echo2.weights.container import BlockFrame, DeltaHeader, EndFrame, HeaderFrame, Method, TensorTable, parse_frame
-from echo2.weights.elements import Bits, Block, Segment, TensorSpec, blocks_of
+from echo2.weights.container import (
+    BlockFrame,
+    CodecSetting,
+    DeltaHeader,
+    EndFrame,
+    HeaderFrame,
+    Method,
+    TensorTable,
+    parse_frame,
+)
+from echo2.weights.elements import Bits, Block, Segment, TensorSpec, blocks_of, flat_bits
+from echo2.weights.encode import encode_delta, encode_keyframe
 from echo2.weights.fingerprint import MODULUS, sum_bits, whole_fingerprint
 from echo2.weights.host import HostWeights
 
@@ -373,3 +384,42 @@ def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:
     """The tensor's array, allocated with its first block (its size was checked with the table)."""
     held = whole.get(spec.name)  # of several threads that allocate it, the first keeps its own
     return whole.setdefault(spec.name, np.empty(spec.element_count, spec.element.bits_dtype)) if held is None else held
+
+
+_BLOCK = 1000  # elements: enough for every kernel to run once
+
+
+def warm_up(*types: torch.dtype) -> None:
+    """Runs a toy version through every code path, for each given element type (default: bf16 and float32), so that no version waits
+    for a compiler. The first call on a machine compiles the kernels (tens of CPU seconds) into the package's cache folder; later
+    ones, in any process, load them."""
+    place = torch.arange(_BLOCK)
+    # Blocks that change everywhere, at some places by much, at some by little, and rarely.
+    steps = torch.cat(
+        [
+            place % 3 + 1,
+            *(step * (place % apart == 0) + (place % (10 * apart) == 0) for step, apart in ((300, 3), (1, 3), (1, 90))),
+        ]
+    )
+    values = torch.arange(len(steps)) / len(steps)
+    old = {str(dtype): values.to(dtype) for dtype in types or (torch.bfloat16, torch.float32)}
+    new = {name: (flat_bits(t) + steps.to(flat_bits(t).dtype)).view(t.dtype) for name, t in old.items()}
+    host = HostWeights.empty()
+    _pass_on(host, list(encode_keyframe(old, DeltaHeader(target_version=Version(0)))))
+    for number, setting in enumerate(CodecSetting):
+        header = DeltaHeader(
+            target_version=Version(number + 1),
+            parent_version=host.version,
+            parent_fingerprint=host.fingerprint(),
+            setting=setting,
+            block_elements=_BLOCK,
+        )
+        source, target = (old, new) if number % 2 == 0 else (new, old)
+        _pass_on(host, list(encode_delta(source, target, header)))
+
+
+def _pass_on(host: HostWeights, frames: list[bytes]) -> None:
+    decoder = ContainerDecoder(host)
+    for frame in frames:
+        decoder.feed(frame)
+    host.commit(decoder.finish())

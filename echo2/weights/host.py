@@ -17,10 +17,8 @@ import torch
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, StateError
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
-from echo2.weights import classes
 from echo2.weights.bits import I64, U32
 from echo2.weights.block import Changes, EncodedBlock, Run, are_most, dense_payload, encode_most, uses_classes
-from echo2.weights.classes import CLASS_COUNT
 from echo2.weights.container import CodecSetting, Method, TensorTable
 from echo2.weights.elements import (
     Bits,
@@ -38,6 +36,7 @@ from echo2.weights.elements import (
     untied,
 )  # fmt: skip
 from echo2.weights.fingerprint import MODULUS, sum_bits, sum_steps, whole_fingerprint
+from echo2.weights.marks import CLASS_COUNT, choose_class_base, sample_of
 
 if TYPE_CHECKING:
     from echo2.weights.decode import StagedDelta
@@ -165,8 +164,8 @@ def _host_bits(bits: torch.Tensor, element: ElementType) -> Bits:
 def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
     """The class base that the CPU path would choose; only the sample is copied."""
     part = max(old, key=lambda part: part.numel())
-    sample = _host_bits(classes.sample_of(part), element)
-    return classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
+    sample = _host_bits(sample_of(part), element)
+    return choose_class_base(sample, element.exponent_shift, element.exponent_bits)
 
 
 @dataclass(frozen=True, slots=True)

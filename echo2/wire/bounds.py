@@ -2,7 +2,7 @@
 
 Guarantees: what `check` accepts holds only numbers within their bounds (so no NaN), texts, bytes and lists within their sizes, and
 declared enum values; it visits each field once and keeps nothing. A field without a bound is a bug of ours, which a test finds
-before any message does. Leaves to others: consistency between fields (wire/rollout, wire/broadcast, wire/coordinator), what a
+before any message does. Leaves to others: consistency between fields (wire/rollout, wire/broadcast), what a
 sender may say (the services).
 """
 

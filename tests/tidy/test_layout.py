@@ -73,7 +73,7 @@ SHELL_FILES = {
         "verifiers_agent",
     )
 }
-SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "kernel", "pool", "program_inside", "sandbox")}
+SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "pool", "program_inside", "sandbox")}
 SHELL_FILES |= {
     f"echo2/tasks/{name}.py"
     for name in ("data_files", "registry", "rendering", "rewards", "runtime", "scorer", "verifiers_task", "visible")

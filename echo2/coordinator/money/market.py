@@ -18,8 +18,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.cost_model.machines import CPU, GpuType, parse_catalogue
-from echo2.cost_model.market import MarketOffer
+from echo2.cost_model.machines import CPU, GpuType, MarketOffer, parse_catalogue
 from echo2.cost_model.sizing import ModelSize, model_size
 from echo2.outside import unix_now
 

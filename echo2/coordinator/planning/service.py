@@ -16,7 +16,8 @@ from echo2.broadcast.trees import PlanPace, is_worth_sending, serves, weighted_p
 from echo2.coordinator.fleet.members import Liveness, try_newcomers
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.planning.input import (
+from echo2.coordinator.planning.pool_plan import make_plan
+from echo2.coordinator.planning.telemetry import (
     broadcast_nodes,
     learner_estimate,
     needs_of,
@@ -24,7 +25,6 @@ from echo2.coordinator.planning.input import (
     pool_usd_per_s,
     worker_estimates,
 )
-from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.cost_model.snapshot import FleetSnapshot, WorkerEstimate, is_spent
 from echo2.outside import unix_now
 from echo2.outside.guard import noting

@@ -43,9 +43,9 @@ from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.operator import ACTIONS, Commands
 from echo2.coordinator.planning.advice import WHAT_IF, what_if
-from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.coordinator.planning.service import snapshot_of
+from echo2.coordinator.planning.telemetry import plan_config
 from echo2.coordinator.web.state import StateView, finite, plan_value, rollout_summary, rollout_value
 from echo2.outside.guard import cancel_all
 from echo2.outside.net import listened, listening_socket

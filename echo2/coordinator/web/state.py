@@ -28,8 +28,7 @@ from echo2.coordinator.planning.advice import (
     slowest,
     why_no_lease,
 )
-from echo2.coordinator.planning.board import PREDICTED, CurrentPlan, VersionRow
-from echo2.coordinator.planning.input import is_measured, plan_config
+from echo2.coordinator.planning.telemetry import PREDICTED, CurrentPlan, VersionRow, is_measured, plan_config
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import is_spent
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.base.import_path import imported
+from echo2.base.units import imported
 from echo2.config.run import LearnerSection
 
 LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and cap, and stays finite in float32

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ResourceError
-from echo2.contain.kernel import _FIRST_UNKNOWN, ARCHITECTURES, REFUSED, filter_program
+from echo2.contain.inside import _FIRST_UNKNOWN, ARCHITECTURES, REFUSED, filter_program
 
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 

@@ -18,7 +18,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Activation
 from echo2.coordinator.hub import Hub
-from echo2.coordinator.planning.input import plan_config
+from echo2.coordinator.planning.telemetry import plan_config
 from echo2.trust.identity import Role
 from tests.unit.coordinator.test_daemon import Node, options, running
 

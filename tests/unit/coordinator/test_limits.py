@@ -15,9 +15,8 @@ from echo2.broadcast.trees import weighted_plan
 from echo2.coordinator.fleet.members import Activation, Member, OperatorSetting
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.planning.board import RATIO_LEAST, CurrentPlan, LearnerBoard
-from echo2.coordinator.planning.input import broadcast_nodes, needs_of
 from echo2.coordinator.planning.service import snapshot_of
+from echo2.coordinator.planning.telemetry import RATIO_LEAST, CurrentPlan, LearnerBoard, broadcast_nodes, needs_of
 from echo2.cost_model.plan import Plan
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_planner_input import beat, board, fleet, link

@@ -28,7 +28,7 @@ from echo2.coordinator.hub import timed_section
 from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.costs import Money
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
-from echo2.coordinator.planning.input import believed_rate
+from echo2.coordinator.planning.telemetry import believed_rate
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as plan_of
 from echo2.cost_model.snapshot import PlanConfig

@@ -10,7 +10,7 @@ import pytest
 from echo2.base.ids import PeerId
 from echo2.broadcast.plan import DEGREE_MAX, BroadcastPlan, NodeLink
 from echo2.broadcast.trees import Needs, plan, weighted_plan
-from echo2.coordinator.planning.input import PlanParts
+from echo2.coordinator.planning.telemetry import PlanParts
 from echo2.wire.broadcast import plan_from_message, plan_to_message
 
 

@@ -13,9 +13,10 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.planning.board import CurrentPlan, LearnerBoard
-from echo2.coordinator.planning.input import (
+from echo2.coordinator.planning.telemetry import (
     RATE_MARGIN,
+    CurrentPlan,
+    LearnerBoard,
     Speed,
     broadcast_nodes,
     is_measured,

@@ -10,8 +10,7 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.coordinator.money.market import Catalogue, built_in_catalogue, built_in_models, keep, kept
-from echo2.cost_model.machines import worker_prior
-from echo2.cost_model.market import (
+from echo2.cost_model.machines import (
     NO_FILTER,
     MarketOffer,
     OfferFilter,
@@ -19,6 +18,7 @@ from echo2.cost_model.market import (
     kind_of,
     ranked,
     useful_share,
+    worker_prior,
 )
 from echo2.cost_model.sizing import RunLengths
 

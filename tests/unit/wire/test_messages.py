@@ -31,7 +31,6 @@ from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.trust.identity import Identity
 from echo2.wire import broadcast as bw
-from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
@@ -73,8 +72,8 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
     broadcast_pb2.WidthWish: controlled("width_wish"),
 }
 READ: dict[type[Message], Convert] = {
-    coordinator_pb2.OfferGroups: lambda m: cw.offer_from_message(m, W),
-    coordinator_pb2.WorkersDelivered: cw.delivered_from_message,
+    coordinator_pb2.OfferGroups: lambda m: rw.offer_from_message(m, W),
+    coordinator_pb2.WorkersDelivered: rw.delivered_from_message,
 }
 """Read only: what is read must depend on every field."""
 SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the place of those that follow from names
@@ -232,10 +231,10 @@ def test_an_offer_counts_the_tokens_of_none_or_each_of_its_groups(held: tuple[in
     groups = (GROUP, replace(GROUP, group_id=GroupId("g-18")))
     message = coordinator_pb2.OfferGroups(groups=map(rw.group_to_message, groups), held_tokens=held)
     if len(held) in (0, 2):
-        assert cw.offer_from_message(message, "the learner") == (groups, held)
+        assert rw.offer_from_message(message, "the learner") == (groups, held)
         return
     with pytest.raises(MalformedMessage, match=f"held_tokens of the learner: expected .* 2 groups, got {len(held)}"):
-        cw.offer_from_message(message, "the learner")
+        rw.offer_from_message(message, "the learner")
 
 
 def test_enumerations_on_the_wire_have_the_names_of_ours() -> None:
