@@ -16,7 +16,6 @@ def derived_seed(seed: int, *names: str | int) -> int:
 
 
 def derived_rng(seed: int, *names: str | int) -> random.Random:
-    """A generator for the stream identified by `names`."""
     return random.Random(derived_seed(seed, *names))
 
 

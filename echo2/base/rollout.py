@@ -48,7 +48,6 @@ class RoutingShape:
 
     @property
     def bits(self) -> int:
-        """Bits of one expert's index."""
         return max(1, (self.experts - 1).bit_length())
 
     @property
@@ -143,8 +142,6 @@ class FinishReason(enum.Enum):
 
 
 class EndReason(enum.Enum):
-    """Why a worker ended a lease."""
-
     FINISHED = "finished"
     HANDED_BACK = "handed back"
     REFUSED = "refused"

@@ -14,7 +14,6 @@ from echo2.coordinator.hub import CoordinatorOptions
 
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
     die_with_parent()
     parser = Parser(prog="echo-coordinator", description="The coordinator: leases, plan and dashboard of a run.")
     parser.add_argument("--folder", type=Path, help="where the run's state and join links lie (default: RUNS/NAME)")

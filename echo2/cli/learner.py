@@ -28,7 +28,6 @@ ABOUT = {
 
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
     die_with_parent()
     parser = Parser(prog="echo-learner", description="The learner: trains the model of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: int = 0) -> LearnerOptions:
-    """Returns the learner's options from the resolved config. `link`: a join link or @FILE; empty if none is needed."""
+    """`link`: a join link or @FILE; empty if none is needed."""
     from echo2.cli.sizing import gradient_checkpointing, loss, threads, token_budget, turns_max
     from echo2.learner.options import LearnerOptions
     from echo2.tasks.rewards import available_cores

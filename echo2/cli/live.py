@@ -134,7 +134,6 @@ class LastMove:
 
 
 def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
-    """Returns the run's phase in a word or two."""
     if status is not None and status.finished:
         return "finished"
     if status is None or not status.learner_is_connected:
@@ -179,8 +178,6 @@ _KINDS = {"good": "green", "info": "cyan", "warn": "yellow", "bad": "bold red"} 
 
 @dataclass(slots=True)
 class ScreenState:
-    """The data that the screen shows."""
-
     title: str
     elapsed_s: float = 0.0
     phase: str = ""
@@ -234,12 +231,10 @@ def curve(values: Sequence[float], width: int, height: int = _CURVE_HEIGHT) -> l
 
 
 def bar(share: float, width: int) -> str:
-    """Draws a bar of block characters: `share` (0 to 1) of `width`."""
     return "█" * round(max(0.0, min(1.0, share)) * width)
 
 
 def lag_lines(histogram: Mapping[int, int] | Sequence[int], bound: int, width: int) -> list[str]:
-    """Formats one line per lag, 0 to at least `bound`, with its share of trained tokens, in `width` columns."""
     counts = dict(enumerate(histogram)) if not isinstance(histogram, Mapping) else dict(histogram)
     total = sum(counts.values()) or 1
     last = max(bound, *counts) if counts else bound
@@ -251,7 +246,6 @@ def lag_lines(histogram: Mapping[int, int] | Sequence[int], bound: int, width: i
 
 
 def draw(state: ScreenState) -> RenderableType:
-    """Draws the whole screen."""
     parts: list[RenderableType] = [_header(state)]
     if state.status is not None:
         parts += [_middle(state, state.status), _workers(state.status)]

@@ -22,7 +22,6 @@ RUN = "the run's folder (RUNS/NAME), an operator's link, or @FILE with one"  # h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
     parser = make_parser()
     own, rest = parser.parse_known_args(with_values(arguments))
     if rest and not own.takes_overrides:
@@ -197,7 +196,6 @@ def _with_model(parser: argparse.ArgumentParser) -> Callable[..., argparse.Actio
 
 
 def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`echo2 config show`; returns the exit code."""
     from echo2.cli.sizing import resolved
     from echo2.config.load import to_toml  # imports pydantic, as slow as all the rest
     from echo2.tasks.built_in import trusted_text
@@ -212,7 +210,6 @@ def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def export(own: argparse.Namespace, _: Sequence[str]) -> int:
-    """`echo2 export`; returns the exit code."""
     folder = inner if (inner := own.run / "learner").is_dir() else own.run
     if not (folder / "checkpoints").is_dir():
         raise StateError(f"{own.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")

@@ -66,7 +66,6 @@ class OperatorClient:
         return self._called
 
     async def status(self) -> coordinator_pb2.RunStatus:
-        """Returns the whole state of the run. Raises `Unreachable` if the coordinator does not answer."""
         return await self._answer(self._stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
 
     async def act(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +92,7 @@ OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs 
 
 
 def operator_at(run: str) -> OperatorClient:
-    """The user's connection to a run. `run`: its folder, an operator's link, or @FILE with one."""
+    """`run`: its folder, an operator's link, or @FILE with one."""
     link = Path(run) / "links" / "operator.link"
     if not link.is_file() and not run.startswith(("@", "echo2:")):
         raise ConfigError(
@@ -104,8 +103,6 @@ def operator_at(run: str) -> OperatorClient:
 
 
 def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _Answer:
-    """What the run's coordinator answers; `run` as for `operator_at`."""
-
     async def asked() -> _Answer:
         async with operator_at(run) as operator:
             return await ask(operator)
@@ -114,7 +111,6 @@ def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _
 
 
 def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
-    """`echo2 status`; returns the exit code."""
     from echo2.cli.live import ScreenState, draw, phase_of  # which asks by OperatorClient itself
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
 
@@ -155,7 +151,6 @@ WORDS = (
 
 
 def control(own: argparse.Namespace, _: Sequence[str]) -> int:
-    """`echo2 ctl`: carries out one command; returns the exit code."""
     name, body = request_of(own.words)
     answer = answered(own.run, lambda operator: operator.act(name, body))
     if name == "run/advice":
@@ -166,7 +161,6 @@ def control(own: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def request_of(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """The action and its arguments. ConfigError if the words are none."""
     match words:
         case ["advice"]:
             return "run/advice", {}

@@ -43,14 +43,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """For `type`: how many."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """For `type`: how long."""
     try:
         return parse_duration_s(text)
     except ConfigError as error:
@@ -58,7 +56,6 @@ def seconds(text: str) -> float:
 
 
 def all_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Returns every long option of a command and its subcommands, as written."""
     found = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -104,7 +101,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds those of the config and of the log."""
     add_config_arguments(parser)
     parser.add_argument("--log-json", action="store_true", help="log one JSON object per line")
     parser.add_argument("-v", "--verbose", action="store_true", help="log details of planner and broadcast, too")

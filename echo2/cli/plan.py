@@ -45,7 +45,6 @@ DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to
 
 
 def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`echo2 plan`; returns the exit code."""
     config = config_of(own.files, own.preset, rest)
     catalogue = load_catalogue(own.catalogue)
     fleet = read_toml(own.fleet) if own.fleet else {}
@@ -87,7 +86,6 @@ def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[b
 
 
 def load_catalogue(path: Path | None) -> dict[str, GpuType]:
-    """Loads the user's catalogue, or the built-in one if `path` is None."""
     return dict(built_in_catalogue()) if path is None else parse_catalogue(read_toml(path))
 
 
@@ -100,23 +98,18 @@ class Fields:
         self.whose, self.table = whose, dict(table)
 
     def number(self, name: str, default: float) -> float:
-        """Takes a bare number."""
         return float(self._taken(name, default, (int, float), "a number"))
 
     def text(self, name: str, default: str) -> str:
-        """Takes a text."""
         return str(self._taken(name, default, (str,), "a text"))
 
     def rate(self, name: str, default: float) -> float:
-        """Takes bytes/s, from `300mbit` or a number."""
         return self._parsed(name, default, parse_rate_bytes_per_s)
 
     def seconds(self, name: str, default: float) -> float:
-        """Takes seconds, from `80ms` or a number."""
         return self._parsed(name, default, parse_duration_s)
 
     def size(self, name: str, default: float) -> float:
-        """Takes bytes, from `120MB` or a number."""
         return float(self._parsed(name, default, parse_bytes))
 
     def _parsed(self, name: str, default: float, parse: Callable[[str | float], float]) -> float:
@@ -272,7 +265,6 @@ def learner_gpus(
 
 
 def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`echo2 offers`; returns the exit code."""
     logging.basicConfig(format="echo2: %(message)s", level=logging.WARNING)
     config = config_of(own.files, own.preset, rest)
     gpus = load_catalogue(own.catalogue)

@@ -60,12 +60,10 @@ def alternatives(question: PlanQuestion, answer: Plan) -> dict[str, Plan | None]
 
 
 def pool_by_kind(answer: Plan) -> dict[str, int]:
-    """Counts the pool's workers by kind of machine."""
     return dict(sorted(Counter(worker.rpartition("#")[0] for worker in answer.pool).items()))
 
 
 def _useful_per_hour(question: PlanQuestion, answer: Plan) -> float:
-    """Rollouts per hour that are trained on."""
     learner = question.learner
     trained_s = learner.train_s * learner.training_share
     return answer.predicted_utilisation * learner.trained_rollouts / trained_s * 3600
@@ -97,7 +95,6 @@ def costs_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str,
 
 
 def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, object]:
-    """Returns the plan and its inputs, for programs."""
     told = dataclasses.asdict(answer)
     told["binding"] = answer.binding.value
     for term in told["terms"]:
@@ -186,7 +183,6 @@ PRICES_ASSUMED = "assumed, mid 2026, 0.5-2 times (echo2 offers lists real ones; 
 
 
 def _step_text(learner: LearnerEstimate) -> str:
-    """Describes what a step takes, with evaluations and checkpoints apart."""
     told = f"{learner.trained_rollouts} rollouts"
     if learner.evaluation_rollouts:
         told += f" and {learner.evaluation_rollouts} of evaluations"
@@ -197,13 +193,11 @@ def _step_text(learner: LearnerEstimate) -> str:
 
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
-    """Describes the pool in words, by kind of machine."""
     offers, kinds = {offer.key: offer for offer in question.offers}, pool_by_kind(answer)
     return ", ".join(_machines(question, offers[kind], count) for kind, count in kinds.items()) or "no worker"
 
 
 def pool_offers(question: PlanQuestion, answer: Plan) -> list[PoolOffer]:
-    """Returns the offers that the pool uses, one per kind."""
     offers = {offer.key: offer for offer in question.offers}
     return [offers[kind] for kind in pool_by_kind(answer)]
 
@@ -332,7 +326,6 @@ def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
 
 
 def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
-    """Describes a worker's egress cost by provider; empty if no provider charges for egress."""
     charged = {one.provider or one.gpu: one.egress_usd_per_gib for one in question.offers if one.egress_usd_per_gib}
     sent = question.learner.sent_gib_per_hour(kappa)
     each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))

@@ -39,8 +39,6 @@ UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDI
 
 
 class Daemon(Protocol):
-    """The common interface of the three daemons."""
-
     async def run(self) -> object:
         """Runs until done or asked to stop. Raises an `EchoError` if it cannot continue."""
 
@@ -167,7 +165,6 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def report_error(error: EchoError) -> int:
-    """Prints an error as one line on stderr; returns its exit code."""
     print(f"error: {type(error).__name__}:", *str(error).split(), file=sys.stderr, flush=True)
     return error.exit_code
 

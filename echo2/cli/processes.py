@@ -203,7 +203,6 @@ class RunLock:
         self.note(STARTER, os.getpid())
 
     def note(self, name: str, pid: int) -> None:
-        """Records a process that inherits the lock."""
         os.write(self.descriptor, f"{name} {pid}\n".encode())
 
     def _taken(self) -> bool:
@@ -252,7 +251,6 @@ TAIL_BYTES = 2000  # of each log at first: some twenty lines
 
 
 def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
-    """`echo2 samples`; returns the exit code."""
     found = samples_of(_folder(own.run))
     if not found:
         raise StateError(

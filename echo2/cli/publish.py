@@ -20,7 +20,6 @@ _FETCH_WITHIN_S = 60.0  # of silence
 
 
 def publish(own: argparse.Namespace, _: Sequence[str]) -> int:
-    """`echo2 publish`; returns the exit code."""
     learner = own.run if (own.run / "gateway.url").exists() else own.run / "learner"
     try:
         url, key = (learner / "gateway.url").read_text().strip(), (learner / "gateway.key").read_text().strip()

@@ -74,8 +74,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSample:
-    """A held-out prompt with the first and the last completion."""
-
     prompt: str
     answer: str
     before: str
@@ -153,7 +151,6 @@ def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, f
 
 
 def lags_of(steps: Sequence[dict[str, Any]]) -> list[int]:
-    """Tokens trained on in the whole run, by lag."""
     rows = [row.get("lag/histogram", []) for row in steps]
     return [sum(row[lag] for row in rows if lag < len(row)) for lag in range(max(map(len, rows), default=0))]
 
@@ -181,7 +178,6 @@ def _problems(status: pb.RunStatus) -> list[str]:
 
 
 def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The report's lines, as label and text."""
     ends = (facts["held_out_reward_first"], facts["held_out_reward_last"])
     first, last = ("not measured" if reward is None else f"{reward:.2f}" for reward in ends)
     equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]

@@ -34,8 +34,6 @@ WORKERS_MAX = 64  # beyond it one machine's memory and ports are the limit
 
 
 class StoppedByUser(EchoError):
-    """The user stopped the run."""
-
     exit_code = 130
 
 
@@ -111,7 +109,6 @@ def final_version() -> Callable[[coordinator_pb2.RunStatus], bool]:
 
 
 def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`echo2 run`, and `echo2 serve`; returns the exit code."""
     config = config_of([own.file], own.preset, rest)
     least = 0 if own.is_served else 1
     if not least <= own.workers <= WORKERS_MAX:

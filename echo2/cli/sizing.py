@@ -148,7 +148,6 @@ class LearnerMachine:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of each device that trains."""
         return self.gpu_memory_bytes if self.gpu_count else self.memory_bytes
 
     @property
@@ -159,8 +158,6 @@ class LearnerMachine:
 
 @dataclass(frozen=True, slots=True)
 class LearnerNeeds:
-    """Needs of a learner with micro-batches of `budget` tokens."""
-
     budget: int
     checkpointing: Checkpointing
     memory: LearnerMemory
@@ -178,12 +175,10 @@ def learner_needs(config: RunConfig, model: ModelSize, machine: LearnerMachine, 
 
 
 def gpus_text(count: int) -> str:
-    """Names the GPUs that each hold one copy of something."""
     return "one GPU" if count == 1 else f"each of {count} GPUs"
 
 
 def learner_line(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> str:
-    """Describes what the learner needs, in one line."""
     needs, replicas, gpu_count = learner_needs(config, model, machine), config.learner.replicas, machine.gpu_count
     memory = needs.memory
     where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
@@ -247,7 +242,6 @@ class Shortage:
 
 
 def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> int:
-    """Returns the smallest number of GPUs with this memory that the learner fits on."""
     budget, asked = config.learner.token_budget or rule.TOKEN_BUDGET_MAX, config.learner.gradient_checkpointing
     return rule.fewest_gpus(model, budget, gpu_memory_bytes, learner_run(config, model), asked)
 

@@ -32,7 +32,6 @@ HELP = {
 
 @ended_by_interrupt()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
     die_with_parent()
     parser: argparse.ArgumentParser = Parser(prog="echo-worker", description="A worker: generates rollouts for a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -66,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
-    """The worker's options from the command line and the config."""
     if own.name and not NAME.fullmatch(own.name):
         raise ConfigError(f"--name: expected up to 63 letters, digits, _ . or -, not _ . - first, got {own.name!r}")
     name = own.name or re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()) or "worker"

@@ -210,7 +210,6 @@ def meant(name: str) -> str:
 
 
 def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """The dotted names of all options."""
     names: list[str] = []
     for name, field in model.model_fields.items():
         kind = field.annotation

@@ -279,7 +279,6 @@ async def _overflow(outbox: _Outbox[Said]) -> None:
 
 
 async def enrolled(link: JoinLink, identity: Identity, role: Role, waits: Waits, backoff: Backoff) -> Credentials:
-    """Enrols in the run that `link` names; returns the credentials."""
     while True:
         try:
             credentials = await enrol(link, identity, role)

@@ -184,7 +184,6 @@ class Hub:
         self.state.event(LoggedEvent(self.clock.now(), kind, text))
 
     def handle(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
-        """Carries out what this method of the lease book decides."""
         for action in method(self.clock.now(), *args, **kwargs):
             match action:
                 case le.Save(kind, key):
@@ -273,7 +272,6 @@ class Hub:
         self.drain(peer_id, f"preemption: {notice}")
 
     def allow(self, member: Member) -> None:
-        """Tells the lease book whether the worker may be given leases now."""
         self.handle(self.book.allow, member.peer_id, member.may_lease)
 
     def review(self, member: Member) -> None:
@@ -548,7 +546,6 @@ class RunEnding:
             self._reopen("resumed by the operator")
 
     def reopen_for(self, hello: pb.LearnerHello) -> None:
-        """Reopens a finished run if the learner that came has steps left."""
         if self.finish is not None and hello.step < hello.step_limit:
             self._reopen(f"step {hello.step} of {hello.step_limit}")
 

@@ -246,7 +246,6 @@ class LearnerStream:
         return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
 
     def send_barring(self, member: Member) -> None:
-        """Tells the learner whether this worker is barred now, and why."""
         is_lifted = not member.activation.is_barred
         is_banned = member.activation is Activation.BANNED
         self.send(

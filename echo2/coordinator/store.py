@@ -184,8 +184,6 @@ class _RowForm:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A row of the kind `meta`."""
-
     value: str
 
 
@@ -651,7 +649,6 @@ class StateWriter:
         self.paid: deque[PaidAction] = deque(maxlen=EVENTS_MAX)
 
     def restore(self, saved: StateSnapshot) -> None:
-        """Takes over what an earlier process wrote."""
         self.events.extend(saved.events)
         self.paid.extend(saved.paid)
         for sample in saved.samples:

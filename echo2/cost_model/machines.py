@@ -155,7 +155,6 @@ def _named(name: str, table: object) -> object:
 
 
 def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
-    """The GPU type called `name`; raises ConfigError if the catalogue has none."""
     if name not in catalogue:
         raise ConfigError(f"gpu: expected one of {', '.join(sorted(catalogue))}, got {name!r}")
     return catalogue[name]

@@ -33,7 +33,6 @@ class Limit(enum.Enum):
 
     @property
     def formula(self) -> str:
-        """The term in the model's symbols."""
         return _FORMULAS[self]
 
 

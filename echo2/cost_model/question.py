@@ -96,8 +96,6 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """All inputs of `echo2 plan`."""
-
     model: ModelSize
     lengths: RunLengths
     learner: LearnerEstimate

@@ -301,5 +301,4 @@ class PlanConfig:
         return tuple(kappas)
 
     def allows(self, kappa: int) -> bool:
-        """Whether a plan may keep this period."""
         return self.kappas[0] <= kappa <= self.kappas[-1]

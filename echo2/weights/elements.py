@@ -156,8 +156,6 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One independent block: segments of one element type."""
-
     index: int
     shard: int
     element: ElementType

@@ -287,8 +287,6 @@ COMPOSED_MAX = 1 << 12  # deltas between two keyframes are far fewer
 
 
 class _Container:
-    """Parses the frames of one container, in order, one at a time."""
-
     def __init__(self, frames: Iterable[bytes]) -> None:
         self._frames = (parse_frame(frame) for frame in frames)
         head = next(self._frames, None)

@@ -233,8 +233,6 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits of one message of a call."""
-
     bytes_max: int = 64 << 10
     fields_max: int = 256
 

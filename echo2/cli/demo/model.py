@@ -51,7 +51,6 @@ class ModelRecipe:
 
 
 def make_model(folder: Path, recipe: ModelRecipe) -> None:
-    """Writes the small model's folder, unless it exists."""
     _made_beside(folder, lambda partial: _train_format(partial, recipe, _save_tokenizer(partial)))
 
 

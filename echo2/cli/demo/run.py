@@ -61,7 +61,6 @@ WORKERS = {
 
 
 def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
-    """The demo as a run of this machine."""
     is_llm, recipe, cache = own.model == "smollm2", model.ModelRecipe(), CACHE.expanduser()
     folder = cache / model.LLM_FOLDER if is_llm else cache / f"sort-digits-{recipe.digest()}"
     settings = {
@@ -104,7 +103,6 @@ def faster(link: str) -> str:
 
 
 def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`echo2 demo`; returns the exit code."""
     if own.model == "smollm2":
         model.require_package()
     run, console = demo_run(own, parse_overrides(rest)), Console()

@@ -64,7 +64,6 @@ def caller_address(context: Any) -> tuple[str, int]:
 
 
 def caller_host(context: Any) -> str:
-    """The caller's host, without the port."""
     return caller_address(context)[0]
 
 

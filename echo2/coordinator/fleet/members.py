@@ -297,7 +297,6 @@ class Membership:
             member.cut_at = now
 
     def on_leave(self, peer_id: PeerId, now: float) -> None:
-        """The worker disconnected cleanly."""
         member = self.members[peer_id]
         member.has_left, member.cut_at = True, now
 

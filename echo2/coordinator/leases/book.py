@@ -537,7 +537,6 @@ class LeaseBook:
         yield le.Save("groups", group.spec.group_id)
 
     def set_staleness_bound(self, bound: int) -> None:
-        """From now on groups go to workers by this bound."""
         self.rules = replace(self.rules, staleness_bound=bound)
         self._queue.staleness_bound = bound
 

@@ -108,7 +108,6 @@ class Money:
         self.offers: tuple[MachineOffer, ...] = ()
 
     def workers_of(self, machine: RentedMachine) -> list[Member]:
-        """The workers that joined with the machine's token."""
         members = self._membership.members
         return [members[peer_id] for peer_id in sorted(self._joined_from(machine)) if peer_id in members]
 

@@ -79,7 +79,6 @@ class Provisioner:
 
     @property
     def offers(self) -> dict[str, MachineOffer]:
-        """What may be rented, by name, at the prices of now."""
         return {offer.name: offer for offer in self._hub.money.offers}
 
     # ---- commands

@@ -70,8 +70,6 @@ class VersionRow:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals over the whole run; saved on disk."""
-
     artifact_bytes: int = 0
     full_bytes: int = 0
     versions: int = 0
@@ -213,7 +211,6 @@ class LearnerBoard:
 
     @property
     def delta_kappa(self) -> int:
-        """Steps between the newest delta and its parent."""
         for row in reversed(self.versions.values()):
             if row.published.has_parent:
                 return max(1, row.published.version - row.published.parent)
@@ -262,7 +259,6 @@ class CurrentPlan:
     _compared: VersionRow | None = None
 
     def _measure(self, what: str, value: float) -> None:
-        """Compares a measurement with the newest prediction, if there is one."""
         if what in self.predicted:
             self.errors.setdefault(what, deque(maxlen=ERRORS_KEPT)).append(value - self.predicted[what])
 

@@ -303,7 +303,6 @@ class _Collected(Collector):
 
 
 def exposition(families: list[Metric]) -> bytes:
-    """The metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(_Collected(families))
     return generate_latest(registry)

@@ -270,7 +270,6 @@ class StateView:
         return finite(1e6 * hub.money.bill_of(member) / tokens, 4) if tokens > 0 else None
 
     def _links(self, member: Member) -> list[dict[str, str]]:
-        """The worker's links to peers, each with its kind and the reason for it."""
         name_of, learner = self._hub.membership.name_of, self._hub.board.peer_id
         return [
             {
@@ -355,7 +354,6 @@ class StateView:
         return sorted(found, key=lambda wait: wait[1])
 
     def samples(self) -> dict[str, list[Any]]:
-        """The run's curves as columns, oldest first."""
         samples = list(self._hub.state.samples)
         return {
             "at": [round(s.unix_s, 2) for s in samples], "step": [s.step for s in samples],
@@ -404,7 +402,6 @@ def _version(row: VersionRow) -> dict[str, Any]:
 
 
 def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
-    """A plan as the page shows it; also for what-if."""
     if plan is None:
         return {"is_known": False, "mode": mode, "waits_for": waits_for}
     return {
@@ -425,7 +422,6 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
 
 
 def rollout_summary(one: pb.RolloutSummary, name_of: Callable[[str], str]) -> dict[str, Any]:
-    """`name_of`: a worker's name by its peer id."""
     return {
         "id": one.rollout_id, "step": one.step, "reward": finite(one.reward, 4), "token_count": one.token_count,
         "oldest_version": one.oldest_version, "newest_version": one.newest_version, "finish_reason": one.finish_reason,

@@ -181,7 +181,6 @@ def base_arguments(model_path: str) -> list[str]:
 
 
 def join_command(join_link: str, model_path: str = "") -> str:
-    """The shell command that makes a machine a worker of the run."""
     return shlex.join(["echo-worker", "join", join_link, *base_arguments(model_path)])
 
 
