@@ -64,7 +64,7 @@ class LiveRun:
             self.console.print(f"dashboard {page}", highlight=False, soft_wrap=True)
             await self.children.start("learner")
             link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
-            async with OperatorClient(link, self.run_folder / "operator") as operator:
+            async with OperatorClient.at(link, self.run_folder / "operator") as operator:
                 screen = Live(draw(self.state), console=self.console, refresh_per_second=4)
                 with contextlib.nullcontext() if self.is_plain else screen as live:
                     while not await self._is_at_its_end(operator, live, workers):

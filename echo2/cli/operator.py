@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -34,36 +34,26 @@ _Answer = TypeVar("_Answer")
 
 
 class OperatorClient:
-    """Use as `async with OperatorClient(link, folder) as operator`."""
+    """Use as `async with OperatorClient.at(link, folder) as operator`. `whose`: the coordinator, for errors."""
 
-    def __init__(self, link: str, folder: Path) -> None:
-        self._link = JoinLink.parse(link)
-        self._folder = folder
-        self._channel: grpc.aio.Channel | None = None
-        self._called: coordinator_pb2_grpc.OperatorStub | None = None
+    def __init__(self, stub: coordinator_pb2_grpc.OperatorStub, whose: str) -> None:
+        self._stub, self._whose = stub, whose
 
-    async def __aenter__(self) -> Self:
-        identity = load_or_create_identity(self._folder)
-        credentials = load_credentials(self._folder, identity)
-        if credentials is None or credentials.coordinator_peer_id != self._link.peer_id:
-            credentials = await enrol(self._link, identity, Role.OPERATOR)
-            save_credentials(self._folder, credentials)
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, text: str, folder: Path) -> AsyncIterator[Self]:
+        link, identity = JoinLink.parse(text), load_or_create_identity(folder)
+        credentials = load_credentials(folder, identity)
+        if credentials is None or credentials.coordinator_peer_id != link.peer_id:
+            credentials = await enrol(link, identity, Role.OPERATOR)
+            save_credentials(folder, credentials)
         else:
-            await find_coordinator(self._link, None, credentials, lambda new: save_credentials(self._folder, new))
-        self._channel = open_channel(credentials.coordinator_address, credentials.coordinator_peer_id, credentials)
-        self._called = coordinator_pb2_grpc.OperatorStub(self._channel)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
-
-    @property
-    def _stub(self) -> coordinator_pb2_grpc.OperatorStub:
-        assert self._called is not None, "used inside `async with`"
-        return self._called
+            await find_coordinator(link, None, credentials, lambda new: save_credentials(folder, new))
+        whose = f"coordinator {link.peer_id} at {link.address}"
+        async with open_channel(
+            credentials.coordinator_address, credentials.coordinator_peer_id, credentials
+        ) as channel:
+            yield cls(coordinator_pb2_grpc.OperatorStub(channel), whose)
 
     async def status(self) -> coordinator_pb2.RunStatus:
         return await self._answer(self._stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
@@ -85,13 +75,13 @@ class OperatorClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"coordinator {self._link.peer_id} at {self._link.address}") from None
+            raise error_of(error, self._whose) from None
 
 
 OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs of a user
 
 
-def operator_at(run: str) -> OperatorClient:
+def operator_at(run: str) -> AbstractAsyncContextManager[OperatorClient]:
     """`run`: its folder, an operator's link, or @FILE with one."""
     link = Path(run) / "links" / "operator.link"
     if not link.is_file() and not run.startswith(("@", "echo2:")):
@@ -99,7 +89,7 @@ def operator_at(run: str) -> OperatorClient:
             f"{run}: expected a run's folder (RUNS/NAME) with links/operator.link, an operator's link or @FILE with one, found "
             f"{'a folder without' if Path(run).is_dir() else 'no such folder'}"
         )
-    return OperatorClient(link_text(f"@{link}" if link.is_file() else run), OPERATOR_FOLDER.expanduser())
+    return OperatorClient.at(link_text(f"@{link}" if link.is_file() else run), OPERATOR_FOLDER.expanduser())
 
 
 def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _Answer:

@@ -14,7 +14,7 @@ from tests.unit.coordinator.test_daemon import Node, options, running
 
 async def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
     async with running(options(tmp_path / "run")) as daemon:
-        async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
+        async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
             body = {"role": "worker", "lifetime_s": 60.0, "use_limit": 2, "label": "for one"}
             made = (await operator.act("tokens", body))["join_link"]
         (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
@@ -27,7 +27,7 @@ async def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_
         began = time.time()
         worker = await Node.join(daemon, Role.WORKER)
         await worker.hello(price_usd_per_hour=36.0)
-        async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
+        async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
             async with asyncio.timeout(WAIT_S):
                 while not (status := await operator.status()).workers[0].usd_spent:
                     await asyncio.sleep(0.1)

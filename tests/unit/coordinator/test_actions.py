@@ -64,7 +64,7 @@ async def test_settings_change_without_a_restart_and_outlive_one(tmp_path: Path)
     chosen = options(tmp_path / "run", **settings)
     async with (
         running(chosen) as daemon,
-        OperatorClient(daemon.links["operator"], tmp_path / "operator") as operator,
+        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
         httpx.AsyncClient(base_url=daemon.dashboard_url) as web,
     ):
         hub, ctl = daemon.hub, Ctl(operator)
@@ -109,7 +109,7 @@ async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restar
     chosen = options(tmp_path)
     async with (
         running(chosen) as daemon,
-        OperatorClient(daemon.links["operator"], tmp_path / "operator") as operator,
+        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
     ):
         hub, ctl = daemon.hub, Ctl(operator)
         node = await joined(daemon, Role.WORKER)
@@ -124,7 +124,7 @@ async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restar
         assert activation_of(hub, late) is Activation.DRAINING
     async with (
         running(chosen) as again,
-        OperatorClient(again.links["operator"], tmp_path / "operator") as operator,
+        OperatorClient.at(again.links["operator"], tmp_path / "operator") as operator,
     ):
         hub = again.hub
         assert hub is not None and activation_of(hub, node) is Activation.STANDBY
@@ -135,7 +135,7 @@ async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restar
 async def test_a_stopped_run_sends_workers_home_and_only_the_operator_lets_it_go_on(tmp_path: Path) -> None:
     async with (
         running(options(tmp_path)) as daemon,
-        OperatorClient(daemon.links["operator"], tmp_path / "operator") as operator,
+        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
     ):
         hub, ctl = daemon.hub, Ctl(operator)
         worker = await joined(daemon, Role.WORKER)
