@@ -18,8 +18,8 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.coordinator_history import History
+from echo2.base.clock import Backoff
 from echo2.base.ids import PeerId, RunId
-from echo2.control.waits import Backoff
 from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from echo2.base.clock import ceiling_s
 from echo2.base.errors import EchoError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.base.units import LinkShape
@@ -25,7 +26,6 @@ from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import Access, LinkKind, LinkWay, meeting, relay_of
 from echo2.broadcast.stripes import Stripes
 from echo2.broadcast.transport import Transport, first_of
-from echo2.control.waits import ceiling_s
 from echo2.outside.guard import FairShares
 from echo2.trust.tls import Credentials
 

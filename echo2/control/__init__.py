@@ -1,1 +1,1 @@
-"""A node's link to the coordinator, shared by worker and learner: joining, the control session, backoff and waits."""
+"""A node's link to the coordinator, shared by worker and learner: joining and the control session."""

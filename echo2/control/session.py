@@ -24,8 +24,8 @@ import grpc
 import grpc.aio
 
 from echo2.base import errors
+from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import EchoError, MalformedMessage, ProtocolError, Unreachable
-from echo2.control.waits import Backoff, Waits
 from echo2.outside import monotonic
 from echo2.outside.guard import cancel_all, handling
 from echo2.trust.enrolment import FAILURES_BEFORE_SEARCH, enrol

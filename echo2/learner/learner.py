@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.node import NodeCalls
 from echo2.control.session import ControlSession, Party, enrolled, unless
-from echo2.control.waits import Backoff, Waits
 from echo2.learner.audit import Auditor
 from echo2.learner.loop import EVALUATION, TrainingLoop
 from echo2.learner.metrics import PrometheusEndpoint, number_in, open_sinks

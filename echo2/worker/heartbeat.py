@@ -11,11 +11,11 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
+from echo2.base.clock import Waits
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.nat.reach import HostFacts, outward_host
 from echo2.broadcast.node import BroadcastNode, NodeStats
-from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.outside.net import EVERY_ADDRESS
 from echo2.trust.identity import JoinLink

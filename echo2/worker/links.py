@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from echo2.base.clock import Clock
+from echo2.base.clock import Backoff, Clock, Waits
 from echo2.base.errors import MalformedMessage, ResourceError, StateError, TrustError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, Rollout
 from echo2.broadcast.node import BroadcastNode
 from echo2.control.session import ControlSession, Party, check_interval, enrolled
-from echo2.control.waits import Backoff, Waits
 from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import cancel_all, handling
 from echo2.trust.identity import JoinLink, Role, dns_name_of

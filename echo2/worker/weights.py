@@ -31,6 +31,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )  # fmt: skip
 
+from echo2.base.clock import Waits
 from echo2.base.errors import EchoError, EngineError, FingerprintMismatch, IntegrityError, VersionMismatch
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
@@ -39,7 +40,6 @@ from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.store import FileSpill
-from echo2.control.waits import Waits
 from echo2.outside import monotonic
 from echo2.outside.guard import far_text, ticking
 from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta

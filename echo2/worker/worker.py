@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import DiskFull, Dismissed, EchoError, ProtocolError, ResourceError
 from echo2.base.rng import derived_rng
 from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.control.session import ControlSession, unless
-from echo2.control.waits import Backoff, Waits
 from echo2.outside import SteadyClock, monotonic
 from echo2.outside.guard import cancel_all
 from echo2.trust.enrolment import find_coordinator, keep_renewed

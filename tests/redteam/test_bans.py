@@ -6,8 +6,8 @@ import asyncio
 import random
 from pathlib import Path
 
+from echo2.base.clock import Backoff, Waits
 from echo2.control.session import ControlSession
-from echo2.control.waits import Backoff, Waits
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role

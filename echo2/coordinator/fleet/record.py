@@ -23,8 +23,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
+from echo2.base.clock import ceiling_s
 from echo2.base.ids import LeaseId, PeerId, Version
-from echo2.control.waits import ceiling_s
 from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivery, prompt_digest
 
 CLAIM_MARGIN = 2.0  # a worker that sometimes waits for work is faster than it could show

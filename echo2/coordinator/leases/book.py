@@ -30,10 +30,10 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Concatenate
 
+from echo2.base.clock import ceiling_s
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
 from echo2.base.rollout import EndReason, GroupSpec
-from echo2.control.waits import ceiling_s
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le

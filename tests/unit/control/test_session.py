@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import LimitExceeded, StateError
 from echo2.control.session import OUTBOX_MESSAGES_MAX, ControlSession, Party, unless
-from echo2.control.waits import Backoff, Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc

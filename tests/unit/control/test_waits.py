@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.control.waits import FLOOR_SHARE, Backoff, Waits
+from echo2.base.clock import FLOOR_SHARE, Backoff, Waits
 
 
 class _Clock:

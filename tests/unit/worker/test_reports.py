@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import VersionMismatch
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, FinishReason, GroupSpec, SamplingParams
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.control.session import ControlSession
-from echo2.control.waits import Backoff, Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire import rollout as wire
