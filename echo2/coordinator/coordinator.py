@@ -31,7 +31,7 @@ from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.learner import LearnerReachability
 from echo2.coordinator.leases.book import is_quiet, moves, pace_of
 from echo2.coordinator.money.providers.machine_setup import SetupService
-from echo2.coordinator.money.provisioner import MakeProvider, Renting, load_offers, make_provider
+from echo2.coordinator.money.provisioner import MakeProvider, load_offers, make_provider
 from echo2.coordinator.operator import Commands, OperatorService
 from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore
@@ -145,8 +145,7 @@ class CoordinatorDaemon:
         """Opens the state, binds all ports and starts the servers; `opened` closes what it opens."""
         options, section = self.options, self.options.config.coordinator
         offers = load_offers(Path(section.offers) if section.offers else None)
-        place = Renting(options.run_id, options.folder, options.config.model.path)
-        providers = {offer.name: self._provider(offer, place) for offer in offers}
+        providers = {offer.name: self._provider(offer, options) for offer in offers}
         identity = tls.load_or_create_identity(self._keys)
         authority = self._authority = tls.load_or_create_authority(self._keys, identity, options.run_id)
         url = section.database_url or f"sqlite:///{self._keys / 'state.sqlite'}"

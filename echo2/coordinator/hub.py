@@ -78,6 +78,11 @@ class CoordinatorOptions:
         return RunId(self.config.run.name)
 
     @property
+    def model_path(self) -> str:
+        """Where workers look for the base checkpoint."""
+        return self.config.model.path
+
+    @property
     def link_host(self) -> str:
         """The host named in join links and in the replies that carry certificates."""
         host = (self.config.coordinator.advertise or self.config.coordinator.host).strip("[]")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.rng import derived_rng
-from echo2.coordinator.money.provisioner import Renting
+from echo2.coordinator.hub import CoordinatorOptions
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, Provider
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class VirtualCloud:
         self._world, self._counts = world, world.faults
         self._rng: random.Random = derived_rng(world.scenario.seed, "answers of the cloud")
 
-    def provider(self, offer: MachineOffer, run: Renting) -> Provider:
+    def provider(self, offer: MachineOffer, run: CoordinatorOptions) -> Provider:
         """Called by the coordinator to get the provider of an offer."""
         return self
 

@@ -20,10 +20,11 @@ from echo2.coordinator.money.providers import command
 from echo2.coordinator.money.providers.command import CommandProvider, LocalProvider
 from echo2.coordinator.money.providers.machine_setup import ManualProvider, running_wheel
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
-from echo2.coordinator.money.provisioner import Renting, load_offers, make_provider
+from echo2.coordinator.money.provisioner import load_offers, make_provider
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, Provider, machine_prefix
 from tests.contract.command_cloud import CommandCloud
 from tests.contract.sky_double import ClusterStatus, Sky
+from tests.unit.coordinator.test_daemon import options
 
 LINK = "echo2://h:1/peer?token=it's"
 RUN = RunId("a-run")
@@ -258,8 +259,8 @@ def test_offers_are_read_wrong_settings_named_and_workers_told_where_the_base_ch
     assert (offer.usd_per_hour, offer.machines_max, offer.is_automatic) == (1, 3, True)
     for wrong, problem in ((offer, "got 'colour'"), (MachineOffer("k", "command"), "'start', it is missing")):
         with pytest.raises(ConfigError, match=problem):
-            make_provider(wrong, Renting(RUN, tmp_path))
-    manual = make_provider(MachineOffer("m", "manual"), Renting(RUN, tmp_path, "org/base"))
+            make_provider(wrong, options(tmp_path))
+    manual = make_provider(MachineOffer("m", "manual"), options(tmp_path, model_path="org/base"))
     words = shlex.split(asyncio.run(manual.rent(FIRST, LINK)))
     assert words == ["echo-worker", "join", LINK, "--model.path", "org/base"]
     cloud = SkyPilotProvider(sky_offer(arguments="--verbose"), RUN, Sky(), "/models/a base")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo2.base.ids import RunId
 from echo2.cli.learner import learner_options
 from echo2.config.load import load_config
 from echo2.config.run import LearnerSection, WorkerSection
@@ -24,6 +23,7 @@ from echo2.cost_model.sizing import Fit
 from echo2.learner.training import loss
 from echo2.worker.engines import making as make_engine
 from echo2.worker.options import WorkerOptions
+from tests.unit.coordinator.test_daemon import options
 
 FIT = Fit(1, 1, sequences=4, sequence_tokens=64, cache_tokens=256, reason="a trial")
 
@@ -59,7 +59,7 @@ def test_a_provider_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     file.write_text('[[offer]]\nname = "one"\nprovider = "of-the-test"\n')
     (offer,) = provisioner.load_offers(file)
     assert offer == MachineOffer("one", "of-the-test")
-    assert isinstance(provisioner.make_provider(offer, provisioner.Renting(RunId("r"), tmp_path)), OfTheTest)
+    assert isinstance(provisioner.make_provider(offer, options(tmp_path)), OfTheTest)
 
 
 def test_every_correction_has_its_rule_and_its_word_in_the_configuration() -> None:

@@ -15,15 +15,15 @@ import logging
 import math
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from echo2.base.errors import ConfigError, EchoError, LimitExceeded, MalformedMessage, NotAllowed
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.tokens import Token
-from echo2.coordinator.hub import Hub
+from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.providers.command import CommandProvider, LocalProvider
@@ -423,16 +423,8 @@ def _offer(table: Mapping[str, Any], whose: str) -> MachineOffer:
     return replace(offer, is_automatic=offer.is_automatic and offer.provider != "manual")
 
 
-@dataclass(frozen=True, slots=True)
-class Renting:
-    """What a provider may need to know about the run. `model_path`: where workers look for the base checkpoint."""
-
-    run_id: RunId
-    folder: Path
-    model_path: str = ""
-
-
-PROVIDERS: dict[str, Callable[[MachineOffer, Renting], Provider]] = {
+MakeProvider = Callable[[MachineOffer, CoordinatorOptions], Provider]
+PROVIDERS: dict[str, MakeProvider] = {
     "manual": lambda offer, run: ManualProvider(offer, run.model_path),
     "local": lambda offer, run: LocalProvider(offer, run.folder / "local-workers", base=base_arguments(run.model_path)),
     "skypilot": lambda offer, run: SkyPilotProvider(offer, run.run_id, model_path=run.model_path),
@@ -441,12 +433,6 @@ PROVIDERS: dict[str, Callable[[MachineOffer, Renting], Provider]] = {
 """To add a provider: write a class with the methods of `Provider` in a file of its own, and add a line here."""
 
 
-MakeProvider = Callable[[MachineOffer, Renting], Provider]
-
-
-def make_provider(offer: MachineOffer, run: Renting) -> Provider:
+def make_provider(offer: MachineOffer, run: CoordinatorOptions) -> Provider:
     """The provider of one offer. ConfigError for invalid settings or a library that is not installed."""
-    make = PROVIDERS.get(offer.provider)
-    if make is None:
-        raise ConfigError(f"offer {offer.name}: expected a provider of {', '.join(PROVIDERS)}, got {offer.provider!r}")
-    return make(offer, run)
+    return PROVIDERS[offer.provider](offer, run)
