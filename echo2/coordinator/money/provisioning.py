@@ -227,9 +227,12 @@ def rates_by_gpu(members: Iterable[Member], kinds: Collection[str]) -> dict[str,
     for member in members:
         rate = member.record.believed_per_s(member.heartbeat.rollouts_per_s)
         if rate > 0 and member.last_liveness is Liveness.ALIVE:
-            for gpu in {kind_text(member.hello.gpu, kinds), ""}:
-                found.setdefault(gpu, []).append(rate)
-    return {gpu: median(rates) for gpu, rates in found.items()}
+            found.setdefault(member.hello.gpu, []).append(rate)
+    by_kind: dict[str, list[float]] = {}
+    for gpu, rates in found.items():
+        for kind in {kind_text(gpu, kinds), ""}:
+            by_kind.setdefault(kind, []).extend(rates)
+    return {kind: median(rates) for kind, rates in by_kind.items()}
 
 
 def rate_of(offer: MachineOffer, rates: Mapping[str, float]) -> float:
