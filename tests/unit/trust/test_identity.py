@@ -58,6 +58,10 @@ def test_signature_verifies_for_its_message_and_no_other(seed: bytes, message: b
     verify_signature(identity.peer_id, message, signature)
     with pytest.raises(BadSignature):
         verify_signature(identity.peer_id, message + b"x", signature)
+    longer = identity.sign(b"m" + message)
+    for wrong in (longer, longer + b"m", longer[:-1], b"", bytes(64)):
+        with pytest.raises(BadSignature):
+            verify_signature(identity.peer_id, message, wrong)
 
 
 @given(st.binary(min_size=32, max_size=32))
