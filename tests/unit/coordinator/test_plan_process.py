@@ -90,7 +90,8 @@ async def test_closing_ends_work_under_way_and_a_process_that_is_being_started(a
 def test_the_process_ends_with_one_that_is_killed() -> None:
     script = (
         "import asyncio, os\nfrom echo2.coordinator.planning.pool_plan import PlanProcess\n"
-        "async def main():\n    print(await PlanProcess().run(100, os.getpid), flush=True)\n    await asyncio.sleep(60)\n"
+        "async def main():\n    process = PlanProcess()\n    print(await process.run(100, os.getpid), flush=True)\n"
+        "    await asyncio.sleep(60)\n"
         "asyncio.run(main())"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
