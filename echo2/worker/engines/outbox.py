@@ -154,18 +154,10 @@ def _joined(request_id: str, tokens: list[SampledToken]) -> list[TokenChunk]:
     chunks = []
     for version, run in itertools.groupby(tokens, key=attrgetter("version")):
         each = list(run)
-        sampled = [token for token in each if token.token_id is not None]
-        rows = b"".join(token.routing.tokens for token in sampled)
-        prompt_rows = next((token.routing.prompt for token in sampled if token.routing.prompt), b"")
-        chunks.append(
-            TokenChunk(
-                request_id,
-                tuple(token.token_id for token in each if token.token_id is not None),
-                tuple(token.logprob for token in sampled),
-                tuple(token.raw_logprob for token in sampled),
-                version,
-                each[-1].finish_reason,
-                Routing(prompt_rows, rows) if rows else NO_ROUTING,
-            )
-        )
+        columns = list(zip(*(token for token in each if token.token_id is not None), strict=True))
+        token_ids, logprobs, raw_logprobs, routings = columns[3:] or [()] * 4
+        rows = b"".join(routing.tokens for routing in routings)
+        prompt_rows = next((routing.prompt for routing in routings if routing.prompt), b"")
+        routing, reason = Routing(prompt_rows, rows) if rows else NO_ROUTING, each[-1].finish_reason
+        chunks.append(TokenChunk(request_id, token_ids, logprobs, raw_logprobs, version, reason, routing))
     return chunks
