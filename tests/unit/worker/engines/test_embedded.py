@@ -145,25 +145,26 @@ def test_tokens_are_joined_in_the_outbox_growing_sequences_linger_and_an_end_lea
         box = Outbox(linger_s=30.0)
         box.bind(asyncio.get_running_loop(), lambda: None)
 
-        async def taken() -> list[tuple[str, int, int]]:
-            return [(chunk.request_id, len(chunk.token_ids), chunk.version) for chunk in await box.take()]
+        async def taken() -> list[tuple[str, int, int, bool]]:
+            chunks, end = await box.take(), FinishReason.LENGTH
+            return [(c.request_id, len(c.token_ids), c.version, c.finish_reason is end) for c in chunks]
 
-        async def lingering() -> asyncio.Task[list[tuple[str, int, int]]]:
+        async def lingering() -> asyncio.Task[list[tuple[str, int, int, bool]]]:
             taking = asyncio.create_task(taken())
             await asyncio.wait([taking], timeout=0.05)
             assert not taking.done()
             return taking
 
         box.put([token(), token("b")])
-        assert await taken() == [("a", 1, 1), ("b", 1, 1)], "the first after a pause need not wait"
+        assert await taken() == [("a", 1, 1, False), ("b", 1, 1, False)], "the first after a pause need not wait"
         box.put([token(), token("b")])
         box.put([token(), token(version=2), token("b")])
         taking = await lingering()
         box.put([token("a", FinishReason.LENGTH, 2)])
-        assert await taking == [("a", 2, 1), ("a", 2, 2)]
+        assert await taking == [("a", 2, 1, False), ("a", 2, 2, True)]
         taking = await lingering()  # an end hurries nobody else
         box.close(EngineError("the reason"))
-        assert await taking == [("b", 2, 1)]
+        assert await taking == [("b", 2, 1, False)]
         with pytest.raises(EngineError, match="the reason"):
             await taken()
         box = Outbox(linger_s=0.01)
