@@ -172,6 +172,11 @@ class ArtifactReader:
         self.version = version
         self._was_restarted = self._current is not None
 
+    def awaits(self, key: ArtifactKey, index: int) -> bool:
+        """Whether `next` may have something now that this chunk has come: the next one, or the path is planned again."""
+        is_another = self._current is not None and self._current[0] == key and index != self._next_index
+        return not is_another or self._library.chunks_stored % PATH_KEPT_CHUNKS == 0
+
     def next(self) -> Progress | None:
         if self._was_restarted:
             return self._drop("the consumer switched to another version")

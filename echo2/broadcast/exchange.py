@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from echo2.base.errors import DiskFull, EchoError, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
@@ -83,9 +83,13 @@ def deserves_ban(error: Exception, peer: PeerId) -> bool:
 
 class Exchange:
     """`links`: to connected peers; `publisher`: whose artifacts are taken, None until it is known; `revised` is set when an
-    artifact was added, sealed or dropped, `changed` when there may be something for the consumer. `error`: why the node ended."""
+    artifact was added, sealed or dropped, `changed` when there may be something for the consumer. `is_awaited`: whether this
+    chunk may be that. `error`: why the node ended."""
 
-    def __init__(self, me: PeerId, library: Library, session: BroadcastSession, meter: Meter, bans: Bans) -> None:
+    def __init__(
+        self, me: PeerId, library: Library, session: BroadcastSession, meter: Meter, bans: Bans,
+        is_awaited: Callable[[ArtifactKey, int], bool] = lambda key, index: True,
+    ) -> None:  # fmt: skip
         self.links: dict[PeerId, PeerLink] = {}
         self.publisher: PeerId | None = None
         self.revised, self.changed = asyncio.Event(), asyncio.Event()
@@ -93,6 +97,7 @@ class Exchange:
         self.session = session
         self.tasks = Tasks(self.fail)
         self._me, self.library, self._meter, self._bans = me, library, meter, bans
+        self._is_awaited = is_awaited
         self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -197,7 +202,8 @@ class Exchange:
                 return
         size = len(chunk.payload)
         self.act(events.ChunkSeen(peer, chunk.key, chunk.index, size, came.route, is_answer=came.is_answer))
-        self.changed.set()
+        if self._is_awaited(chunk.key, chunk.index):
+            self.changed.set()
 
     def _on_seal(self, peer: PeerId, seal: Seal) -> None:
         entry = self.library.entries.get(seal.key)

@@ -121,7 +121,7 @@ class BroadcastNode:
         self.meter, self.bans = Meter(), Bans()
         self.planner = CatchUpPlanner(me, self.library, self.meter, shape)
         self.reader = ArtifactReader(self.library, self.planner)
-        self.exchange = Exchange(me, self.library, self.session, self.meter, self.bans)
+        self.exchange = Exchange(me, self.library, self.session, self.meter, self.bans, self.reader.awaits)
         self.nat = Nat(credentials, self.accept, options.nat, calls.met)
         self._dialling = Dialling(me)
         self._connections = Connections(

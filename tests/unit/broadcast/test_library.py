@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from echo2.base.errors import CorruptChunk, DiskFull
 from echo2.base.ids import PeerId, RunId, Version
+from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import (
     STORE_BYTES_FLOOR,
     ArtifactId,
@@ -26,6 +28,7 @@ from echo2.broadcast.artifact import (
     store_bytes_for,
     store_bytes_min,
 )
+from echo2.broadcast.catch_up import ArtifactReader, BlockArrived, CatchUpPlanner
 from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, SealSeen
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import Library, restored
@@ -61,6 +64,27 @@ def added(to: Library, header: Header, size: int, chunk_bytes: int = 1000) -> Ar
     digests = [digest for _, digest in begun(to, bytes(size), chunk_bytes, header)]
     to.add_seal(header.key, Seal(header.key, len(digests), size, root_of(digests), "print").signed(LEARNER))
     return header.key
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_chunk_that_the_consumer_does_not_wait_for_brings_it_nothing(tmp_path: Path, seed: int) -> None:
+    """So a node wakes it for few of the chunks that come out of order, and it gets all blocks all the same."""
+    held, blocks, idle = library(tmp_path), list[bytes](), 0
+    reader = ArtifactReader(held, CatchUpPlanner(ME, held, Meter(), LinkShape()))
+    header, data = header_of(1), [bytes([number]) * 5000 for number in range(8)]
+    chunks = [pair for at, block in enumerate(data) for pair in signed_chunks(1000, LEARNER, header.key, 5 * at, block)]
+    held.add_header(header)
+    reader.next()
+    held.add_seal(header.key, Seal(header.key, 40, 40_000, root_of(digest for _, digest in chunks), "").signed(LEARNER))
+    assert reader.next() is None
+    for chunk, digest in random.Random(seed).sample(chunks, len(chunks)):
+        held.add_chunk(chunk, digest)
+        is_awaited = reader.awaits(chunk.key, chunk.index)
+        idle += not is_awaited
+        while (step := reader.next()) is not None:
+            assert is_awaited
+            blocks += [step.payload] if isinstance(step, BlockArrived) else []
+    assert blocks == data and idle > 10
 
 
 @pytest.mark.parametrize("part", ["payload", "signature"])
