@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from echo2.config.run import RunConfig
-from tests.e2e.cluster import ROOT
+from tests.e2e.cluster import ROOT, Cluster
 from tests.patience import WAIT_S
+from tests.ports import choose_ports
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -137,16 +138,19 @@ def test_the_warm_start_example_learns_before_workers_are_asked(tmp_path: Path, 
     data = tmp_path / "digits.jsonl"
     written = subprocess.run([sys.executable, "examples/conversations.py"], cwd=ROOT, capture_output=True, check=True)
     data.write_bytes(written.stdout)
-    command = [
-        sys.executable, "-m", "echo2.cli.main", "run", "examples/warm_start.toml", "--workers", "1", "--plain", "--sft.steps=6",
-        "--learner.steps=8", f"--sft.path={data}", f"--model.path={base_model}", f"--run.folder={tmp_path / 'runs'}",
-    ]  # fmt: skip
-    run = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    ports = dict(
+        zip(("coordinator.enrol_port", "coordinator.port", "learner.port"), choose_ports((0, 0, 0)), strict=True)
     )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    learner = tmp_path / "runs" / "warm-start" / "learner"
-    rows = [json.loads(line) for line in (learner / "metrics.jsonl").read_text().splitlines()]
+    given = {
+        "run.name": "trial", "run.folder": tmp_path / "runs", "model.path": base_model, "sft.path": data, "sft.steps": 6,
+        "learner.steps": 8, "coordinator.dashboard_port": 0, **ports,
+    }  # fmt: skip
+    with Cluster(tmp_path, (ROOT / "examples" / "warm_start.toml").read_text(), workers=1) as cluster:
+        for command in cluster.commands.values():
+            command += [f"--{name}={value}" for name, value in given.items()]
+        cluster.start_all()
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
+        rows = cluster.metrics()
     assert rows[6]["supervised/held_out_loss"] < 0.9 * rows[0]["supervised/held_out_loss"]
     assert [row["step"] for row in rows if "reward/mean" in row] == [7, 8]
-    assert json.loads((learner / "evaluations.jsonl").read_text().splitlines()[0])["step"] == 6
+    assert cluster.evaluations()[0]["step"] == 6
