@@ -17,13 +17,13 @@ import torch
 
 from echo2.base.errors import TaskError
 from echo2.base.ids import GroupId, Version
-from echo2.base.rollout import Verdict, Work
+from echo2.base.rollout import GroupSpec, Verdict, Work
 from echo2.learner.rollouts.evaluation import QuestionSet
-from echo2.learner.rollouts.groups import Batch, evaluated_version
+from echo2.learner.rollouts.groups import Batch, Group, Insertion, SentTokens, evaluated_version, joined
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
-from tests.unit.learner.made import groups_config, new_trainer
+from tests.unit.learner.made import groups_config, new_trainer, rollout_of
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 
 pytest.importorskip("openai")
@@ -278,6 +278,17 @@ def test_calls_become_chains_that_are_trained_on_token_for_token() -> None:
     assert texts[0] == ([7, 10, 11, 1, 8, 12, 1], [1, 2, 3, 5, 6])
     assert texts[1] == ([9, 13, 1], [1, 2]) and texts[2] == ([4, 21, 1], [1, 2])
     assert all(r.group_id == PROBLEM for r in group.rollouts) and group.senders[0][0].peer_id == ALICE
+
+
+def test_a_call_whose_prompt_all_chains_share_still_marks_where_its_turn_begins() -> None:
+    calls = []
+    for turn, prompt, tokens in ((1, (5, 6), (10, 1)), (2, (5, 6, 10, 1), (11, 1))):
+        name = GroupId(f"{PROBLEM}.2.{turn}")
+        group = Group(GroupSpec(name, prompt, 1, SAMPLING, 0), 0, senders={0: (SentTokens(ALICE, 2),)})
+        calls.append((group, rollout_of(tokens, name=name, spans=[(turn, 2)])))
+    whole, insertions, senders = joined(calls, 2, (5, 6))
+    assert (whole.group_id, whole.index, whole.token_ids, whole.versions) == (PROBLEM, 2, (10, 1, 11, 1), (1, 1, 2, 2))
+    assert insertions == (Insertion(0, ()), Insertion(2, ())) and senders == (SentTokens(ALICE, 2),) * 2
 
 
 def test_a_call_that_goes_on_is_told_as_it_grows() -> None:
