@@ -204,6 +204,8 @@ def test_history_holds_what_was_neither_trained_nor_dropped_and_who_sent_it() ->
     assert history.drawn[Step(7)] == RECORDS[5].batch
     assert list(groups.groups) == ["g0"] and groups.groups[GroupId("g0")].rollouts[1].is_finished
     assert groups.groups[GroupId("g0")].senders == {0: (), 1: SENDERS}
+    (again,) = restored([BEGAN, opened("g1", 1, retry=2)])[0].groups.values()
+    assert (again.cursor, again.retry) == (1, 2), "a restart gives its prompt no further tries"
 
 
 def problem(root: GroupId, cursor: int) -> tuple[list[GroupId], list[Record]]:
