@@ -158,6 +158,13 @@ async def generated(engine: Engine, requests: Sequence[GenerateRequest]) -> dict
     return chunks
 
 
+def raw_logprobs(model: torch.nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities [completion, vocabulary] by the Hugging Face forward over all tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0]
+    return torch.log_softmax(logits[len(prompt) - 1 : -1].double(), dim=-1)
+
+
 class Rig:
     """One engine on one event loop, kept for all tests of a module; every test begins with version 0."""
 
@@ -236,10 +243,8 @@ class Rig:
         return sequences
 
     def raw_logprobs(self, version: int, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [completion, vocabulary] by the Hugging Face forward over all tokens, in float64."""
-        with torch.no_grad():
-            logits = self._judges[version](torch.tensor([[*prompt, *completion]])).logits[0]
-        return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+        """Those of the version's judge, in float64."""
+        return raw_logprobs(self._judges[version], prompt, completion)
 
     def worst(self, prompt: Sequence[int], sequence: Collected, done: Sequence[int] = ()) -> float:
         """The largest error of the raw log-probabilities, each token judged under the version that it claims."""

@@ -13,7 +13,9 @@ from echo2.base.errors import EngineError
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
+from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 from tests.contract.engine_rig import delta_of, keyframe_of, refused, tiny_config
+from tests.contract.families import FAMILIES, RATIO_OFF_MAX, outcome_of
 from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -86,9 +88,23 @@ def test_on_a_gpu_vllm_takes_the_samplers_and_experts_that_the_extension_knows(m
     assert map_unquantized_backend(backend).name in _BACKENDS_AS_LOADED
 
 
-def test_a_mixture_of_experts_is_mapped_changed_and_refused_by_name(tmp_path: Path) -> None:
-    from echo2.worker.engines.vllm.vllm_engine import VllmEngine
+@pytest.mark.parametrize("family", ["DeepSeek-V3, Kimi-K2", "GLM-4.7-Flash", "LFM2"])
+def test_latent_attention_and_convolutions_are_the_learners_at_lag_0(family: str) -> None:
+    found = outcome_of(*FAMILIES[family], VllmEngine).ratio_off
+    assert isinstance(found, float) and found <= RATIO_OFF_MAX, found
 
+
+def test_what_vllm_derives_at_loading_is_refused_by_name() -> None:
+    from echo2.worker.engines.vllm.extension import _refuse_detached
+
+    model = torch.nn.ModuleDict({"gate": torch.nn.Linear(4, 4)})
+    _refuse_detached(model)
+    model["gate"].register_buffer("_bf16x3_weight", torch.zeros(4), persistent=False)
+    with pytest.raises(EngineError, match="gate: expected a router"):
+        _refuse_detached(model)
+
+
+def test_a_mixture_of_experts_is_mapped_changed_and_refused_by_name(tmp_path: Path) -> None:
     tensors = checkpoint()
     changed = {n: (t + 0.05 * (torch.rand_like(t.float()) < 0.1)).bfloat16() for n, t in tensors.items()}
 

@@ -1,8 +1,10 @@
-"""What vLLM tells of a mixture of experts: which experts computed each token, as transformers' routers choose them."""
+"""What vLLM tells of a mixture of experts: which experts computed each token, as transformers' routers choose them, and the learner
+computes with."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 from tests.contract.engine_rig import delta_of, generated, keyframe_of, make_versions, tiny_config
 from tests.patience import WAIT_S
+from tests.unit.learner.made import new_trainer
+from tests.unit.learner.test_routing import off, sampled, save_undecided, without_routing
 
 pytestmark = pytest.mark.vllm
 CONFIG = tiny_config("qwen3_moe") | {ROUTING_KEY: True}
@@ -78,6 +82,20 @@ def test_each_token_and_a_prompt_found_in_the_cache_tell_the_experts_that_comput
                 assert np.array_equal(rows_of(told_prompt), expected[: len(prompt) - 1]), name
             else:
                 assert not told_prompt, name
+
+
+def test_the_learner_computes_each_token_with_the_experts_that_sampled_it(tmp_path: Path) -> None:
+    trainer = new_trainer(save_undecided(tmp_path), replay_routing=True, row_tokens=100)
+    group = sampled(trainer, 4, noise=0.0, make=VllmEngine)
+    assert [len(r.routing.tokens) // SHAPE.row_bytes for r in group.rollouts] == [40] * 4
+    assert [len(r.routing.prompt) // SHAPE.row_bytes for r in group.rollouts] == [36, 0, 0, 0]
+    assert off(trainer, group) <= 1e-5
+    with torch.no_grad():
+        for name, parameter in trainer.model.hf_model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.add_(1e-6 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    assert off(trainer, group) <= 1e-4
+    assert off(trainer, without_routing(group)) > 1e-2, "its own routers would choose otherwise"
 
 
 def test_drafts_with_experts_are_refused() -> None:

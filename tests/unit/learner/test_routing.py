@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,15 @@ SHAPE = RoutingShape(2, 2, 6)
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_undecided(tmp_path_factory.mktemp("moe"))
+
+
+def save_undecided(path: Path) -> Path:
     """A tiny Qwen3-MoE whose routers find most experts nearly as good: rounding decides, as it does in bf16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.set_num_threads(1)
-    folder = make_tiny_model(tmp_path_factory.mktemp("moe"))
+    folder = make_tiny_model(path)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config("qwen3_moe")))
     with torch.no_grad():
@@ -81,19 +86,20 @@ def make_noisy(engine: EmbeddedEngine, size: float) -> None:
         module.register_forward_hook(after)
 
 
-def sampled(trainer: Trainer, count: int, noise: float) -> TrainGroup:
-    """One group by the embedded engine, through the worker's and the learner's own records of it."""
+def sampled(trainer: Trainer, count: int, noise: float, make: Callable[..., Any] = EmbeddedEngine) -> TrainGroup:
+    """One group by an engine, through the worker's and the learner's own records of it. `noise`: in an embedded one's routers."""
     config = json.loads(trainer.model.config_json())
     assert config[ROUTING_KEY] is True
     prompt = tuple(range(3, 40))
     sampling = SamplingParams(max_new_tokens=40, seed=1)
 
     async def body() -> dict[str, list[TokenChunk]]:
-        engine = EmbeddedEngine(config, slot_count=count)
+        engine = make(config, slot_count=count)
         await engine.start()
         try:
             await engine.swap(keyframe_of(trainer.model.hf_model, 0), SwapMode.RECOMPUTE_KV)
-            make_noisy(engine, noise)
+            if noise:
+                make_noisy(engine, noise)
             seeded = [replace(sampling, seed=number) for number in range(count)]
             return await generated(engine, [GenerateRequest(f"r{n}", prompt, (), s, "p") for n, s in enumerate(seeded)])
         finally:

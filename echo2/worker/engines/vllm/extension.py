@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm._custom_ops as vllm_ops
-from vllm.config import set_current_vllm_config
+import vllm.model_executor.layers.utils as vllm_layers
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod, OnlineLinearBase
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -153,7 +156,28 @@ def _masters_in_place(model: torch.nn.Module, layers: Sequence[RoundedLayer]) ->
             module._parameters = parameters
 
 
-vllm_ops._supports_onednn = False
+def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+    """Replaces vLLM's function of this name, which packs weights when they are loaded: for oneDNN, or for AMX where it is there."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+vllm_layers.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+
+_make_latent = MultiHeadLatentAttentionWrapper.__init__
+
+
+def _made_latent(self: Any, *arguments: Any, **named: Any) -> None:
+    """For these models transformers' norms of latents have this epsilon, whatever the config's `rms_norm_eps`, which vLLM takes."""
+    _make_latent(self, *arguments, **named)
+    if get_current_vllm_config().model_config.hf_text_config.model_type in (
+        "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+    ):  # fmt: skip
+        for norm in (self.q_a_layernorm, self.kv_a_layernorm):
+            if norm is not None:
+                norm.variance_epsilon = 1e-6
+
+
+MultiHeadLatentAttentionWrapper.__init__ = _made_latent
 
 SUMS_MAX = 1 << 24
 """Cumulative probabilities held at a time: 128 MiB that vLLM's memory planning does not include."""
@@ -182,7 +206,17 @@ def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Ten
     return _top_k_top_p(logits, k, p) if len(logits) else logits
 
 
+_rotate = RotaryEmbedding.forward_cpu
+
+
+def forward_cpu(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+    """Replaces vLLM's method of this name, whose kernel rotates wrong elements of queries [tokens, heads, size], as those of latent
+    attention are."""
+    return (_rotate if query.ndim == 2 else RotaryEmbedding.forward_native)(self, positions, query, key)
+
+
 if not torch.cuda.is_available():
+    RotaryEmbedding.forward_cpu = forward_cpu
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 
@@ -301,7 +335,7 @@ class WorkerExtension:
             with without_adapters(model), set_current_vllm_config(self.model_runner.vllm_config):
                 layers = rounded_layers(model)
                 if not layers:
-                    _refuse_changed_experts(model)
+                    _refuse_detached(model)
                 device = next(iter(layers[0].live.values())).device if layers else None
                 with _masters_in_place(model, layers):
                     found = record_map(model.load_weights, _shapes(shapes), model, device, config, layers)
@@ -357,9 +391,21 @@ def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in shapes}
 
 
-def _refuse_changed_experts(model: torch.nn.Module) -> None:
-    """EngineError for experts' kernels that repack or change their weights after loading."""
+def _refuse_detached(model: torch.nn.Module) -> None:
+    """EngineError for layers that compute with values derived from their weights at loading: experts' kernels that repack them,
+    routers that vLLM splits on some AMD GPUs, and latent attention unless both halves of its `kv_b_proj` are views of it."""
     for name, module in model.named_modules():
+        if getattr(module, "_bf16x3_weight", None) is not None:
+            raise EngineError(
+                f"{name}: expected a router that computes with its weight, got parts of it, which changes would not reach"
+            )
+        if isinstance(module, MLAAttention):
+            whole = module.kv_b_proj.weight.untyped_storage().data_ptr()
+            halves = [getattr(module, half, None) for half in ("W_UV", "W_UK_T")]
+            if any(half is None or half.untyped_storage().data_ptr() != whole for half in halves):
+                raise EngineError(
+                    f"{name}: expected latent attention on views of kv_b_proj, got copies, which changes would not reach"
+                )
         backend = getattr(getattr(getattr(module, "quant_method", None), "unquantized_backend", None), "name", None)
         if backend is not None and backend not in _BACKENDS_AS_LOADED:
             raise EngineError(

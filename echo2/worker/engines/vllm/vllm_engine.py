@@ -72,11 +72,11 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
     """Raises ConfigError for a model that vLLM's workers could not follow, or could not round in this way."""
     text = config.get("text_config")
     said = {**config, **(text if isinstance(text, Mapping) else {})}
-    # vLLM multiplies by two halves of a matrix of latent attention, which its loader lays out. On CPUs, for a tiny DeepSeek-V3, the
-    # learner's ratio to such a worker was up to 2.2 at lag 0; why is not known.
-    if rank := said.get("kv_lora_rank"):
+    # vLLM multiplies by views of a matrix of latent attention, which an adapter or rounding would make copies.
+    if (rank := said.get("kv_lora_rank")) and (adapter is not None or quantisation is not Quantisation.NONE):
         raise ConfigError(
-            f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
+            f"model: vLLM's workers follow changes of latent attention (kv_lora_rank {rank!r}) only in whole weights that are not "
+            "rounded; expected no adapter and worker.quantisation none, or --worker.engine embedded"
         )
     # vLLM keeps -exp(A_log) of Mamba's layers, from which the published values cannot be read back for the fingerprint.
     state = next((field for field in said if field.startswith("mamba_") or field in _STATES), "")
@@ -261,6 +261,8 @@ class VllmEngine:
         said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, ROUTING_KEY)}
         if said.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers
             said["sliding_window"] -= 1
+        if said.get("model_type") == "deepseek_v3":  # transformers' modules do so whatever the config says, vLLM's ask
+            said |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         (folder / "config.json").write_text(json.dumps(said))
         arguments = AsyncEngineArgs(
             model=str(folder),
@@ -290,7 +292,10 @@ class VllmEngine:
             given["quantization"] = _FP8
         elif is_cpu():
             given["dtype"] = "float32"
-        if not is_cpu():
+        if is_cpu():
+            # For latent attention vLLM prefers a kernel that repacks its weights and computes in bf16 alone.
+            given["attention_backend"] = "CPU_MLA" if self._config.get("kv_lora_rank") else None
+        else:
             given["moe_backend"] = "triton"  # others repack weights
         if self._tells_routing:
             given |= {"additional_config": {ROUTING_KEY: True}, "max_logprobs": -1}

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -329,17 +330,23 @@ def in_files(probes: Mapping[str, torch.Tensor], config: Path) -> Mapping[str, t
 
 @contextmanager
 def _intercepted_copies(record: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[None]:
-    original = torch.Tensor.copy_
+    original, assign = torch.Tensor.copy_, torch.Tensor.__setitem__
 
     def copy(live: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         return live if record(live, source) else original(live, source, non_blocking)
 
-    torch.Tensor.copy_ = copy  # type: ignore[method-assign, assignment]
+    def copy_part(whole: torch.Tensor, place: Any, source: Any) -> None:
+        part = whole[place] if isinstance(source, torch.Tensor) else None
+        is_view = part is not None and part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        if part is None or not (is_view and record(part, source)):
+            assign(whole, place, source)
+
+    torch.Tensor.copy_, torch.Tensor.__setitem__ = copy, copy_part  # type: ignore[method-assign, assignment]
     try:
         with torch.no_grad():
             yield
     finally:
-        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+        torch.Tensor.copy_, torch.Tensor.__setitem__ = original, assign  # type: ignore[method-assign]
 
 
 def _refuse_gaps(
@@ -354,9 +361,10 @@ def _refuse_gaps(
             filled[storage] = filled.get(storage, 0) + piece.live.numel()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            count = filled.get(parameter.untyped_storage().data_ptr(), 0)
+            storage = parameter.untyped_storage()
+            count, whole = filled.get(storage.data_ptr(), 0), storage.nbytes() // parameter.element_size()
             is_padded = hasattr(module, "num_embeddings_padded")  # vLLM pads vocabularies
-            if count != parameter.numel() and not (is_padded and count):
+            if count not in (parameter.numel(), whole) and not (is_padded and count):
                 raise EngineError(f"parameter {name}: published tensors fill {count} of {parameter.numel()} elements")
 
 

@@ -93,7 +93,8 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
         ),  # before its base
         ("vllm", CONFIG, {"quantisation": "bf16"}, "bf16 is the embedded engine's; .*expected none or fp8"),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
-        ("vllm", CONFIG | {"kv_lora_rank": 8}, {}, "latent attention"),  # vLLM would not follow its changes
+        ("vllm", ADAPTED | {"kv_lora_rank": 8}, {}, "latent attention .* only in whole weights"),
+        ("vllm", CONFIG | {"kv_lora_rank": 8}, {"quantisation": "fp8"}, "latent attention .* not rounded"),
         ("vllm", CONFIG | {"rope_parameters": LONGROPE}, {}, "context_tokens: expected 2 to the model's 32, got "),
         ("vllm", CONFIG | {"rope_parameters": {"full_attention": DYNAMIC}}, {}, "rope_type: dynamic rotates"),
         ("vllm", CONFIG | {ROUTING_KEY: True}, {"draft_tokens": 2}, "draft_tokens: expected 0, .* got 2"),
@@ -117,7 +118,11 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
     asked = options(tmp_path, **worker)
     with pytest.raises(ConfigError, match=named):
         make_engine(choice, config, asked, fit_engine(choice, CONFIG, asked, FOUR_GPUS, 64))
-    refuse_unsupported(CONFIG | {"mamba_d_state": 8, "layer_types": ["attention"]}, Quantisation.NONE, None)  # a hybrid
+    for taken in (
+        {"mamba_d_state": 8, "layer_types": ["attention"]},
+        {"kv_lora_rank": 8},
+    ):  # a hybrid; latent attention
+        refuse_unsupported(CONFIG | taken, Quantisation.NONE, None)
 
 
 def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class ParallelLayer(torch.nn.Module):
                     rows = max(0, min(held.shape[0], tensor.shape[0] - first))
                     held[:rows].copy_(tensor.narrow(0, first, rows))
                 case "norm":
-                    self.norm.data.copy_(tensor)
+                    self.norm.data[:] = tensor  # as vLLM's loader of convolutions does
                 case "lossy":
                     self.embed.weight.data[11].copy_(tensor[:16])
                 case "derived":  # as vLLM reads the A of a state space
@@ -79,6 +79,10 @@ class ParallelLayer(torch.nn.Module):
                     self.norm.data.copy_(-self.norm.exp())
                 case "summed":
                     self.norm.data.copy_(tensor + 1)
+                case "doubled":
+                    self.norm.data[:] = 2 * tensor
+                case "scattered":  # no view of what it fills
+                    self.norm.data[torch.arange(16)] = tensor
                 case _:
                     raise KeyError(name)
 
@@ -157,14 +161,19 @@ def test_what_vllm_merges_splits_and_ties_is_what_its_loader_would_put_there(cou
             joined(SHAPES, [maps[0].covers()])
 
 
-@pytest.mark.parametrize(("name", "count"), [("lossy", 18), ("derived", 16), ("summed", 16), ("unheard_of", 4)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("lossy", 18), ("derived", 16), ("summed", 16), ("doubled", 16), ("scattered", 16), ("unheard_of", 4)],
+)
 def test_what_the_loader_does_not_place_whole_is_refused_by_name(name: str, count: int) -> None:
     shapes = SHAPES | {name: (count,)}
     with pytest.raises(EngineError, match=f"tensor {name}"):
         joined(shapes, [mapped(ParallelLayer(), shapes).covers()])
     with pytest.raises(EngineError, match=r"parameter qkv: .* 384 of 512"):
         mapped(ParallelLayer(), {name: shape for name, shape in SHAPES.items() if name != "k"})
-    assert torch.Tensor.copy_(torch.zeros(2), torch.ones(2)).sum() == 2, "copies work again afterwards"
+    plain = torch.zeros(2)
+    plain[:1] = torch.Tensor.copy_(torch.zeros(1), torch.ones(1))
+    assert plain.sum() == 1, "copies work again afterwards"
 
 
 def test_what_is_derived_follows_the_published_values_and_proves_them() -> None:
