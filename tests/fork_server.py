@@ -1,6 +1,6 @@
 """Starts the daemons of tests as forks of one process that has imported torch, transformers and gRPC, seconds of work each time.
 
-Guarantees: what it forks is a process as if started anew, with a session, environment, folder and log of its own, which ends as
+Guarantees: what it forks is a process as if started anew, with a group, environment, folder and log of its own, which ends as
 Python ends; nobody else's memory is in it, since this process has no threads and no connection but the tests'. Like a child that
 was not waited for, an ended process keeps its number until its exit code has been read. It ends with the process that runs the
 tests, and each fork with the test that asked for it.
@@ -55,6 +55,10 @@ class ForkedProcess:
             self._socket.close()
         return self.returncode
 
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+        self._socket.close()
+
     def wait(self, timeout: float) -> int:
         if self.returncode is None and not select.select([self._socket], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -104,15 +108,21 @@ def _serve() -> None:
         awaited: list[Any] = [listener, owner, *running, *askers, *ended]
         ready, _, _ = select.select(awaited, [], [])
         if owner in ready:
+            for pid, _ in running.values():
+                os.killpg(pid, signal.SIGKILL)
             os._exit(0)
         if listener in ready:
             connection, _ = listener.accept()
             request, descriptors, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 1)
+            if not request:  # who asked is gone
+                connection.close()
+                continue
             pid = os.fork()
             if pid == 0:
                 _become(json.loads(request), descriptors[0])
                 return
             os.close(descriptors[0])
+            os.setpgid(pid, pid)  # here as well: whoever is told of it may kill its group at once
             connection.send(str(pid).encode())
             running[os.pidfd_open(pid)] = pid, connection
             continue
@@ -135,7 +145,7 @@ def _serve() -> None:
 
 def _become(request: dict[str, object], log: int) -> None:
     """What was asked for: the caller runs `sys.argv` then."""
-    os.setsid()
+    os.setpgid(0, 0)
     for target, source in ((1, log), (2, log)):
         os.dup2(source, target)
     os.closerange(3, 1024)
