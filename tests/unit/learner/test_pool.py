@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan, Work
 from echo2.learner.audit import Habits
 from echo2.learner.rollouts import workers
-from echo2.learner.rollouts.admission import OpenGroups, cap_groups, problem_of_end, problem_of_segment
+from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups, cap_groups, problem_of_end, problem_of_segment
 from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet
 from echo2.learner.rollouts.groups import NOBODY, SentTokens, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.journal import closed, drawn
@@ -698,6 +698,17 @@ def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_
     for group_id in stage.questions:
         stage.answer(group_id, 0.0)
     assert [*stage.evaluations.rewards.values()] == [0.0]
+
+
+def test_a_question_whose_workers_are_barred_is_asked_again_so_often_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RETRIES_MAX, Work.EVALUATE, 1)
+    stage = begun()
+    first, *others = stage.questions
+    for tries, worker in (("", ALICE), ("r1", BOB)):
+        assert set(stage.questions) == {f"{first}{tries}", *others}
+        stage.answer(GroupId(f"{first}{tries}"), 1.0, worker)
+        stage.tell(stage.pool.accuse, worker, "planted", is_certain=True)
+    assert set(stage.questions) == set(others)
 
 
 def test_questions_open_at_once_are_bounded_and_all_turns_of_one_are_closed_with_it() -> None:
