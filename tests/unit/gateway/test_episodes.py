@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
+from echo2.base.rollout import FinishReason
 from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
 from echo2.gateway.requests import CHOICES_MAX, chat_call, text_call, whole_number
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, texts_of
+from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, completion, texts_of
 
 
 async def settle() -> None:
@@ -52,6 +54,14 @@ async def test_any_history_goes_on_token_for_token_or_begins_a_chain_that_is_cou
         assert world.episodes.counts.branches == len(lengths) - 1
         world.episodes.reward(session, 1.0, {})
         assert (world.last_end.chains, world.last_end.reward, world.last_end.is_final) == (lengths, 1.0, True)
+
+
+async def test_a_completion_that_its_length_has_ended_says_so() -> None:
+    world, session = begun()
+    for reason, said in ((FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")):
+        call, (group_id,) = world.begin(session, chat(said))
+        world.episodes.on_completion(group_id, replace(completion("ok", shift=1000), finish_reason=reason))
+        assert [choice.finish_reason for choice in call.answer.result()] == [said]
 
 
 async def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
