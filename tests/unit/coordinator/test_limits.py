@@ -163,6 +163,17 @@ def test_what_the_model_leaves_out_is_learned_within_ten_steps_and_bounded_and_r
     assert corrected(rewards_due=64).rate_ratio == 1.0
 
 
+def test_a_plan_that_is_not_carried_out_is_shown_and_told_and_corrects_nothing() -> None:
+    kept, advised = CurrentPlan(LearnerBoard()), plan([PeerId("w")], promised=1.0)
+    assert kept.message is None and kept.waits_for == "the learner"
+    kept.adopt(advised, is_acted_on=False)
+    assert (kept.now, kept.carried_out, kept.waits_for) == (advised, None, "")
+    for step in range(1, 12):
+        kept.on_step(pb.LearnerReport(step=step, train_s=1.0), 0.0, 2.0 * step)
+    assert kept.rate_ratio == 1.0 and "usd_per_hour" not in kept.predicted
+    assert kept.message is not None and kept.message.in_flight_cap_rollouts == 64
+
+
 async def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(tmp_path: Path) -> None:
     hub = Scene(tmp_path, Cloud()).hub
     hub.board, hub.membership = board(10.0), fleet("A100", "A100", "A100", "A100")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioning import (
     IDLE_RELEASE_S,
     JOIN_S_MAX,
@@ -80,6 +81,9 @@ def test_an_offer_that_nobody_has_measured_is_tried_with_one() -> None:
         told = advise(plan(3, 9), [SMALL], [machine("m", SMALL, state)], {"m": [worker(0.0)]}, dict, RICH, NOW)
         assert told == FleetAdvice(reason="a machine of small has to be measured first")
     assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
+    (other, unnamed), kinds = (worker(6.0), worker(8.0)), built_in_catalogue()
+    other.hello.gpu, unnamed.hello.gpu = "NVIDIA H100 80GB HBM3", ""
+    assert rates_by_gpu([worker(4.0), other, unnamed], kinds) == {"H100": 5.0, "": 6.0}, "spellings of one kind are one"
 
 
 def test_cap_and_budget_bound_what_is_rented() -> None:
