@@ -34,3 +34,10 @@ async def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_
         assert any("joined" in event.text for event in status.events)
         since = [wait.since_unix_s for wait in status.waits]
         assert since and all(abs(one - began) < 60 for one in since)
+
+
+async def test_who_was_an_operator_of_one_run_is_let_into_another(tmp_path: Path) -> None:
+    async with running(options(tmp_path / "a")) as first, running(options(tmp_path / "b", run_id="b")) as second:
+        for daemon in (first, first, second):
+            async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
+                assert (await operator.status()).run_id == daemon.options.run_id
