@@ -141,7 +141,8 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_each_other",)),
     # lost awaits and calls
     Mutant("a worker does not say good-bye", _WORKER, "        await self.coordinator.leave(self._stop_reason, LEAVE_S)\n", "", _WF),
-    Mutant("a step is reported to nobody", "learner/loop.py", "        self._log_step(row)\n        self.on_step()\n", "        self._log_step(row)\n", _WF),
+    Mutant("a step is reported to nobody", "learner/loop.py", "        self._log_step(row)\n        self.on_step()\n", "        self._log_step(row)\n",
+           (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_each_other",)),
     Mutant("offers reach nobody", _POOL, "                self._port.offer([spec])\n", "                pass\n",
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_each_other",)),
     Mutant("versions are published in silence", _LEARNER,
