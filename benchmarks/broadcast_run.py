@@ -25,8 +25,8 @@ import xxhash
 
 from benchmarks.broadcast_scene import RTT_S, Scene, fluid_s
 from benchmarks.wan.lab import Lab, LabHost, lab
-from echo2.base.hosts import joined
 from echo2.base.ids import RunId
+from echo2.base.units import address_of
 from echo2.trust import tls
 from echo2.trust.identity import Role, RunAuthority, TlsKey, certificate_request
 
@@ -127,7 +127,7 @@ def _prepare(folder: Path, scene: Scene, how: dict[str, Any], made: Lab | None) 
     # Addresses of this run alone: a port found free on 127.0.0.1 may be somebody else's before the node opens it.
     loopback = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}"
     for number, node in enumerate(told["nodes"]):
-        node["address"] = joined(made.address(number) if made else f"{loopback}.{number + 1}", 7400)
+        node["address"] = address_of(made.address(number) if made else f"{loopback}.{number + 1}", 7400)
         identity, key = tls.load_or_create_identity(folder / node["name"]), TlsKey.generate()
         role = Role.LEARNER if number == 0 else Role.WORKER
         issued = authority.issue(certificate_request(identity, key), role, time.time())

@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable
 
 from echo2.base.errors import EchoError, MalformedMessage, Unreachable
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.base.units import LinkShape
+from echo2.base.units import LinkShape, address_of
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import FairShare
@@ -193,7 +192,7 @@ class Connection:
         stream.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         host, port = remote
         self.remotes = frozenset({remote}) if port else frozenset()
-        self.told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
+        self.told = f"ipv{6 if ':' in host else 4}:{address_of(host, port)}"
         self._went_on_at = self._said_at = self._loop.time()
         self._beating = self._loop.call_later(STILL_HERE_S, self._beat)
 

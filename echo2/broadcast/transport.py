@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from echo2.base.errors import EchoError, Unreachable
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.base.units import address_of
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.reachability import LinkWay
 from echo2.outside import here, monotonic
@@ -153,7 +153,7 @@ class Transport:
             connection.prove(peer_id)
         except (OSError, EchoError) as error:
             await _give_up(connection)
-            where = joined(host, port)
+            where = address_of(host, port)
             raise Unreachable(f"peer {peer_id} at {where}: refused, or it is another peer ({error})") from None
         return connection
 

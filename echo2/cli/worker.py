@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, EchoError
-from echo2.base.hosts import joined, mapped_address
+from echo2.base.units import address_of, mapped_address
 from echo2.cli.options import Parser, add_daemon_arguments, link_file, link_text, parse, require_extra, with_values
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
@@ -73,7 +73,7 @@ def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
         folder=own.folder or _default_folder(config, name),
         config=config,
         name=name,
-        advertised_addresses=(joined(*mapped_address(own.advertise, "--advertise")),) if own.advertise else (),
+        advertised_addresses=(address_of(*mapped_address(own.advertise, "--advertise")),) if own.advertise else (),
         link_file=link_file(own.link),
         preemption_notice=own.preemption,
     )

@@ -13,8 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from echo2.base.errors import ConfigError
-from echo2.base.hosts import is_loopback
-from echo2.base.units import LinkShape, parse_duration_s, parse_rate_bytes_per_s
+from echo2.base.units import LinkShape, is_loopback, parse_duration_s, parse_rate_bytes_per_s
 
 _T = TypeVar("_T")
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, PortBusy, StateError
-from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, RunId
+from echo2.base.units import address_of, is_loopback
 from echo2.coordinator.fleet.enrolment import EnrolmentService, ProbeService, RenewalService
 from echo2.coordinator.fleet.tokens import ROLES, token_hash
 from echo2.coordinator.hub import CoordinatorOptions, Hub
@@ -155,17 +155,17 @@ class CoordinatorDaemon:
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
         ports = _Ports(hub, saved.meta, options.takes_free_ports)
         services, enrolment = tls.new_server(SERVICES), tls.new_enrolment_server()
-        own = self._own = tls.coordinator_credentials(authority, joined(options.link_host, ports.wanted("port")))
+        own = self._own = tls.coordinator_credentials(authority, address_of(options.link_host, ports.wanted("port")))
         shown, enrol_shown = tls.server_credentials(own), tls.enrolment_server_credentials(authority)
-        port = ports.bind("port", lambda at: tls.bind_server(services, joined(section.host, at), shown))
+        port = ports.bind("port", lambda at: tls.bind_server(services, address_of(section.host, at), shown))
         enrol_port = ports.bind(
-            "enrol_port", lambda at: tls.bind_server(enrolment, joined(section.host, at), enrol_shown)
+            "enrol_port", lambda at: tls.bind_server(enrolment, address_of(section.host, at), enrol_shown)
         )
         if self._has_page:
             ports.bind("dashboard_port", lambda at: self._open_page(opened, at))
         hub.flush_now()
-        self.services_address = joined(options.link_host, port)
-        self.enrol_address = joined(options.link_host, enrol_port)
+        self.services_address = address_of(options.link_host, port)
+        self.enrol_address = address_of(options.link_host, enrol_port)
         commands = self._commands = Commands(hub, options.link_host, enrol_port, offers, providers)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
@@ -176,7 +176,7 @@ class CoordinatorDaemon:
         probe_pb2_grpc.add_ProbeServicer_to_server(ProbeService(hub), enrolment)
         has_relay = not is_loopback(options.link_host)  # a run on one machine needs none
         if has_relay and (relay_port := ports.wanted("relay_port")):
-            hub.relay_address = joined(options.link_host, relay_port)  # for nodes that connect before it listens
+            hub.relay_address = address_of(options.link_host, relay_port)  # for nodes that connect before it listens
         for server in (services, enrolment):
             opened.push_async_callback(server.stop, STOP_GRACE_S)
             await server.start()
@@ -211,7 +211,7 @@ class CoordinatorDaemon:
         port = await relay.serve(HostOptions(host, wanted, is_barred=hub.membership.banned.__contains__, proven=proven))
         ports.save("relay_port", port)
         hub.flush_now()
-        hub.relay, hub.relay_address = relay, joined(options.link_host, port)
+        hub.relay, hub.relay_address = relay, address_of(options.link_host, port)
         _log.info("relay for workers behind NATs at %s", hub.relay_address)
 
     async def _serve(self, collect: Callable[[], None]) -> None:

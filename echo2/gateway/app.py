@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from echo2.base.errors import ConfigError, MalformedMessage, PortBusy
-from echo2.base.hosts import joined
+from echo2.base.units import address_of
 from echo2.gateway.episodes import (
     LABEL_CHARS_MAX,
     REWARD_MAX,
@@ -381,11 +381,13 @@ class GatewayPort:
             self._listener.bind((listened(host), int(port)))
         except OSError as error:
             self._listener.close()
-            raise PortBusy(f"agent.listen: expected to listen on {joined(host, int(port))}: {error.strerror}") from None
+            raise PortBusy(
+                f"agent.listen: expected to listen on {address_of(host, int(port))}: {error.strerror}"
+            ) from None
         self._listener.listen(limits.backlog)  # connections that arrive before `run` wait here
         self._limits = limits
         self._tls = {"ssl_certfile": certificate} if certificate else {}
-        address = joined(host, self._listener.getsockname()[1])
+        address = address_of(host, self._listener.getsockname()[1])
         self.url = f"{'https' if certificate else 'http'}://{address}"
         self._server: HttpServer | None = None
 

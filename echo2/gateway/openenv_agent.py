@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from echo2.base.errors import TaskError
-from echo2.base.hosts import is_loopback
+from echo2.base.units import is_loopback
 from echo2.gateway.harness import Episode
 
 ANSWER_S = 60.0  # OpenEnv's own client waits as long

@@ -24,9 +24,9 @@ from typing import Any
 
 from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
-from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec
+from echo2.base.units import address_of, is_loopback
 from echo2.broadcast.node import NodeCalls
 from echo2.control.session import ControlSession, Party, enrolled, unless
 from echo2.learner.audit import Auditor
@@ -194,7 +194,7 @@ class Learner:
         self.address = self._ingest.address
         calls = NodeCalls(self.pool.groups.workers.is_proven, self._on_lost_chunks)
         self._broadcaster = make_broadcaster(credentials, options, calls)
-        self.chunk_address = joined(self.address.rpartition(":")[0].strip("[]"), self._broadcaster.listen())
+        self.chunk_address = address_of(self.address.rpartition(":")[0].strip("[]"), self._broadcaster.listen())
         self.relay_address = ""
         cores = encode_cores(prepared.model.device.type, os.cpu_count() or 1)
         # With one core, the caller's own thread encodes.

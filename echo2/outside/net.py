@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import PortBusy, TrustError, Unreachable
-from echo2.base.hosts import joined
+from echo2.base.units import address_of
 
 if TYPE_CHECKING:
     from echo2.outside.streams import StreamListener, StreamReader
@@ -128,7 +128,7 @@ class GrpcNet:
         return grpc.aio.server(options=list(options))
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
-        address = joined(listened(host), port)
+        address = address_of(listened(host), port)
         check_free(host, port, address)
         try:
             bound = server.add_secure_port(address, _server_credentials(shown))

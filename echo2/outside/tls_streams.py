@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.errors import MalformedMessage, PortBusy
-from echo2.base.hosts import joined
+from echo2.base.units import address_of
 from echo2.outside import monotonic
 from echo2.outside.net import Dialled, Shown, accepted, listened, listening_socket
 from echo2.outside.streams import StreamReader
@@ -381,7 +381,7 @@ class SocketListener:
             self.socket.listen(128)
         except OSError as error:
             self.socket.close()
-            raise PortBusy(f"expected to listen on {joined(listened(host), port)}: {error.strerror}") from None
+            raise PortBusy(f"expected to listen on {address_of(listened(host), port)}: {error.strerror}") from None
         self.socket.setblocking(False)
         self.port = int(self.socket.getsockname()[1])
 

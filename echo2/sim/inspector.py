@@ -26,7 +26,7 @@ from echo2.coordinator.store import StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import evaluated_version
-from echo2.sim.process import Process
+from echo2.sim.machine import Process
 from echo2.sim.wires import End
 from echo2.trust.identity import NodeCertificate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, journal_pb2

@@ -16,7 +16,7 @@ import numpy as np
 from echo2.base.ids import GroupId
 from echo2.base.rng import derived_seed
 from echo2.sim import tiny_model as tiny
-from echo2.sim.process import PEERS
+from echo2.sim.machine import PEERS
 from echo2.sim.simulated_engine import VirtualEngines
 from echo2.sim.tiny_model import STOP_TOKEN, Pick, group_of, logprobs_of, seeded, seeded_pick
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2

@@ -22,6 +22,7 @@ from echo2.base.errors import EchoError, PortBusy, TrustError, Unreachable
 from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.outside.net import Dialled, NetOptions, Shown
 from echo2.outside.streams import StreamReader
+from echo2.sim.machine import PEERS
 from echo2.sim.memory_grpc import (
     LINK_BACKLOG_S,
     WINDOW_BYTES,
@@ -31,12 +32,11 @@ from echo2.sim.memory_grpc import (
     MemoryContext,
     rpc_error,
 )
-from echo2.sim.process import PEERS
 from echo2.trust.identity import NodeCertificate, dns_name_of
 from echo2.wire.broadcast import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
-    from echo2.sim.process import Process
+    from echo2.sim.machine import Process
     from echo2.sim.wires import End, Wires
 
 CONNECT_S = 20.0  # as production's (control/session)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from echo2.base.rng import derived_rng
 from echo2.sim.liars import OF_STORMS, Liar, Lie
-from echo2.sim.process import Process
+from echo2.sim.machine import Process
 from echo2.sim.scenario import STORM_S, PlannedFault, Scenario, long_outage, storm
 from echo2.sim.world import World, WorldOutcome
 from echo2.worker.worker import WorkerDaemon

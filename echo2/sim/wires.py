@@ -19,7 +19,7 @@ from echo2.outside.net import Shown
 from echo2.sim.virtual_loop import VirtualLoop
 
 if TYPE_CHECKING:
-    from echo2.sim.process import Process
+    from echo2.sim.machine import Process
 
 KEEPALIVE_S = 18.0  # as production's TCP: tls_streams.GONE_S
 FRAME_BYTES = 60  # headers of TCP, IP and TLS

@@ -39,11 +39,10 @@ from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
-from echo2.sim.cloud import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, VirtualCloud
 from echo2.sim.inspector import Daemon, EventLog, Inspector, Observer
 from echo2.sim.liars import Liar
+from echo2.sim.machine import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, Process, VirtualCloud, VirtualMachine
 from echo2.sim.memory_net import MemoryNet
-from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.scenario import Scenario
 from echo2.sim.simulated_engine import EngineFaults, VirtualEngines
 from echo2.sim.tiny_model import TinyTrainer, base_weights, copied, fingerprint_of, tiny_source

@@ -34,8 +34,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from nacl.exceptions import BadSignatureError
 
 from echo2.base.errors import BadSignature, ConfigError, NotAllowed, TrustError
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId, RunId
+from echo2.base.units import address_of
 
 LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")  # libp2p TLS specification
 _HANDSHAKE_PREFIX = b"libp2p-tls-handshake:"  # libp2p TLS specification
@@ -133,7 +133,7 @@ class JoinLink:
 
     @property
     def address(self) -> str:
-        return joined(self.host, self.port)
+        return address_of(self.host, self.port)
 
     def __str__(self) -> str:
         return f"echo2://{self.address}/{self.peer_id}?token={urllib.parse.quote(self.token, safe='')}"

@@ -12,8 +12,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from echo2.base.clock import Waits
-from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, Version
+from echo2.base.units import address_of, is_loopback
 from echo2.broadcast.nat.reach import HostFacts, outward_host
 from echo2.broadcast.node import BroadcastNode, NodeStats
 from echo2.outside import SteadyClock
@@ -78,7 +78,7 @@ def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -
     if facts.is_reachable is None:
         return None
     if facts.is_reachable:
-        return coordinator_pb2.Reach(addresses=[joined(facts.public_host, port)])
+        return coordinator_pb2.Reach(addresses=[address_of(facts.public_host, port)])
     relays = sorted(facts.relays, key=lambda peer: (peer != coordinator, peer))
     access = broadcast_pb2.PeerAccess(lan_addresses=own, public_host=facts.public_host, relays=relays)
     return coordinator_pb2.Reach(access=access)
@@ -104,7 +104,7 @@ class WorkerStatus:
         self.findings: dict[str, Finding] = {}
         link = JoinLink.parse(options.join_link)
         host = outward_host(options.listen_host, link.address)
-        self.own_addresses = [joined(host, port)] if host else []
+        self.own_addresses = [address_of(host, port)] if host else []
         self._advertised = list(options.advertised_addresses) or self.own_addresses
         self._port, self._coordinator = dialled_port(options, port), link.peer_id
         self._options, self._hardware, self._generation = options, hardware, generation

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.base.hosts import joined
-from echo2.base.units import format_bytes
+from echo2.base.units import address_of, format_bytes
 from echo2.broadcast.artifact import store_bytes_min
 from echo2.cost_model.sizing import CPU_CACHE_SHARE, ModelSize, Quantisation, handover_bytes
 
@@ -50,7 +49,7 @@ def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> F
     """Whether this worker answers at the address it advertises. `seen_host`: the source address that the relay sees for this
     machine, where it dialled the advertised port."""
     host, _, port = advertised.rpartition(":")
-    dialled = joined(seen_host, int(port))
+    dialled = address_of(seen_host, int(port))
     if is_reachable and dialled == advertised:
         text = f"{advertised} answers as this worker"
     elif is_reachable:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from echo2.base.errors import Unreachable
-from echo2.base.hosts import joined
 from echo2.base.ids import RunId
+from echo2.base.units import address_of
 from echo2.broadcast.connection import CLOSE_S, Connection
 from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.reachability import LinkKind
@@ -63,7 +63,7 @@ class World:
         credentials = issued(self.authority)
         end = End(credentials, Transport(credentials))
         self.ends.append(end)
-        end.address = joined(HOST, end.transport.listen(HOST, 0))
+        end.address = address_of(HOST, end.transport.listen(HOST, 0))
         end.transport.serve(end.accept)
         return end
 

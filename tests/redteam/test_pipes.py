@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.base.units import address_of
 from echo2.broadcast import connection
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import pipes
@@ -144,7 +144,7 @@ async def test_a_members_second_place_ends_its_first_however_often() -> None:
         worker = Transport(s.credentials(Role.WORKER))
         made: list[Connection] = []
         for count in range(12):
-            made.append(await worker.dial(joined(HOST, s.relay.port), s.relay_credentials.peer_id))
+            made.append(await worker.dial(address_of(HOST, s.relay.port), s.relay_credentials.peer_id))
             await until(lambda: len(s.relay._places) == 2, "it holds a place")
             if count:
                 assert await asyncio.wait_for(made[-2].receive(), WAIT_S) is None

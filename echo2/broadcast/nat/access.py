@@ -27,8 +27,8 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.base.units import address_of
 from echo2.broadcast.nat.reach import PROBE_S, shows_certificate
 from echo2.broadcast.nat.relay import Members, peer_of_stream, reset
 from echo2.broadcast.reachability import is_punchable
@@ -260,7 +260,7 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
             if place is not None and await trio.to_thread.run_sync(
                 shows_certificate, *place, peer, self._members.credentials.authority_pem, limiter=self._limit
             ):
-                self._proven(peer, joined(*place))
+                self._proven(peer, address_of(*place))
                 return raw
         return None
 

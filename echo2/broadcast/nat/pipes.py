@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, Unreachable
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.base.units import address_of
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import relay_book
 from echo2.broadcast.nat.relay_book import PIPES_OF_LEARNER, RelayBook
@@ -69,7 +69,7 @@ ANSWER_BYTES = len(_ANSWER) + TICKET_BYTES
 def pipe_address(relay_address: str) -> str:
     """Where a relay's byte pipes are had: at the port after that of its libp2p. Empty where there is no such port."""
     host, _, port = relay_address.rpartition(":")
-    return joined(host, int(port) + 1) if host and port.isdigit() and 0 < int(port) < 65_535 else ""
+    return address_of(host, int(port) + 1) if host and port.isdigit() and 0 < int(port) < 65_535 else ""
 
 
 def opening_of(data: bytes) -> TlsHello | PipeAnswer | None:
@@ -392,7 +392,7 @@ class PipeRelay:
             for one in (caller, member):
                 keep_alive(one)
                 host, port = one.getpeername()[:2]
-                DOORS.release(f"ipv{6 if ':' in host else 4}:{joined(host, port)}")
+                DOORS.release(f"ipv{6 if ':' in host else 4}:{address_of(host, port)}")
             try:
                 async with asyncio.timeout(circuit.ends_at - monotonic()):  # also where nothing moves
                     await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from echo2.base.errors import PortBusy, TrustError, Unreachable
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
+from echo2.base.units import address_of
 from echo2.broadcast.nat.pipes import PipeRelay, pipe_address
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Seen, Throughput
 from echo2.broadcast.transport import Accept
@@ -138,7 +138,7 @@ class Nat:
         """Serves as a relay and returns its port, which that of its byte pipes follows. PortBusy if one of them is in use."""
         self._options, self.own_port = replace(options, is_relay=True), options.own_port
         for turn in range(RELAY_TRIES):
-            check_free(options.listen_host, options.port, joined(options.listen_host, options.port))
+            check_free(options.listen_host, options.port, address_of(options.listen_host, options.port))
             await self._start()
             assert self._p2p is not None
             relay = PipeRelay(self._credentials, options.is_barred)
@@ -150,7 +150,7 @@ class Nat:
                 await self._p2p.close()  # any port will do, if the next one is free too
                 continue
             self._pipe_relay = relay
-            _log.info("byte pipes at %s", joined(options.listen_host, relay.port))
+            _log.info("byte pipes at %s", address_of(options.listen_host, relay.port))
             return self._p2p.port
         raise AssertionError("the last try returned or raised")
 

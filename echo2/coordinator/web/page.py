@@ -37,8 +37,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from echo2.base.errors import EchoError, MalformedMessage, PortBusy, Unreachable
-from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId
+from echo2.base.units import address_of, is_loopback
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.operator import ACTIONS, Commands
@@ -596,7 +596,7 @@ class Dashboard:
         except OSError as error:
             self.close()
             raise PortBusy(
-                f"expected the dashboard to listen on {joined(host, port)}: {error.strerror}; choose another with "
+                f"expected the dashboard to listen on {address_of(host, port)}: {error.strerror}; choose another with "
                 "--coordinator.dashboard_port"
             ) from None
         self.port = int(self._listener.getsockname()[1])

@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 import grpc
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
-from echo2.base.hosts import joined
 from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import NO_ROUTING, Verdict
+from echo2.base.units import address_of
 from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.learner.audit import Habits
 from echo2.learner.options import LearnerOptions
@@ -165,8 +165,8 @@ class IngestPort:
             requires_seeds=not options.config.worker.draft_tokens,
         )  # fmt: skip
         ingest_pb2_grpc.add_IngestServicer_to_server(service, self.server)
-        listen = joined(options.host, options.config.learner.port)
+        listen = address_of(options.host, options.config.learner.port)
         port = bind_server(self.server, listen, server_credentials(credentials))
         self.own = loopback_of(options.host), port
         host = outward_host(options.host, credentials.coordinator_address)
-        self.address = options.config.learner.advertise or joined(host, port)
+        self.address = options.config.learner.advertise or address_of(host, port)

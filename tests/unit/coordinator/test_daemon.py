@@ -22,8 +22,8 @@ import pytest
 from google.protobuf.message import Message
 
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustError
-from echo2.base.hosts import joined
 from echo2.base.ids import PeerId, RunId
+from echo2.base.units import address_of
 from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
 from echo2.coordinator.coordinator import SWITCH_S, CoordinatorDaemon, collected_garbage
@@ -470,7 +470,7 @@ async def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, h
     async with running(options(tmp_path / "first", host=host)) as daemon:
         link = JoinLink.parse(daemon.links[Role.WORKER.value])
         host_told = "127.0.0.1" if host == "::" else "::1"  # `::` takes both, and every machine has the former
-        assert link.host == host_told and f"echo2://{joined(host_told, link.port)}/" in str(link)
+        assert link.host == host_told and f"echo2://{address_of(host_told, link.port)}/" in str(link)
         node = await Node.join(daemon, Role.WORKER)
         await node.hello()
         await node.close()
@@ -482,8 +482,8 @@ async def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, h
 def test_hosts_are_joined_with_brackets_once_and_a_worker_listens_where_a_coordinator_on_its_machine_does(
     tmp_path: Path,
 ) -> None:
-    assert joined("::1", 7) == joined("[::1]", 7) == "[::1]:7"
-    assert joined("10.0.0.1", 7) == "10.0.0.1:7" and joined("host.example", 7) == "host.example:7"
+    assert address_of("::1", 7) == address_of("[::1]", 7) == "[::1]:7"
+    assert address_of("10.0.0.1", 7) == "10.0.0.1:7" and address_of("host.example", 7) == "host.example:7"
     hosts = {"::1": "::1", "127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "2001:db8::1": "::"}
     for host, own in hosts.items():
         assert listen_host(WorkerOptions("", tmp_path), JoinLink(host, 8418, PeerId("p"), "t")) == own

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from echo2.base.errors import ConfigError, ResourceError, Unreachable
-from echo2.base.hosts import is_loopback
 from echo2.base.ids import RunId
+from echo2.base.units import is_loopback
 from echo2.coordinator.money.providers.machine_setup import (
     KEYS,
     LINK_VARIABLE,
