@@ -68,10 +68,14 @@ class BaseOfAdapter:
     base_path: str
 
 
+def _language_part(config: Mapping[str, object]) -> dict[str, object]:
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {})}
+
+
 def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
     """Raises ConfigError for a model that vLLM's workers could not follow, or could not round in this way."""
-    text = config.get("text_config")
-    said = {**config, **(text if isinstance(text, Mapping) else {})}
+    said = _language_part(config)
     # vLLM multiplies by views of a matrix of latent attention, which an adapter or rounding would make copies.
     if (rank := said.get("kv_lora_rank")) and (adapter is not None or quantisation is not Quantisation.NONE):
         raise ConfigError(
@@ -103,7 +107,13 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
 def refuse_device(quantisation: Quantisation, config: Mapping[str, object]) -> None:
     """Raises ConfigError if the GPU has no fp8 matrix products, or the CPU would only approximate the model. A CPU computes fp8,
     slowly, which suffices for trials."""
-    if is_cpu() and (cap := config.get("attn_logit_softcapping")):
+    said = _language_part(config)
+    if is_cpu() and "linear_attention" in str(said.get("layer_types")):
+        raise ConfigError(
+            "model: vLLM's CPU kernels compute linear attention (layer_types) in bf16 alone, its workers there in float32; "
+            "expected a GPU, or --worker.engine embedded"
+        )
+    if is_cpu() and (cap := said.get("attn_logit_softcapping")):
         raise ConfigError(
             f"model: vLLM's CPU kernels cap the scores of attention roughly (attn_logit_softcapping {cap!r}), which moves "
             "probabilities by up to a hundredth; expected a GPU, or --worker.engine embedded"
@@ -235,7 +245,8 @@ class VllmEngine:
         if self._llm is not None:
             raise EngineError("the vLLM engine was started before; make a new one")
         self._outbox.bind(asyncio.get_running_loop(), self._room.set)
-        # In threads: starting takes up to minutes, and heartbeats must go on. The base comes first, to refuse a wrong one early.
+        # In threads: starting takes up to minutes, and heartbeats must go on. The base comes early, to refuse a wrong one.
+        await asyncio.to_thread(self._import)
         adapter = self._adapter
         base = None if adapter is None else await asyncio.to_thread(load_base, adapter.base_path, adapter.spec)
         self._llm = await asyncio.to_thread(self._make_llm)
@@ -248,15 +259,19 @@ class VllmEngine:
         if adapter is not None and base is not None:
             await self._weights.lay_base(base, adapter.spec)
 
-    def _make_llm(self) -> Any:
+    def _import(self) -> None:
         for name, value in environment().items():
             os.environ.setdefault(name, value)
         try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+            refuse_device(self._quantisation, self._config)
+            import vllm.v1.engine.async_llm  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
-        refuse_device(self._quantisation, self._config)
+
+    def _make_llm(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         folder = Path(self._folder.name)
         said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, ROUTING_KEY)}
         if said.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers

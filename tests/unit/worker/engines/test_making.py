@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from echo2.base.rollout import ROUTING_KEY, FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Fit, Quantisation
-from echo2.worker.engines.adapter import CONFIG_KEY
+from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec
 from echo2.worker.engines.embedded import loop as loop_module
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.embedded.forward import CachedDecoder
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import NO_FINGERPRINT, SeveralEngines, fit_engine, make_engine
-from echo2.worker.engines.vllm.vllm_engine import only_gpus, refuse_unsupported
+from echo2.worker.engines.vllm.vllm_engine import BaseOfAdapter, VllmEngine, only_gpus, refuse_unsupported
 from echo2.worker.machine import WorkerMachine, parse_gpus
 from echo2.worker.options import WorkerOptions
 from tests.contract.engine_rig import delta_of, keyframe_of, make_versions, tiny_config
@@ -123,6 +124,23 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
         {"kv_lora_rank": 8},
     ):  # a hybrid; latent attention
         refuse_unsupported(CONFIG | taken, Quantisation.NONE, None)
+
+
+def test_what_vllms_kernels_for_cpus_do_not_compute_is_refused_before_a_base_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("echo2.worker.engines.vllm.vllm_engine.is_cpu", lambda: True)
+    base = BaseOfAdapter(AdapterSpec(4, 1.0, "bfloat16", "0123456789abcdef"), "/nowhere")
+    for more in ({"text_config": {"layer_types": ["linear_attention"]}}, {"attn_logit_softcapping": 3.0}):
+        with pytest.raises(ConfigError, match="vLLM's CPU kernels .*expected a GPU, or --worker.engine embedded"):
+            asyncio.run(started(VllmEngine(CONFIG | more, adapter=base)))
+
+
+async def started(engine: VllmEngine) -> None:
+    try:
+        await engine.start()
+    finally:
+        await engine.stop()
 
 
 def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
