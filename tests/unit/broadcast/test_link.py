@@ -12,6 +12,7 @@ import pytest
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId
+from echo2.broadcast import connection
 from echo2.broadcast.connection import CLOSE_S, HEAD, Connection
 from echo2.broadcast.exchange import Exchange
 from echo2.broadcast.link import PeerLink
@@ -127,3 +128,20 @@ async def test_a_peer_that_used_up_its_share_for_nothing_is_not_read_for_a_while
         assert taken == [b"useful", b"a", b"b"] and read.stream.pause_reading.called
         await asyncio.sleep(0.1)
         assert taken == [b"useful", b"a", b"b", b"c", b"useful"] and read.stream.resume_reading.called
+
+
+async def test_what_a_useful_frame_takes_is_not_of_the_time_that_its_read_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, share = 0.0, mock.Mock(pause_s=mock.Mock(return_value=0.0))
+    monkeypatch.setattr(connection, "monotonic", lambda: now)
+    read = Read(cast(FairShare, share))
+
+    def take(frame: bytes) -> bool:
+        nonlocal now
+        now += 0.5
+        return True
+
+    async with taking(read, take):
+        for _ in range(2):
+            read.comes(b"useful")
+            read.connection.worked(0.6, 1, 6)
+    assert [call.args[0] for call in share.pause_s.call_args_list] == [pytest.approx(0.1)] * 2
