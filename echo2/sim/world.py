@@ -2,7 +2,7 @@
 
 `World(Scenario.of(seed)).run()` returns a `WorldOutcome`. Guarantees: same seed, same events in the same order
 (`WorldOutcome.digest`), under any hash seed. Machines outlive processes: a process that fails or is killed is restarted on the
-same machine, on the same disk or a new one. Leaves to others: faults (storm), what must hold (observer, checkers).
+same machine, on the same disk or a new one. Leaves to others: faults (storm), what must hold (inspector).
 """
 
 from __future__ import annotations
@@ -38,15 +38,20 @@ from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
-from echo2.sim.checkers import Truth, Violation
-from echo2.sim.inspector import Daemon, EventLog, Inspector, Observer
+from echo2.sim.inspector import Daemon, EventLog, Inspector, Observer, Truth, Violation
 from echo2.sim.liars import Liar
-from echo2.sim.machine import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, Process, VirtualCloud, VirtualMachine
+from echo2.sim.machine import (
+    CLOUD_CAP_USD_PER_HOUR,
+    PRICE_USD_PER_HOUR,
+    Process,
+    VirtualCloud,
+    VirtualDisk,
+    VirtualMachine,
+)
 from echo2.sim.memory_net import MemoryNet
 from echo2.sim.scenario import Scenario
 from echo2.sim.simulated_engine import EngineFaults, VirtualEngines
 from echo2.sim.tiny_model import TinyTrainer, base_weights, copied, fingerprint_of, tiny_source
-from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.trust.tls import Credentials

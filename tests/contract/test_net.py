@@ -13,9 +13,8 @@ import pytest
 from echo2.base.errors import PortBusy, TrustError, Unreachable
 from echo2.base.rng import derived_rng
 from echo2.outside import entered, here
-from echo2.sim.machine import Process, VirtualMachine
+from echo2.sim.machine import Process, VirtualDisk, VirtualMachine
 from echo2.sim.memory_net import MemoryNet
-from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.trust import tls

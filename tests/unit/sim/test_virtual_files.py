@@ -7,7 +7,7 @@ import random
 import sqlite3
 from pathlib import Path
 
-from echo2.sim.virtual_files import VirtualDisk, VirtualFiles
+from echo2.sim.machine import VirtualDisk, VirtualFiles
 
 
 def test_of_a_file_what_was_synced_stays(tmp_path: Path) -> None:
