@@ -335,16 +335,18 @@ class VirtualFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
-        self.check_room()
-        written = os.write(handle, data)
-        os.utime(handle, (self._now(), self._now()))
-        return written
+        return self._dated(handle, lambda: os.write(handle, data))
 
     def write_at(self, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
-        self.check_room()
-        written = os.pwritev(handle, list(parts), offset)
-        os.utime(handle, (self._now(), self._now()))
-        return written
+        return self._dated(handle, lambda: os.pwritev(handle, list(parts), offset))
+
+    def _dated(self, handle: int, write: Callable[[], int]) -> int:
+        """A file that a full disk leaves empty has a virtual time, too: files are read in the order of their times."""
+        try:
+            self.check_room()
+            return write()
+        finally:
+            os.utime(handle, (self._now(), self._now()))
 
     def sync(self, handle: int) -> None:
         self._synced()

@@ -7,6 +7,8 @@ import random
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from echo2.sim.machine import VirtualDisk, VirtualFiles
 
 
@@ -22,6 +24,18 @@ def test_of_a_file_what_was_synced_stays(tmp_path: Path) -> None:
     assert (disk.folder / "journal").stat().st_size == 200, "a kill loses nothing"
     assert disk.power_cut(random.Random(1)) == 1
     assert 100 <= (disk.folder / "journal").stat().st_size < 200
+
+
+def test_a_file_that_a_full_disk_leaves_empty_has_a_virtual_time(tmp_path: Path) -> None:
+    disk = VirtualDisk(tmp_path)
+    files = VirtualFiles(disk, lambda: 7.0, lambda: None)
+    disk.is_full = True
+    for write in (files.write, lambda handle, data: files.write_at(handle, [data], 0)):
+        handle = os.open(disk.folder / "chunks", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        with pytest.raises(OSError, match="No space"):
+            write(handle, b"a")
+        os.close(handle)
+        assert (disk.folder / "chunks").stat().st_mtime == 7.0, "files are read again in the order of their times"
 
 
 def rows_after_a_power_cut(folder: Path, seed: int, synced_after: int = -1) -> int:
