@@ -110,7 +110,8 @@ class Children:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+                async with asyncio.timeout(STOP_WITHIN_S):
+                    await process.wait()
             except TimeoutError:
                 self._kill(process)
                 await process.wait()

@@ -121,7 +121,8 @@ class ControlSession(Generic[Said]):
         outbox.put(farewell)
         outbox.put(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(outbox.is_over.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                await outbox.is_over.wait()
 
     async def run(self, party: Party[Said]) -> None:
         pause_s = 0.0
@@ -178,14 +179,16 @@ class ControlSession(Generic[Said]):
     async def _greet(self, call: Any, hello: Said, address: str) -> None:
         """Sends the hello; Unreachable if no connection takes it in time."""
         try:
-            await asyncio.wait_for(_write(call, hello), self._connect_s)
+            async with asyncio.timeout(self._connect_s):
+                await _write(call, hello)
         except TimeoutError:
             raise errors.Unreachable(f"{_WHOSE} at {address}: no connection within {self._connect_s:.0f} s") from None
 
     async def _welcome(self, call: Any, party: Party[Said]) -> float:
         """Waits for the answer to the hello; returns the heartbeat interval."""
         try:
-            order = await asyncio.wait_for(call.read(), WELCOME_S)
+            async with asyncio.timeout(WELCOME_S):
+                order = await call.read()
         except TimeoutError:
             raise errors.Unreachable(f"{_WHOSE}: no answer to the hello within {WELCOME_S:.0f} s") from None
         kind = _kind_of(order)

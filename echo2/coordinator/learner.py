@@ -75,12 +75,14 @@ class RolloutQuestions:
             raise LimitExceeded(f"rollouts: expected at most {ASKED_MAX} questions at a time; try again")
         self._asked += 1
         request = self._asked
-        waiting = self._open[request] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[pb.RolloutsShown] = asyncio.get_running_loop().create_future()
+        self._open[request] = waiting
         try:
             wanted = pb.RolloutsWanted(request=request, rollout_id=rollout_id, offset=offset)
             if not self._send(pb.LearnerOrder(wanted=wanted)):
                 raise Unreachable("rollouts: the learner keeps them, and it is not connected")
-            return await asyncio.wait_for(waiting, ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                return await waiting
         except TimeoutError:
             raise Unreachable(f"rollouts: expected the learner's answer within {ANSWER_S:.0f} s, got none") from None
         finally:
@@ -296,7 +298,8 @@ class LearnerReachability:
         while True:
             with contextlib.suppress(TimeoutError):
                 pause_s = LOOK_HIDDEN_S if board.pipe_address or self._told else LOOK_S
-                await asyncio.wait_for(learner.is_back.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await learner.is_back.wait()
             learner.is_back.clear()
             if learner.session is not None and self._hub.relay_address:
                 await self._look()

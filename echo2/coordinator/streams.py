@@ -290,7 +290,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     async def _serve(self, context: Any, node: NodeStreams[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
         try:
             caller = peer_of(context, node.role)
-            first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await context.read()
             if not isinstance(first, Message):
                 return
             early_s = self._hellos.wait_s(caller.peer_id, self._hub.clock.now())

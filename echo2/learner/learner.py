@@ -358,7 +358,8 @@ class Learner:
             elif monotonic() - needed_at >= QUIET_S:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._stopped.wait()
 
     async def _await_coordinator(self) -> None:
         self.begin_wait("the coordinator, to tell it that the run is finished")

@@ -228,7 +228,8 @@ class BaseCheckpointLoader:
         try:
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             reading = asyncio.to_thread(self._read, folder)
-            weights, fingerprint = await asyncio.wait_for(reading, LOAD_S + size / LOAD_BYTES_PER_S_MIN)
+            async with asyncio.timeout(LOAD_S + size / LOAD_BYTES_PER_S_MIN):
+                weights, fingerprint = await reading
         except Exception as error:  # noqa: BLE001  an unreadable checkpoint counts as absent, as does one on too slow a disk
             _log.warning(
                 "base checkpoint in %s cannot be used (%s); peers have it", folder, str(error) or "the disk is too slow"

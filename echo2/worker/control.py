@@ -66,9 +66,11 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            line = await asyncio.wait_for(reader.readline(), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                line = await reader.readline()
             writer.write(json.dumps(await self._reply(line)).encode() + b"\n")
-            await asyncio.wait_for(writer.drain(), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                await writer.drain()
         except (TimeoutError, OSError, ValueError) as error:
             _log.debug("control connection ended: %s", error)
         finally:
@@ -92,7 +94,8 @@ class ControlServer:
 
 async def _is_answered(path: Path) -> bool:
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_unix_connection(path), 2.0)
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_unix_connection(path)
     except (OSError, TimeoutError):
         return False
     writer.close()

@@ -323,7 +323,8 @@ class Reports:
                 await self._session(self._target)
                 pause_s = self._backoff.next_pause_s()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._moved.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._moved.wait()
         finally:
             for fetch in self._fetches.values():
                 fetch.cancel()
@@ -334,7 +335,8 @@ class Reports:
         self._waits.begin("learner", f"a connection to {whose}")
         async with open_channel(address, peer_id, self.credentials, _CHANNEL_OPTIONS) as channel:
             try:
-                await asyncio.wait_for(channel.channel_ready(), self._connect_s)
+                async with asyncio.timeout(self._connect_s):
+                    await channel.channel_ready()
             except TimeoutError:
                 return
             self._waits.end("learner")

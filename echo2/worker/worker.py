@@ -232,7 +232,8 @@ class Worker:
         held = len(self.leases.lease_ids)
         self.leases.drain(within_s, self._stop_reason)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.generation.drained.wait(), within_s + LEAVE_S)
+            async with asyncio.timeout(within_s + LEAVE_S):
+                await self.generation.drained.wait()
         if held:
             took_s, lost = monotonic() - began, self.generation.unheld_tokens
             _log.info("handed back %d leases in %.2f s; %d tokens were not delivered", held, took_s, lost)

@@ -181,7 +181,8 @@ class P2pSide:
     async def close(self) -> None:
         self._is_open = False
         with contextlib.suppress(Exception):  # it may be cut off before it finishes
-            await asyncio.wait_for(self._thread.call(self._host.close), CLOSE_S + 1)
+            async with asyncio.timeout(CLOSE_S + 1):
+                await self._thread.call(self._host.close)
         await self._thread.stop()
         await self._tasks.end()
 

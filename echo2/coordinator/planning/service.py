@@ -71,7 +71,8 @@ class Planning:
     async def _run_pool(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hub.plan_needed.wait(), self._hub.config.coordinator.plan_interval)
+                async with asyncio.timeout(self._hub.config.coordinator.plan_interval):
+                    await self._hub.plan_needed.wait()
             await self._settle()
             self._hub.plan_needed.clear()
             with noting("planning the pool"):

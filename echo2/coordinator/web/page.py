@@ -446,7 +446,8 @@ class Web:
                     message["now"] = str(round(self._commands.hub.clock.now(), 2))
                     yield "data: {" + ",".join(f'"{name}":{text}' for name, text in message.items()) + "}\n\n"
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(has_to_end.wait(), STREAM_S)
+                    async with asyncio.timeout(STREAM_S):
+                        await has_to_end.wait()
 
     def _answering(
         self, value: Callable[[QueryParams], Values | Awaitable[Values]]

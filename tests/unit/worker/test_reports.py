@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,30 @@ async def working(folder: Path) -> AsyncIterator[tuple[SmallRun, Bench]]:
         bench = Bench(run, folder)
         yield run, bench
         await bench.close()
+
+
+async def test_reports_that_are_ended_just_as_a_connection_stands_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is refused by its coordinator while its learner answers would else stay for ever."""
+    is_ready = asyncio.Event()
+
+    @asynccontextmanager
+    async def channel(*_: object) -> AsyncIterator[object]:
+        yield SimpleNamespace(channel_ready=is_ready.wait)
+
+    monkeypatch.setattr(links_module, "open_channel", channel)
+    for turns in range(6):
+        is_ready.clear()
+        reports = Reports(None, Waits(SteadyClock()), Backoff(random.Random(1)), connect_s=5.0)  # type: ignore[arg-type]
+        reports.move_to(PeerId("learner"), "127.0.0.1:1")
+        task = asyncio.create_task(reports.run(None))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        is_ready.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_too_late = not task.cancel()
+        with pytest.raises((asyncio.CancelledError, AttributeError)):
+            await asyncio.wait_for(task, 5)
+        assert task.cancelled() or is_too_late, turns
 
 
 async def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the_group_is_finished(
