@@ -104,20 +104,25 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
             raise ConfigError(f"{whose} is not for models with experts ({field} {said[field]!r}); expected none")
 
 
-def refuse_device(quantisation: Quantisation, config: Mapping[str, object]) -> None:
-    """Raises ConfigError if the GPU has no fp8 matrix products, or the CPU would only approximate the model. A CPU computes fp8,
-    slowly, which suffices for trials."""
+def refuse_on_cpu(config: Mapping[str, object]) -> None:
+    """Raises ConfigError if there is no GPU and vLLM's CPU kernels would only approximate the model."""
+    if not is_cpu():
+        return
     said = _language_part(config)
-    if is_cpu() and "linear_attention" in str(said.get("layer_types")):
+    if "linear_attention" in str(said.get("layer_types")):
         raise ConfigError(
             "model: vLLM's CPU kernels compute linear attention (layer_types) in bf16 alone, its workers there in float32; "
             "expected a GPU, or --worker.engine embedded"
         )
-    if is_cpu() and (cap := said.get("attn_logit_softcapping")):
+    if cap := said.get("attn_logit_softcapping"):
         raise ConfigError(
             f"model: vLLM's CPU kernels cap the scores of attention roughly (attn_logit_softcapping {cap!r}), which moves "
             "probabilities by up to a hundredth; expected a GPU, or --worker.engine embedded"
         )
+
+
+def refuse_device(quantisation: Quantisation) -> None:
+    """Raises ConfigError if the GPU has no fp8 matrix products. A CPU computes fp8, slowly, which suffices for trials."""
     if quantisation is Quantisation.NONE or is_cpu():
         return
     from vllm.platforms import current_platform
@@ -245,8 +250,8 @@ class VllmEngine:
         if self._llm is not None:
             raise EngineError("the vLLM engine was started before; make a new one")
         self._outbox.bind(asyncio.get_running_loop(), self._room.set)
-        # In threads: starting takes up to minutes, and heartbeats must go on. The base comes early, to refuse a wrong one.
-        await asyncio.to_thread(self._import)
+        # In threads: starting takes up to minutes, and heartbeats must go on. What is refused comes first.
+        await asyncio.to_thread(refuse_on_cpu, self._config)
         adapter = self._adapter
         base = None if adapter is None else await asyncio.to_thread(load_base, adapter.base_path, adapter.spec)
         self._llm = await asyncio.to_thread(self._make_llm)
@@ -259,19 +264,16 @@ class VllmEngine:
         if adapter is not None and base is not None:
             await self._weights.lay_base(base, adapter.spec)
 
-    def _import(self) -> None:
+    def _make_llm(self) -> Any:
         for name, value in environment().items():
             os.environ.setdefault(name, value)
         try:
-            refuse_device(self._quantisation, self._config)
-            import vllm.v1.engine.async_llm  # noqa: F401
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            refuse_device(self._quantisation)
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
-
-    def _make_llm(self) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         folder = Path(self._folder.name)
         said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, ROUTING_KEY)}
         if said.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers
