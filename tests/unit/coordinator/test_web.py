@@ -298,7 +298,8 @@ async def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(
         def have_both_worked(state: dict[str, Any]) -> bool:
             """For about as long: the second came later, on a busy machine by seconds."""
             first, second = (state["workers"][one] for one in ids)
-            return second["usd_per_mtok"] is not None and second["usd_spent"] > 0.5 * first["usd_spent"]
+            are_priced = first["usd_per_mtok"] is not None and second["usd_per_mtok"] is not None
+            return are_priced and second["usd_spent"] > 0.5 * first["usd_spent"]
 
         state = await until(web, have_both_worked)
         money, rows = state["money"], [state["workers"][one] for one in ids]
