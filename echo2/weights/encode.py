@@ -46,7 +46,7 @@ from echo2.weights.container import (
     encode_header,
     encode_header_of,
     parse_frame,
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 from echo2.weights.elements import (
     TYPE_BY_CODE,
     Bits,

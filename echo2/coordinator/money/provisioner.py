@@ -174,6 +174,8 @@ class Provisioner:
     async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
         """Carries out the advice, once; returns how many machines were rented or released."""
         advice, count = self.advice(), 0
+        if not (advice.release or advice.rent):
+            return 0
         self._why_none = "being carried out"
         try:
             for release in advice.release:
