@@ -311,9 +311,7 @@ async def _checkpoints(hub: Hub) -> None:
     """Makes checkpoints in another thread, so that granting a lease does not wait for the disk."""
     while True:
         await asyncio.sleep(CHECKPOINT_S)
-        if restored := await asyncio.to_thread(hub.state.store.checkpoint):
-            _log.error("%s", restored)
-            hub.note("state", restored)
+        await asyncio.to_thread(hub.state.store.checkpoint)
 
 
 class _Ports:

@@ -1,34 +1,27 @@
 """The coordinator's state in SQL: SQLite (WAL) in the run's folder by default, or PostgreSQL by its URL.
 
-A row is JSON under a kind and a key, with a checksum; the log (events, samples, paid actions) is JSON under a running number.
-SQLite runs with synchronous=NORMAL: what `write` has written survives a kill of the process; a power cut may lose the last moments,
-which the learner's list of groups and the workers' held leases repair. Changes that no node would report again (`must_last`) are
-synced before `write` returns; any other `write` waits for no disk: `checkpoint`, on the thread that calls it, folds the log into
-the database file and does the fsyncs. Guarantees: state of another schema or run is refused, and so is a database that is missing,
-damaged or older than its mark: SQLite opens a missing file as an empty database, ends a damaged log at its first bad frame without
-an error, and has no checksums of its pages, so bans, revoked tokens and money spent would be lost silently. A database whose file
-is removed while it is open is written back by the next `checkpoint`.
+A row is JSON under a kind and a key; the log (events, samples, paid actions) is JSON under a running number. SQLite runs with
+synchronous=NORMAL: what `write` has written survives a kill of the process; a power cut may lose the last moments, which the
+learner's list of groups and the workers' held leases repair. Changes that no node would report again (`must_last`) are synced and
+counted in a file beside the database before `write` returns; a database that lacks one of them is refused, for bans, revoked tokens
+and money spent would be lost silently. `checkpoint`, on the thread that calls it, folds SQLite's log into the database file.
+Guarantees: state of another schema or run is refused, and so is a damaged database.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import logging
 import os
 import sqlite3
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import pydantic
 import pydantic_core
 import sqlalchemy as sa
-import xxhash
 from google.protobuf.message import DecodeError, Message
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
@@ -42,7 +35,7 @@ from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.outside import here
 
-SCHEMA_VERSION = 7  # of the tables and of what their JSON holds
+SCHEMA_VERSION = 8  # of the tables and of what their JSON holds
 CHECKPOINT_TRIES = 3  # writes during a try remain in the log; the next checkpoint comes two seconds later anyway
 LOG_PAGES_MAX = 16_384  # 64 MiB: such a log is folded in by `write` itself, in case `checkpoint` is not called
 EVENTS_MAX = 5_000  # what the page's log can show, and a day of a large fleet's joins
@@ -51,7 +44,6 @@ PRUNE_EVERY_FLUSHES = 2_000
 # What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode.
 _DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
 _DAMAGE_WORDS = ("malformed", "not a database", "decode")  # in SQLite's own messages
-_log = logging.getLogger("echo2.coordinator")
 _metadata = sa.MetaData()
 _serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _meta = sa.Table(
@@ -60,7 +52,7 @@ _meta = sa.Table(
 _rows = sa.Table(
     "rows", _metadata,
     sa.Column("kind", sa.Text, primary_key=True), sa.Column("key", sa.Text, primary_key=True),
-    sa.Column("json", sa.Text, nullable=False), sa.Column("sum", sa.Text, nullable=False),
+    sa.Column("json", sa.Text, nullable=False),
 )  # fmt: skip
 _lines = sa.Table(
     "log", _metadata,
@@ -205,163 +197,14 @@ _ROWS = {
 _LOGS = {"events": _RowForm(LoggedEvent), "samples": _RowForm(CurvePoint), "paid": _RowForm(PaidAction)}
 
 
-def _sum_of(kind: str, key: str, text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(f"{kind}\0{key}\0{text}".encode())
-
-
-# ---- the mark beside the database: the number of its last transaction shows that a database is missing or too old
-
-MARK_BYTES = 256  # room for two numbers of 20 digits and two ids of up to 64 characters
-
-
-@dataclass(frozen=True, slots=True)
-class LastTransaction:
-    """The content of the mark's file. `written`: number of committed transactions; `safe`: how many of these are synced to disk;
-    `boot`: the machine's boot id, which tells a kill from a power cut; `is_closed`: the database was closed cleanly."""
-
-    store_id: str
-    written: int
-    safe: int
-    boot: str
-    is_closed: bool
-
-
-class LastTransactionFile:
-    """A small file beside the database with the number of its last transaction. After a kill every transaction must be there; after
-    a power cut those since the last checkpoint (`safe`) may be missing. The file is rewritten in place, `MARK_BYTES` in one write:
-    a kill leaves the old or the new content. Once open, thread-safe. `where`: the database, for messages."""
-
-    def __init__(self, path: Path, where: str) -> None:
-        self._path, self._where = path, where
-        self._boot = "".join(filter(str.isalnum, here().files.boot_id()))[:64]
-        self._lock = threading.Lock()
-        self._file: int | None = None
-        self._mark = _read_mark(path)
-
-    def check_is_there(self, database: Path) -> None:
-        """StateError if there is a mark but no database. Call it before SQLite creates an empty one."""
-        if self._mark is not None and not (database.exists() and database.stat().st_size):
-            raise self._lost("the database that was there", "none")
-
-    def check(self, store_id: str, written: int) -> None:
-        """Compares the mark with the database's `store_id` (empty if it has none) and `written`; StateError if data is missing."""
-        mark = self._mark
-        if mark is None:
-            return
-        if store_id != mark.store_id:
-            raise self._lost(f"database {mark.store_id}", f"database {store_id}" if store_id else "an empty one")
-        may_lack_the_end = not mark.is_closed and mark.boot != self._boot
-        if written < (mark.safe if may_lack_the_end else mark.written):
-            raise self._lost(f"all of {mark.written} changes", f"the first {written}")
-        if written < mark.written:
-            _log.warning(
-                "%s: the machine went down and the last %d changes of %d with it; learner and workers tell them again",
-                self._where, mark.written - written, mark.written,
-            )  # fmt: skip
-
-    def open(self, written: int, store_id: str) -> str:
-        """Opens the file and writes a mark for the database as it is. Returns the database's id: a new one if `store_id` is
-        empty."""
-        safe = min(written, self._mark.safe) if self._mark is not None else 0
-        mark = LastTransaction(
-            store_id or f"{here().rng.getrandbits(64):016x}", written, safe, self._boot, is_closed=False
-        )
-        self._create()
-        self._write(mark, is_synced=True)
-        return mark.store_id
-
-    def note(self, written: int, *, is_safe: bool) -> None:
-        """Call it after each commit."""
-        with self._lock:
-            mark = self._now()
-            self._write(replace(mark, written=written, safe=written if is_safe else mark.safe), is_synced=False)
-
-    def note_safe(self, safe: int) -> None:
-        """Call it after the database has synced everything up to `safe`."""
-        with self._lock:
-            if safe > self._now().safe:
-                self._write(replace(self._now(), safe=safe), is_synced=True)
-
-    def write_back(self) -> str:
-        """Makes the file again if it was removed; returns that in words."""
-        with self._lock:
-            if self._file is None or self._path.exists():
-                return ""
-            os.close(self._file)
-            self._create()
-            self._write(self._now(), is_synced=True)
-        return f"{self._path} was removed while the coordinator ran; it was written again"
-
-    def close(self) -> None:
-        """Call it after the database was closed cleanly."""
-        with self._lock:
-            if self._file is None:
-                return
-            self._write(replace(self._now(), safe=self._now().written, is_closed=True), is_synced=True)
-            os.close(self._file)
-            self._file = None
-
-    def _now(self) -> LastTransaction:
-        assert self._mark is not None, "open comes first"
-        return self._mark
-
-    def _create(self) -> None:
-        try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _write(self, mark: LastTransaction, *, is_synced: bool) -> None:
-        assert self._file is not None, "open comes first"
-        self._mark = mark
-        fields_of = {name: getattr(mark, name) for name in mark.__slots__}  # asdict takes ten times as long
-        text = json.dumps(fields_of).encode()
-        data = b"%08x %s" % (zlib.crc32(text), text)
-        assert len(data) < MARK_BYTES, "ids and numbers are short"
-        try:
-            here().files.write_at(self._file, [data.ljust(MARK_BYTES - 1) + b"\n"], 0)
-            if is_synced:
-                here().files.sync(self._file)
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _lost(self, expected: str, came: str) -> StateError:
-        return StateError(
-            f"{self._where}: expected {expected}, found {came}; bans, revoked tokens and money spent may be missing. "
-            f"Restore a backup of the database (docs/runbook.md). To go on with what is there, remove {self._path}"
-        )
-
-    def _error(self, error: OSError) -> DiskFull | StateError:
-        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StateError
-        return kind(f"{self._path}: expected to write it, got: {error.strerror}")
-
-
-def _read_mark(path: Path) -> LastTransaction | None:
-    if not path.exists():
-        return None
-    try:
-        data = path.read_bytes()
-        checksum, text = data[:8], data[9:].rstrip()
-        if checksum != b"%08x" % zlib.crc32(text):
-            raise ValueError("its checksum differs")
-        return LastTransaction(**json.loads(text))
-    except (OSError, ValueError, TypeError) as error:
-        raise StateError(
-            f"{path}: expected the coordinator's mark of its database, found it damaged ({error}). If the database beside "
-            "it is whole, remove the mark; else restore both from a backup"
-        ) from None
-
-
 class SqlStore:
     """The state at a database URL; one process writes at a time. `write` writes all of a transaction or nothing, and what it wrote
-    survives a crash of the process once it returns."""
+    survives a crash of the process once it returns. `mark`: the file beside it with the count of changes that must last; None for a
+    copy that is only inspected."""
 
-    def __init__(self, url: str, run_id: RunId, mark_path: Path | None = None) -> None:
-        """`mark_path`: file of the mark; None for a copy that is only inspected."""
-        self._engine = _engine_of(url)
-        self._written = 0  # transactions over this database's whole life
+    def __init__(self, url: str, run_id: RunId, mark: Path | None = None) -> None:
+        self._engine, self._mark, self._lasting = _engine_of(url), mark, 0
         self._checkpointing, self._is_open = threading.Lock(), True
-        self._writing = threading.Lock()  # held by another thread only while it writes a removed database back
         self._where = self._engine.url.render_as_string(hide_password=True)
         name = self._engine.url.database
         self._file = Path(name) if self._engine.dialect.name == "sqlite" and name else None
@@ -369,17 +212,18 @@ class SqlStore:
         upsert = insert(_rows)
         # Built once, because building it costs more than running it.
         self._upsert = upsert.on_conflict_do_update(
-            index_elements=[_rows.c.kind, _rows.c.key], set_={"json": upsert.excluded.json, "sum": upsert.excluded.sum}
+            index_elements=[_rows.c.kind, _rows.c.key], set_={"json": upsert.excluded.json}
         )
-        self._mark = LastTransactionFile(mark_path, self._where) if mark_path is not None else None
         try:
-            if self._mark is not None and self._file is not None:
-                self._mark.check_is_there(self._file)
+            counted = self._counted()
+            if counted and self._file is not None and not (self._file.exists() and self._file.stat().st_size):
+                raise self._lost("the database that was there", "none")  # SQLite would open an empty one
             with self._engine.begin() as connection:
                 self._check_pages(connection)
-                self._claim(connection, run_id)
-                self._follow_mark(connection)
-            self._opened = self._inodes()
+                self._lasting = self._claim(connection, run_id)
+            if self._lasting < counted:
+                raise self._lost(f"all of {counted} changes that must last", f"the first {self._lasting}")
+            self._count()
         except BaseException as error:
             self._engine.dispose()
             if isinstance(error, _DRIVER_ERRORS):
@@ -394,45 +238,33 @@ class SqlStore:
         if problems != ["ok"]:
             raise self._damaged("; ".join(problems))
 
-    def _claim(self, connection: Connection, run_id: RunId) -> None:
-        """Makes the tables of a new state; refuses the state of another run or schema."""
+    def _claim(self, connection: Connection, run_id: RunId) -> int:
+        """Makes the tables of a new state; refuses the state of another run or schema. Returns the changes in it that must last."""
         _meta.create(connection, checkfirst=True)
-        meta = _meta_of(connection)
+        meta = {row.key: row.value for row in connection.execute(sa.select(_meta))}
         if not meta:
             _metadata.create_all(connection)
-            _set_meta(connection, schema_version=str(SCHEMA_VERSION), run_id=run_id)
-            return
+            meta = {"schema_version": str(SCHEMA_VERSION), "run_id": run_id, "lasting": "0"}
+            connection.execute(sa.insert(_meta), [{"key": key, "value": value} for key, value in meta.items()])
         if meta.get("run_id") != run_id:
             raise StateError(f"{self._where}: expected the state of run {run_id!r}, got that of {meta.get('run_id')!r}")
         if (version := meta.get("schema_version")) != str(SCHEMA_VERSION):
             raise StateError(
                 f"{self._where}: expected a state of schema {SCHEMA_VERSION}, got {version}: use the echo2 that made it"
             )
-
-    def _follow_mark(self, connection: Connection) -> None:
-        """Compares the database with its mark; makes a mark if there is none yet."""
-        if self._mark is None:
-            return
-        meta = _meta_of(connection)
-        self._written = int(meta.get("transactions", "0"))
-        self._mark.check(meta.get("store_id", ""), self._written)
-        store_id = self._mark.open(self._written, meta.get("store_id", ""))
-        _set_meta(connection, store_id=store_id, transactions=str(self._written))
+        return int(meta["lasting"])
 
     def write(self, changes: StateChanges) -> None:
         """DiskFull or StateError if the changes cannot be written."""
-        if changes.rows or changes.log:
-            with self._writing:
-                self._write(changes)
-
-    def _write(self, changes: StateChanges) -> None:
+        if not (changes.rows or changes.log):
+            return
         rows, dropped = [], []
         for (kind, key), row in changes.rows.items():
             if row is None:
                 dropped.append({"of_kind": kind, "of_key": key})
-                continue
-            text = _ROWS[kind].to_json(_Text(row) if isinstance(row, str) else row)
-            rows.append({"kind": kind, "key": key, "json": text, "sum": _sum_of(kind, key, text)})
+            else:
+                text = _ROWS[kind].to_json(_Text(row) if isinstance(row, str) else row)
+                rows.append({"kind": kind, "key": key, "json": text})
         lines = [{"kind": kind, "json": _LOGS[kind].to_json(line)} for kind, line in changes.log]
         try:
             with self._engine.begin() as connection:
@@ -443,28 +275,58 @@ class SqlStore:
                     connection.execute(sa.delete(_rows).where(is_it), dropped)
                 if lines:
                     connection.execute(sa.insert(_lines), lines)
-                if self._mark is not None:
-                    count = f"UPDATE meta SET value = '{self._written + 1}' WHERE key = 'transactions'"
-                    connection.exec_driver_sql(count)
+                if changes.must_last:
+                    told = sa.update(_meta).where(_meta.c.key == "lasting")
+                    connection.execute(told.values(value=str(self._lasting + 1)))
         except SQLAlchemyError as error:
             raise self._error(error) from None
-        self._written += 1
-        if self._mark is not None:
-            self._mark.note(self._written, is_safe=self._file is None)  # PostgreSQL syncs each transaction by itself
         if changes.must_last:
+            self._lasting += 1
             self._sync_log()
+            self._count()
 
     def _sync_log(self) -> None:
         if self._file is None:
-            return
+            return  # PostgreSQL syncs each transaction by itself
         try:
-            here().files.sync_path(_beside(self._file, "-wal"))
+            here().files.sync_path(self._file.with_name(f"{self._file.name}-wal"))
         except FileNotFoundError:
-            return  # it was removed: the next checkpoint writes the whole database back
+            text = "expected the coordinator's database to stay there, it was removed while it ran"
+            raise StateError(f"{self._where}: {text}. Restore a backup of it (docs/runbook.md)") from None
         except OSError as error:
             raise self._error(error) from None
-        if self._mark is not None:
-            self._mark.note_safe(self._written)
+
+    def _counted(self) -> int:
+        """The number in the file of the count; 0 without a file."""
+        if self._mark is None or not self._mark.exists():
+            return 0
+        try:
+            return int(self._mark.read_bytes())
+        except ValueError:
+            raise StateError(
+                f"{self._mark}: expected the count of the coordinator's changes, found it damaged. If the database beside it is "
+                "whole, remove it; else restore both from a backup"
+            ) from None
+
+    def _count(self) -> None:
+        """Writes the count in place, in one write, and syncs it."""
+        if self._mark is None:
+            return
+        try:
+            handle = os.open(self._mark, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                here().files.write_at(handle, [b"%020d\n" % self._lasting], 0)
+                here().files.sync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _lost(self, expected: str, came: str) -> StateError:
+        return StateError(
+            f"{self._where}: expected {expected}, found {came}; bans, revoked tokens and money spent may be missing. "
+            f"Restore a backup of the database (docs/runbook.md). To go on with what is there, remove {self._mark}"
+        )
 
     def load(self) -> StateSnapshot:
         try:
@@ -475,25 +337,18 @@ class SqlStore:
             raise self._error(error) from None
         rows: dict[str, list[tuple[str, Any]]] = {kind: [] for kind in _ROWS}
         try:
-            for kind, key, text, said in found:
-                if said != _sum_of(kind, key, text):
-                    raise StateError(
-                        f"{self._where}: expected row {key!r} of {kind} with the sum {said}, found it changed on the disk. "
-                        "Restore a backup of the database (docs/runbook.md)"
-                    )
+            for kind, key, text in found:
                 rows[kind].append((key, _ROWS[kind].from_json(text)))
             read = {kind: tuple(_LOGS[kind].from_json(text) for text in texts) for kind, texts in logs.items()}
             values = {kind: tuple(row for _, row in rows[kind]) for kind in ("groups", "leases", "members", "machines")}
             tokens = _tokens_of([row for _, row in rows["tokens"]], [row for _, row in rows["token_peers"]])
             return StateSnapshot(**values, **read, tokens=tokens, meta={key: row.value for key, row in rows["meta"]})
-        except StateError:
-            raise
         except (ValueError, KeyError, TypeError, DecodeError, EchoError) as error:
             raise self._damaged(f"a row cannot be read: {error}") from None
 
     def prune(self, events_max: int, samples_max: int) -> None:
         try:
-            with self._writing, self._engine.begin() as connection:
+            with self._engine.begin() as connection:
                 for kind, count in (("events", events_max), ("samples", samples_max)):
                     is_it = _lines.c.kind == kind
                     newest = sa.select(_lines.c.id).where(is_it).order_by(_lines.c.id.desc()).offset(count).limit(1)
@@ -502,72 +357,24 @@ class SqlStore:
         except SQLAlchemyError as error:
             raise self._error(error) from None
 
-    def checkpoint(self) -> str:
-        """Folds SQLite's log into the database file while writes go on, so that the log starts over; before that, writes a removed
-        database back. Returns what was written back, for the operator; mostly nothing. Thread-safe. Does nothing for PostgreSQL."""
+    def checkpoint(self) -> None:
+        """Folds SQLite's log into the database file while writes go on, so that the log starts over. Thread-safe."""
         with self._checkpointing:
             if self._file is None or not self._is_open:
-                return ""
-            restored = self._write_back(self._file)
-            self._fold_log()
-            return restored
-
-    def _write_back(self, database: Path) -> str:
-        """Restores the database from the open connection if it or its log was removed; no write is under way.
-        StateError if another file has taken its place: what this process holds is then written beside it."""
-        with self._writing:
-            inode, inodes = _inode_of(database), self._inodes()
-            if inodes == self._opened:
-                return self._mark.write_back() if self._mark is not None else ""
-            whole = _beside(database, ".rescued")
+                return
             try:
-                whole.unlink(missing_ok=True)
-                with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-                    connection.exec_driver_sql("VACUUM INTO ?", (str(whole),))
-                here().files.sync_path(whole)
-                if inode is not None and inode != self._opened[0]:
-                    raise StateError(
-                        f"{self._where}: expected the file that this coordinator opened, found another one in its place. The "
-                        f"run's state is in {whole}: to go on with it, rename it to {database.name}, without -wal and -shm files"
-                    )
-                self._engine.dispose()
-                for log in ("-wal", "-shm"):  # of the removed file: they would be replayed into the new one
-                    _beside(database, log).unlink(missing_ok=True)
-                here().files.rename(whole, database)
-                here().files.sync_path(database.parent)
-                self._engine.connect().close()  # opens the log
-                self._opened = self._inodes()
+                with self._engine.connect() as connection:
+                    for _ in range(CHECKPOINT_TRIES):
+                        folded = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
+                        if folded[1] == folded[2]:
+                            return
             except SQLAlchemyError as error:
                 raise self._error(error) from None
-            except OSError as error:
-                text = "expected the coordinator's database to stay there, it was removed and cannot be written back"
-                raise StateError(f"{self._where}: {text}: {error.strerror}") from None
-        return f"{database} was removed while the coordinator ran; it was written back, nothing is lost"
-
-    def _inodes(self) -> tuple[tuple[int, int] | None, ...]:
-        return () if self._file is None else (_inode_of(self._file), _inode_of(_beside(self._file, "-wal")))
-
-    def _fold_log(self) -> None:
-        reached = self._written
-        try:
-            with self._engine.connect() as connection:
-                for _ in range(CHECKPOINT_TRIES):
-                    folded = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
-                    if folded[1] == folded[2]:
-                        break
-                else:
-                    return
-        except SQLAlchemyError as error:
-            raise self._error(error) from None
-        if self._mark is not None:
-            self._mark.note_safe(reached)
 
     def close(self) -> None:
         with self._checkpointing:
             self._is_open = False
             self._engine.dispose()
-            if self._mark is not None:
-                self._mark.close()
 
     def _damaged(self, what: str) -> StateError:
         return StateError(
@@ -583,19 +390,6 @@ class SqlStore:
         return StateError(f"{self._where}: {text}")
 
 
-def _beside(database: Path, suffix: str) -> Path:
-    return database.with_name(f"{database.name}{suffix}")
-
-
-def _inode_of(path: Path) -> tuple[int, int] | None:
-    """Device and number of a file; None if there is none, or an empty one (SQLite makes it for a new connection)."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return (status.st_dev, status.st_ino) if status.st_size else None
-
-
 def _engine_of(url: str) -> Engine:
     engine = sa.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
     if engine.dialect.name == "sqlite":
@@ -609,15 +403,6 @@ def _engine_of(url: str) -> Engine:
             cursor.close()
 
     return engine
-
-
-def _meta_of(connection: Connection) -> dict[str, str]:
-    return {row.key: row.value for row in connection.execute(sa.select(_meta))}
-
-
-def _set_meta(connection: Connection, **values: str) -> None:
-    connection.execute(sa.delete(_meta).where(_meta.c.key.in_(list(values))))
-    connection.execute(sa.insert(_meta), [{"key": key, "value": value} for key, value in values.items()])
 
 
 def _newest(connection: Connection, kind: str) -> list[str]:

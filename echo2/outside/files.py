@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells a kill from a power cut
-
 
 class Files(Protocol):
     """Methods raise `OSError` as the system does: ENOSPC if the disk is full."""
@@ -37,10 +35,6 @@ class Files(Protocol):
         ...
 
     def free_bytes(self, folder: Path) -> int: ...
-
-    def boot_id(self) -> str:
-        """Changes with every boot of the machine; empty if unknown."""
-        ...
 
 
 class MachineFiles:
@@ -69,9 +63,3 @@ class MachineFiles:
 
     def free_bytes(self, folder: Path) -> int:
         return shutil.disk_usage(folder).free
-
-    def boot_id(self) -> str:
-        try:
-            return _BOOT_ID.read_text().strip()
-        except OSError:
-            return ""

@@ -225,7 +225,6 @@ class VirtualDisk:
         self.folder = root / "0"
         self.folder.mkdir(parents=True)
         self.is_full = False
-        self.boots = 1
         self._synced: dict[str, int] = {}  # path in the folder -> bytes that survive
         self._logs: dict[str, tuple[bytes, int]] = {}  # by path of a SQLite log: its salt and the frames that survive
         self._renamed: dict[str, bytes | None] = {}  # renamed files whose folder is not synced yet -> former content
@@ -268,7 +267,6 @@ class VirtualDisk:
 
     def power_cut(self, rng: random.Random) -> int:
         """Discards unsynced data, after `crash`; returns how many files lost something."""
-        self.boots += 1
         lost = 0
         for path in sorted(self.folder.rglob("*.sqlite-wal")):
             lost += _cut_log(path, rng, self._logs.get(str(path.relative_to(self.folder))))
@@ -363,9 +361,6 @@ class VirtualFiles:
 
     def free_bytes(self, folder: Path) -> int:
         return 0 if self._disk.is_full else PLENTY_BYTES
-
-    def boot_id(self) -> str:
-        return f"boot{self._disk.boots}"
 
 
 LOG_HEADER_BYTES, FRAME_HEADER_BYTES, BACKFILLED_AT = 32, 24, 96

@@ -66,7 +66,6 @@ SHELL_FILES = {
         "episodes",
         "generate",
         "harness",
-        "openenv_agent",
         "operations",
         "runtime",
         "tinker",

@@ -1,24 +1,21 @@
 """The page and the JSON API that it uses, on Starlette and uvicorn, on the coordinator's own event loop.
 
 Guarantees: `/api/stream` sends a change within about `STREAM_S`, and only the sections and worker rows that changed; if nothing
-changes, it sends the time every `KEEPALIVE_S`. What has changed is computed once for all open pages, and a worker's row only
-when its data has changed, so that thousands of workers cost little however many pages are open; at most `ROWS_AT_ONCE` rows are
-made in one go. A viewer who opens the page gets a stream, however many another one holds. JSON is valid (no infinities or NaN);
-a CSV cell that a spreadsheet would take for a formula gets an apostrophe in front. Actions go through `ACTIONS`, like
-everything that changes state. A busy port raises an error that names it before anything else of the page starts.
+changes, it sends the time every `KEEPALIVE_S`. What has changed is computed once for all open pages, and a worker's row only when
+its data has changed, at most `ROWS_AT_ONCE` rows in one go, so that thousands of workers cost little however many pages are open.
+A viewer who opens the page gets a stream, however many another one holds. JSON is valid (no infinities or NaN). Actions go through
+`ACTIONS`, like everything that changes state. A busy port raises an error that names it before anything of the page starts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import json
 import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -320,13 +317,6 @@ STREAMS_MAX = 64  # looking for changes 64 times a `STREAM_S` takes a few percen
 # rest of them is left for requests.
 STREAMS_PER_CLIENT = 16
 ROLLOUT_ID_CHARS_MAX = 128  # a group's id, a slash and an index
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # of a cell that a spreadsheet would compute
-# Columns of workers.csv, by the names of a worker's row.
-WORKER_COLUMNS = (
-    "name", "peer_id", "state", "activation", "gpu", "engine", "provider", "region", "is_spot", "price", "usd_spent",
-    "tokens_per_s", "rollouts_per_s", "usd_per_mtok", "version", "lag", "leases", "running", "slots", "memory_used",
-    "memory_total", "uplink", "downlink", "rtt_s", "joined", "heard", "finished_rollouts", "given_up", "waits_for", "said",
-)  # fmt: skip
 Values = dict[str, Any]
 
 
@@ -351,7 +341,6 @@ class Web:
         routes = [
             Route("/", lambda request: HTMLResponse((STATIC / "index.html").read_text())),
             Route("/favicon.ico", lambda request: FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")),
-            Route("/api/workers.csv", self._workers_csv), Route("/api/series.csv", self._series_csv),
             Route("/api/state", self._state), Route("/api/stream", self._stream), Route("/metrics", self._metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
             *(Route(path, self._answering(value)) for path, value in values.items()),
@@ -406,16 +395,6 @@ class Web:
             asked = what_if(snapshot, plan_config(hub.config, hub.board), changed)
             plan = await hub.plan_process.run(len(snapshot.workers), make_plan, *asked, None)
         return plan_value(plan, "what-if", "")
-
-    async def _workers_csv(self, request: Request) -> Response:
-        members = self._commands.hub.membership.members
-        rows = [{"peer_id": peer_id, **self._view.worker(member)} for peer_id, member in members.items()]
-        return _csv(rows, WORKER_COLUMNS, "workers.csv")
-
-    async def _series_csv(self, request: Request) -> Response:
-        columns = self._view.samples()
-        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        return _csv(rows, list(columns), "steps.csv")
 
     async def _metrics(self, request: Request) -> Response:
         families = families_of(self._commands.hub)
@@ -488,17 +467,6 @@ def _number(query: QueryParams, name: str) -> float:
         if math.isfinite(value := float(text)):
             return value
     raise MalformedMessage(f"{name}: expected a number, got {text[:40]!r}")
-
-
-def _csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], name: str) -> Response:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(columns)
-    for row in rows:
-        cells = (row.get(column) for column in columns)
-        writer.writerow("'" + one if isinstance(one, str) and one.startswith(FORMULA_STARTS) else one for one in cells)
-    headers = {"content-disposition": f'attachment; filename="{name}"'}
-    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
 
 
 class OpenStreams:

@@ -344,12 +344,6 @@ async def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_
         assert [line["text"] for line in near["log"]] == ["trying again", "the engine failed", HOSTILE]
         assert near["heartbeat"] == {"tokens_per_s": 3.0}, "a field is shown without a line of its own"
         assert (await web.get("/api/worker", params={"peer_id": "nobody"})).status_code == 400
-        table = await web.get("/api/workers.csv")
-        assert "attachment" in table.headers["content-disposition"]
-        head, cells = table.text.splitlines()
-        assert head.startswith("name,peer_id,state,activation,gpu,engine,provider,region")
-        assert cells.startswith(f"'{HOSTILE},{peer_id},alive,")
-        assert (await web.get("/api/series.csv")).text.startswith("at,step,reward")
         flood = pb.LogTail(lines=[pb.LogLine(text="x")] * 21)
         await worker.say(heartbeat=pb.Heartbeat(log=flood))
         assert "number of lines" in (await worker.until("refusal")).message
