@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -34,11 +33,9 @@ import zstandard
 
 from benchmarks.delta_snapshots import LARGE, LEARNING_RATES, SMALL, STEPS_APART, Snapshot, load_or_train
 from echo2.base.ids import Version
-from echo2.broadcast.store import FileSpill
 from echo2.weights import (
     CodecSetting,
     ContainerDecoder,
-    DecodeLimits,
     DeltaHeader,
     HostWeights,
     compose,
@@ -53,7 +50,6 @@ Words = npt.NDArray[np.uint16]
 Row = dict[str, object]
 REPEATS = 4
 THREAD_REPEATS = 8
-STRICT = DecodeLimits(staging_bytes_min=0)  # as for weights so large that the least does not matter
 
 
 def flat(snapshot: Snapshot) -> Words:
@@ -126,10 +122,9 @@ def header_for(base: HostWeights, setting: CodecSetting, steps: int) -> DeltaHea
 
 
 def decode_and_apply(base: HostWeights, frames: list[bytes]) -> float:
-    """CPU seconds from frames to the committed version; `base` ends at it. What memory has no share for waits in a file,
-    as in a worker."""
+    """CPU seconds from frames to the committed version; `base` ends at it."""
     start = time.thread_time()
-    decoder = ContainerDecoder(base, STRICT, FileSpill(Path(tempfile.gettempdir())))
+    decoder = ContainerDecoder(base)
     for frame in frames:
         decoder.feed(frame)
     base.commit(decoder.finish())

@@ -3,22 +3,19 @@
 Guarantees: a frame is decoded as soon as it and the header have arrived; every error names the version, the block and
 its tensor; the base does not change before `HostWeights.commit`; `finish` returns nothing whose fingerprint
 differs. Feeding a frame twice is harmless. Memory: a staged block is kept in the code without classes, about a byte per
-change, or as all steps, and decoded again when it is applied or taken back; beyond `DecodeLimits.staging_share` of the weights,
-staged blocks go to the caller's spill, if there is one; its bytes are read back unchanged, or `StateError`.
+change, or as all steps, and decoded again when it is applied or taken back: never more than a keyframe, for which there is room.
 
 `feed` may be called from several threads, for different frames, once the header has been fed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
@@ -41,49 +38,12 @@ from echo2.weights.fingerprint import MODULUS, sum_bits, whole_fingerprint
 from echo2.weights.host import HostWeights
 
 
-class Spill(Protocol):
-    def put(self, data: bytes) -> int: ...
-
-    def get(self, place: int, size: int) -> bytes: ...
-
-
-Kept = Callable[[], bytes]
-"""Gives back bytes that were stored; StateError if the spill has changed them."""
-
-
-class Staging:
-    """Stores bytes: up to `memory_bytes` in memory, the rest in the spill; without a spill, everything in memory."""
-
-    def __init__(self, memory_bytes: int, spill: Spill | None) -> None:
-        self._left, self.spill = memory_bytes, spill
-
-    def has_room(self, size: int) -> bool:
-        return size <= self._left
-
-    def keep(self, data: bytes) -> Kept:
-        size, spill = len(data), self.spill
-        if spill is None or self.has_room(size):
-            self._left -= size
-            return lambda: data
-        place, digest = spill.put(data), xxhash.xxh3_64_intdigest(data)
-
-        def read() -> bytes:
-            found = spill.get(place, size)
-            if len(found) != size or xxhash.xxh3_64_intdigest(found) != digest:
-                raise StateError(f"staged bytes: expected the {size} that were kept, got {len(found)}, or others")
-            return found
-
-        return read
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
     """Limits of a decoder. `weights_bytes_max`: bytes of weights that a keyframe may claim."""
 
     weights_bytes_max: int = 1 << 36
     pending_bytes_max: int = 1 << 26
-    staging_share: float = 0.04
-    staging_bytes_min: int = 1 << 24
 
 
 @dataclass(slots=True)
@@ -92,14 +52,14 @@ class _StagedBlock:
 
     block: Block
     is_sparse: bool
-    payload: Kept
+    payload: bytes
     is_in_place: bool = False
 
     def changes(self) -> Changes:
-        return read_plain(memoryview(self.payload()), self.block.element, self.block.element_count)
+        return read_plain(memoryview(self.payload), self.block.element, self.block.element_count)
 
     def steps(self) -> list[Bits]:
-        return _cut(np.frombuffer(self.payload(), self.block.element.bits_dtype), self.block)
+        return _cut(np.frombuffer(self.payload, self.block.element.bits_dtype), self.block)
 
 
 def _cut(bits: Bits, block: Block) -> list[Bits]:
@@ -203,7 +163,7 @@ def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
 class ContainerDecoder:
     """Decodes the frames of one container and stages their version on top of `base`."""
 
-    def __init__(self, base: HostWeights, limits: DecodeLimits | None = None, spill: Spill | None = None) -> None:
+    def __init__(self, base: HostWeights, limits: DecodeLimits | None = None) -> None:
         self._base = base
         self._limits = limits or DecodeLimits()
         self._head: HeaderFrame | None = None
@@ -215,8 +175,6 @@ class ContainerDecoder:
         self._digests: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         self._staged: dict[int, _StagedBlock] = {}
-        share = int(base.total_bytes * self._limits.staging_share)
-        self._staging = Staging(max(self._limits.staging_bytes_min, share), spill)
         self._whole: dict[str, Bits] | None = None
 
     def feed(self, frame: bytes) -> None:
@@ -325,25 +283,17 @@ class ContainerDecoder:
             plain: list[bytes | memoryview] = []
             changes = decode_sparse(frame.payload, block, old, plain)
             self._steps[block.index] = changes.settle(block, key)
-            kept = self._staging.keep(self._plain_payload(frame.payload, changes, plain))
+            # Not the sender's code if that is coded by exponent class: it can be read only beside the old weights, which are gone
+            # once the block has been applied and must be taken back.
+            kept = b"".join(plain) if is_plain(frame.payload) else changes.payload(is_coded=False)
         else:
             bits = _whole_bits(block, frame.method, frame.payload, old)
             new = _cut(bits, block)
             self._steps[block.index] = whole_step(block, new, old, key)
             for after, before in zip(new, old, strict=True):
                 np.subtract(after, before, out=after)
-            kept = self._staging.keep(bits.tobytes())
+            kept = bits.tobytes()
         self._staged[block.index] = _StagedBlock(block, frame.method is Method.SPARSE, kept)
-
-    def _plain_payload(self, payload: memoryview, changes: Changes, plain: list[bytes | memoryview]) -> bytes:
-        """The code without classes, which does not depend on the old weights; also without entropy coding, if
-        there is room."""
-        if is_plain(payload):
-            return b"".join(plain) if self._staging.has_room(sum(map(len, plain))) else bytes(payload)
-        # Not the sender's code: coding by exponent class can be read only beside the old weights, which are gone once the
-        # block has been applied and must be taken back.
-        quick = changes.payload(is_coded=False)
-        return quick if self._staging.has_room(len(quick)) or self._staging.spill is not None else changes.payload()
 
     def _place(self, block: Block, frame: BlockFrame, whole: dict[str, Bits]) -> None:
         assert self._head is not None, "blocks wait for the header"

@@ -16,7 +16,6 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol, TextIO, TypeVar
 
 from rich.console import Console
@@ -39,7 +38,6 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.broadcast.node import BroadcastNode
-from echo2.broadcast.store import FileSpill
 from echo2.outside import monotonic
 from echo2.outside.guard import far_text, ticking
 from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta
@@ -172,7 +170,7 @@ class HostSnapshot:
 
 class Weights:
     """The host's copy and the engine's live version; one caller calls its methods one at a time. `model`: digest and config of the
-    learner's model. Staged data that exceeds its share of memory spills to `folder`. `on_decoded` is told of each artifact whether
+    learner's model. `on_decoded` is told of each artifact whether
     it is a keyframe, the bytes of the whole weights, and the seconds on the decoder's thread.
 
     `version`: committed on the host; `live`: proven on the engine; `pause_s` and `apply_s`: how long generation paused for the last
@@ -186,7 +184,6 @@ class Weights:
         mode: SwapMode,
         gate: TokenGate,
         model: tuple[str, bytes],
-        folder: Path,
         on_decoded: Callable[[bool, int, float], None],
     ) -> None:
         self.host = HostWeights.empty()
@@ -195,7 +192,7 @@ class Weights:
         self.fingerprint = ""
         self.pause_s = self.apply_s = 0.0
         self.state = "waits for a version"
-        self._engine, self._mode, self._gate, self._model, self._folder = engine, mode, gate, model, folder
+        self._engine, self._mode, self._gate, self._model = engine, mode, gate, model
         self._on_decoded = on_decoded
         self._went_live = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
@@ -210,7 +207,7 @@ class Weights:
 
     def begin(self) -> None:
         """The next artifact begins."""
-        self._decoder, self._reader = ContainerDecoder(self.host, spill=FileSpill(self._folder)), FrameReader()
+        self._decoder, self._reader = ContainerDecoder(self.host), FrameReader()
         self._decode_s, self.state = 0.0, "receives and decodes"
 
     async def next_live(self) -> Version:

@@ -281,7 +281,7 @@ class Worker:
         )
         model = learner.model_digest, learner.model_config_json
         self.weights = self.status.weights = Weights(
-            engine, swap_mode, self.generation.gate, model, self._options.folder, self.node.planner.on_decoded
+            engine, swap_mode, self.generation.gate, model, self.node.planner.on_decoded
         )
         receiver = WeightReceiver(self.weights, self.node, self.generation, self._waits, base, self._progress)
         self._start(receiver.run(), "weights")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
-from echo2.broadcast.store import FileSpill
 from echo2.weights import (
     CodecSetting,
     ContainerDecoder,
@@ -44,7 +42,6 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
 SHARES = st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.9, 1.0])
 TENSORS = st.lists(st.tuples(st.sampled_from(ALL_TYPES), SHAPES, SHARES), min_size=0, max_size=6)
-NO_ROOM = DecodeLimits(staging_bytes_min=0, staging_share=0.0)
 
 
 def holds(host: HostWeights, weights: Weights) -> bool:
@@ -119,16 +116,14 @@ def test_threads_and_chunk_borders_change_nothing(setting: CodecSetting) -> None
 
 @pytest.mark.parametrize("setting", CodecSetting)
 @pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
-@pytest.mark.parametrize("place", ["memory", "memory without room", "disk"])
 def test_a_staged_version_updates_live_tensors_and_is_put_in_place_and_taken_back(
-    setting: CodecSetting, share: float, place: str, tmp_path: Path
+    setting: CodecSetting, share: float
 ) -> None:
     rng = np.random.default_rng(3)
     old = {"w": (torch.randn(90, 100) * 0.02).bfloat16(), "whole": torch.zeros(50, dtype=torch.int32)}
     new = {"w": with_changes(rng, old["w"], share, 3), "whole": torch.from_numpy(rng.integers(0, 1 << 30, 50)).int()}
     host = HostWeights.from_tensors(old, Version(0), KEY)
-    limits, spill = DecodeLimits() if place == "memory" else NO_ROOM, FileSpill(tmp_path) if place == "disk" else None
-    decoder = ContainerDecoder(host, limits, spill)
+    decoder = ContainerDecoder(host)
     for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
         decoder.feed(frame)
     staged = decoder.finish()
@@ -146,17 +141,16 @@ def test_a_staged_version_updates_live_tensors_and_is_put_in_place_and_taken_bac
             staged.exchange(part, host)
         assert fingerprint(host.tensors(), KEY) == fingerprint(weights, KEY)
     host.commit(staged)
-    assert holds(host, new) and list(tmp_path.iterdir()) == []
+    assert holds(host, new)
     with pytest.raises(StateError, match="it went on to 1"):
         updated()
 
 
-@pytest.mark.parametrize("limits", [DecodeLimits(), NO_ROOM])
 @pytest.mark.parametrize("setting", CodecSetting)
-def test_a_failed_commit_leaves_the_old_version(setting: CodecSetting, limits: DecodeLimits) -> None:
+def test_a_failed_commit_leaves_the_old_version(setting: CodecSetting) -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
-    decoder = ContainerDecoder(host, limits)
+    decoder = ContainerDecoder(host)
     for frame in encode_delta(old, new, delta_header(host, 1, block_elements=1000), setting):
         decoder.feed(frame)
     staged = decoder.finish()

@@ -84,14 +84,14 @@ def published_tensor(version: int) -> torch.Tensor:
 class Bench:
     """A worker's weights with their engine; notes what they report and which tokens pass."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.passed: list[TokenChunk] = []
         self.spoiled: list[str] = []
         self.gate = TokenGate(self.passed.extend, self.spoiled.append)
         self.engine = Engine(self.gate)
         self.refetches: list[int | None] = []
         self.weights = Weights(
-            self.engine, SwapMode.RECOMPUTE_KV, self.gate, MODEL, folder, self.on_decoded  # type: ignore[arg-type]
+            self.engine, SwapMode.RECOMPUTE_KV, self.gate, MODEL, self.on_decoded  # type: ignore[arg-type]
         )  # fmt: skip
 
     def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
@@ -111,7 +111,7 @@ class WeightRules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.bench = Bench(Path("/tmp"))
+        self.bench = Bench()
         self.newest = self.failures = 0
         self.gave_up = False
 
@@ -163,7 +163,7 @@ class WeightRules(RuleBasedStateMachine):
     @rule()
     def it_starts_anew(self) -> None:
         self.bench.weights.close()
-        self.bench, self.gave_up, self.failures = Bench(Path("/tmp")), False, 0
+        self.bench, self.gave_up, self.failures = Bench(), False, 0
 
     @invariant()
     def what_is_live_is_what_was_published(self) -> None:
@@ -186,8 +186,8 @@ TestWeights = WeightRules.TestCase
 TestWeights.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
-async def test_overtaken_versions_stay_off_the_engine_but_not_for_ever(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+async def test_overtaken_versions_stay_off_the_engine_but_not_for_ever() -> None:
+    bench = Bench()
     await bench.take(artifact(0, None))
     for version in range(1, SKIPS_MAX + 1):
         await bench.take(artifact(version, version - 1), more_is_here=True)
@@ -197,13 +197,13 @@ async def test_overtaken_versions_stay_off_the_engine_but_not_for_ever(tmp_path:
     assert await bench.weights.next_live() == bench.weights.live == SKIPS_MAX + 1
 
 
-async def test_it_gives_up_after_several_failures_in_a_row_and_says_why(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+async def test_it_gives_up_after_several_failures_in_a_row_and_says_why() -> None:
+    bench = Bench()
     bench.engine.outcomes = ["fails"] * FAILURES_MAX
     with pytest.raises(IntegrityError, match="5 times in a row; the last time: no room"):
         await bench.take(artifact(1, None))
     assert bench.engine.version is None is bench.weights.live
-    bench = Bench(tmp_path)  # a delta upon an unproven base that is another model asks for a keyframe at once
+    bench = Bench()  # a delta upon an unproven base that is another model asks for a keyframe at once
     bench.weights.host = published(99)
     bench.weights.host.version = Version(0)
     await bench.take(artifact(4, 0))
@@ -214,7 +214,7 @@ async def test_it_gives_up_after_several_failures_in_a_row_and_says_why(tmp_path
 async def test_adopted_weights_go_live_by_the_same_proof_and_no_token_of_wrong_weights_passes(
     tmp_path: Path, outcomes: tuple[str, ...]
 ) -> None:
-    bench = Bench(tmp_path)
+    bench = Bench()
     bench.engine.outcomes = list(outcomes)
     original, count = bench.engine.swap, itertools.count()
 
@@ -231,8 +231,8 @@ async def test_adopted_weights_go_live_by_the_same_proof_and_no_token_of_wrong_w
     assert bench.spoiled == ["l"] * wrong
 
 
-async def test_weights_of_another_model_than_the_one_announced_are_refused(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+async def test_weights_of_another_model_than_the_one_announced_are_refused() -> None:
+    bench = Bench()
     tensors = {"w": torch.zeros(8, 4).bfloat16()}
     other = HostWeights.from_tensors(tensors, Version(0), KEY)
     data = b"".join(encode_keyframe(other.tensors(), DeltaHeader(Version(0), fingerprint_key=KEY)))
