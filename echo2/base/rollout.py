@@ -1,7 +1,6 @@
 """The types of rollouts, shared by all planes: sampling parameters, tokens with log-probabilities and versions, finish reasons.
 
-Guarantees: a `Rollout` is self-consistent (lengths agree, spans cover the tokens). Leaves to others: whether
-it may be trained on (staleness/), whether its sender may be believed (learner/).
+Guarantees: a `Rollout` is self-consistent (lengths agree, spans cover the tokens).
 """
 
 from __future__ import annotations
@@ -149,11 +148,9 @@ class EndReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off.
-
-    A completion ends with the token that completes one of `stop_strings` (UTF-8); `stop_pieces` are the texts of the tokens
-    `stop_piece_ids`, the only tokens that can be part of one.
-    """
+    """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off. A completion ends with
+    the token that completes one of `stop_strings` (UTF-8); `stop_pieces` are the texts of the tokens `stop_piece_ids`, the only
+    tokens that can be part of one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -192,13 +189,10 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0
 
     def trained_logprobs(self, logprobs: tuple[float, ...], raw_logprobs: tuple[float, ...]) -> tuple[float, ...]:
-        """Chooses which of the two log-probabilities per token counts in training and audits.
-
-        At temperature 1 the learner computes the raw model's, so the raw ones count, whatever filter was on; at other
-        temperatures the sampling distribution's count, in which a filter's renormalisation remains as a mismatch that the
-        correction sees. For greedy completions, which are audited but never trained on, the raw ones count: log-probabilities
-        of a draw mean nothing there.
-        """
+        """Chooses which of the two log-probabilities per token counts in training and audits. At temperature 1 the learner
+        computes the raw model's, so the raw ones count, whatever filter was on; at other temperatures the sampling
+        distribution's count, in which a filter's renormalisation remains as a mismatch that the correction sees. For greedy
+        completions, which are audited but never trained on, the raw ones count: log-probabilities of a draw mean nothing there."""
         return raw_logprobs if self.temperature in (0.0, 1.0) else logprobs
 
 
@@ -315,11 +309,9 @@ class Work(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One prompt to be completed `rollout_count` times: everything that a worker needs to know about it.
-
-    `consume_step`: the learner's estimate of the step that will train on it; a worker whose version is older than
-    `consume_step - S` should not begin it. `exact_version`: the only version that may sample it; None for training.
-    """
+    """One prompt to be completed `rollout_count` times: everything that a worker needs to know about it. `consume_step`: the
+    learner's estimate of the step that will train on it; a worker whose version is older than `consume_step - S` should not
+    begin it. `exact_version`: the only version that may sample it; None for training."""
 
     group_id: GroupId
     prompt_token_ids: tuple[int, ...]
@@ -373,10 +365,8 @@ def stop_place(
     token_ids: Sequence[int],
     begin: int,
 ) -> int | None:
-    """Index of the first of `token_ids`, from `begin` on, that completes a stop string; None if none does.
-
-    A match may start in tokens before `begin`.
-    """
+    """Index of the first of `token_ids`, from `begin` on, that completes a stop string; None if none does. A match may start in
+    tokens before `begin`."""
     if not strings:
         return None
     texts = _texts(piece_ids, pieces)

@@ -1,7 +1,6 @@
 """A decoded version as those who apply it see it: raw bits per tensor, whole or at positions.
 
-Every implementation guarantees: its updates were verified against the version's fingerprint before it is
-handed out. Leaves to others: when and where the bits are written (worker engines).
+Every implementation guarantees: its updates were verified against the version's fingerprint before it is handed out.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ read it is refused at once."""
 
 @dataclass(frozen=True, slots=True)
 class TensorUpdate:
-    """New raw bits of one tensor, by its Hugging Face name.
-
-    `indices`: flat int64 positions, strictly ascending; None if `bits` is the whole tensor.
-    `bits` is the little-endian bit pattern as unsigned integers of the element's width (bf16 -> uint16), 1-D.
-    """
+    """New raw bits of one tensor, by its Hugging Face name. `indices`: flat int64 positions, strictly ascending; None if `bits`
+    is the whole tensor. `bits` is the little-endian bit pattern as unsigned integers of the element's width (bf16 -> uint16),
+    1-D."""
 
     name: str
     dtype: str

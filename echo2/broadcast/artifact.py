@@ -19,8 +19,7 @@ from echo2.base.errors import BadSignature, CorruptChunk, LimitExceeded, Malform
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.trust.identity import Identity, verify_signature
 
-ArtifactKey = NewType("ArtifactKey", bytes)
-"""16 bytes that name one publication: the hash of its header."""
+ArtifactKey = NewType("ArtifactKey", bytes)  # 16 bytes that name one publication: the hash of its header
 
 KEY_BYTES = 16  # of a SHA-256: no two publications of a run collide
 CHUNK_BYTES_MAX = 4 << 20  # a frame must fit in memory many times over: 48 links with two each

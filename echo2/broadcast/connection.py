@@ -1,13 +1,11 @@
 """Connections between nodes: frames over a stream. The same on sockets, over a punched hole and in the simulator.
 
 On the stream are four bytes that say how long a frame is, then the frame. A frame of one zero byte says that this side is still
-there; it is for the connection alone.
-Guarantees: `peer` is authenticated; frames arrive whole and in order; `send` waits while the other side does not read; after either
-side closes, `receive` returns None and `send` raises Unreachable. A frame that has begun goes on within STALLED_S, and a peer that
-says nothing for SILENT_S is gone; both are looked at every STILL_HERE_S. Reads whose records or frames are small for their number,
-and handshakes, take a fair share of the loop's time: of the peer once it is proven, of its address before. Memory follows the bytes
-that have come, not those announced.
-Leaves to others: who connects to whom (transport), what frames mean (exchange).
+there; it is for the connection alone. Guarantees: `peer` is authenticated; frames arrive whole and in order; `send` waits while
+the other side does not read; after either side closes, `receive` returns None and `send` raises Unreachable. A frame that has
+begun goes on within STALLED_S, and a peer that says nothing for SILENT_S is gone; both are looked at every STILL_HERE_S. Reads
+whose records or frames are small for their number, and handshakes, take a fair share of the loop's time: of the peer once it is
+proven, of its address before. Memory follows the bytes that have come, not those announced.
 """
 
 from __future__ import annotations
@@ -37,14 +35,11 @@ STALLED_S = 30.0  # 4 MiB at 1.1 Mbit/s
 CLOSE_S = 2.0  # a few round trips for what was written
 READ_BYTES = 256 << 10  # one chunk of the usual size
 _ROOM_BYTES_MIN = 32 << 10  # two TLS records; a smaller read costs more than moving
-UNSENT_BYTES_MAX = 256 << 10
-"""Encrypted, in this process; what the kernel holds is limited by uplink.py."""
+UNSENT_BYTES_MAX = 256 << 10  # encrypted, in this process; what the kernel holds is limited by uplink.py
 WRITE_BYTES = 4 * PLAIN_BYTES_MAX
 """Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
-UNREAD_BYTES_MAX = 1 << 20
-"""Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
-FRAME_KEPT_BYTES = 96
-"""What a frame takes beside its bytes while it waits."""
+UNREAD_BYTES_MAX = 1 << 20  # whole frames that wait to be taken; then the peer's bytes wait in its own machine
+FRAME_KEPT_BYTES = 96  # what a frame takes beside its bytes while it waits
 RECORD_BYTES_MIN, FRAME_BYTES_MIN = 2048, 1024
 """Reads whose records or frames are smaller on average cost more than their bytes explain. Chunks are far above; acknowledgements
 are not, but few."""

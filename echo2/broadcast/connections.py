@@ -1,7 +1,6 @@
 """All links of one node: dials, accepts, and which of several connections to a peer stays.
 
 Guarantees: one link per peer; a banned peer has none; links are limited (giving_way). Waits for: peers, each in a task.
-Leaves to others: frames (link, exchange), how connections are made (transport, nat).
 """
 
 from __future__ import annotations

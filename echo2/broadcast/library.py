@@ -1,8 +1,7 @@
 """The artifacts that a node holds or knows of: verified chunks, on disk and the recent ones in memory.
 
-Guarantees: nothing enters that was not verified; what is read back from disk is compared with what was verified before it is sent
-or decoded; when the store is full, the least useful artifact goes first (route.dropped_to_fit). Leaves to others: the layout on
-disk (store), what is fetched (catch_up).
+Guarantees: nothing enters that was not verified; what is read back from disk is compared with what was verified before it is
+sent or decoded; when the store is full, the least useful artifact goes first (route.dropped_to_fit).
 """
 
 from __future__ import annotations
@@ -38,13 +37,11 @@ from echo2.broadcast.store import ChunkStore, Entry, LeftFile, part_of, signed_a
 from echo2.wire import broadcast as wire
 
 log = logging.getLogger("echo2.broadcast")
-Frame = bytes | memoryview
-"""A chunk's frame, identical on the wire and on disk."""
+Frame = bytes | memoryview  # a chunk's frame, identical on the wire and on disk
 
 
 ARTIFACTS_MAX = 96  # each keeps a file open
-RECENT_BYTES_MAX = 16 << 20
-"""Recently received chunks, so that relaying and decoding them reads no disk."""
+RECENT_BYTES_MAX = 16 << 20  # recently received chunks, so that relaying and decoding them reads no disk
 
 
 class RecentChunks:
@@ -128,9 +125,8 @@ class Library:
         self.revision += 1
 
     def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> bool:
-        """Stores a verified chunk; False if its artifact turned out to be sealed wrongly, and is dropped. DiskFull without room.
-
-        `record`: the received frame, of which the payload is a view; None for a chunk made here."""
+        """Stores a verified chunk; False if its artifact turned out to be sealed wrongly, and is dropped. DiskFull without
+        room. `record`: the received frame, of which the payload is a view; None for a chunk made here."""
         entry = self.entries[chunk.key]
         frame = record if record is not None else memoryview(wire.chunk_to_bytes(chunk))
         chunk = Chunk(
@@ -171,11 +167,9 @@ class Library:
         return False
 
     def _drop_victims(self, spared: ArtifactKey, room_bytes: int) -> bool:
-        """Drops the least useful artifacts (route) until `room_bytes` are free; False if there was none to drop.
-
-        Never drops what a newcomer needs to reach the newest version, except that a keyframe at least as new replaces an
-        older one. So it may free less than `room_bytes`, or nothing.
-        """
+        """Drops the least useful artifacts (route) until `room_bytes` are free; False if there was none to drop. Never drops
+        what a newcomer needs to reach the newest version, except that a keyframe at least as new replaces an older one. So it
+        may free less than `room_bytes`, or nothing."""
         offers = [
             ArtifactOffer(key, entry.artifact, entry.file_bytes) for key, entry in self.entries.items() if key != spared
         ]

@@ -1,8 +1,7 @@
 """One node of the broadcast: publishes versions, takes those of others, and hands them to its consumer in order.
 
-Guarantees: `progress` yields each block once, in order; a full disk, or an error in a task, ends it with that error; bad bytes on
-disk are fetched anew, or reported as lost by the publisher. Waits for: peers, the disk, the consumer. Leaves to others: decisions
-(session), which artifacts to take (catch_up), connections.
+Guarantees: `progress` yields each block once, in order; a full disk, or an error in a task, ends it with that error; bad bytes
+on disk are fetched anew, or reported as lost by the publisher. Waits for: peers, the disk, the consumer.
 """
 
 from __future__ import annotations
@@ -53,12 +52,10 @@ WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP and TLS
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node takes part. `chunk_bytes`: a chunk's largest size; larger in very large artifacts
-    (plan.chunk_bytes_for). `store_bytes` 0: derived from the size of the weights (artifact.store_bytes_for).
-
-    `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for experiments. `lineage`: the format of published
-    artifacts; those of another release are rejected. `host` and `port` (0: any): where it accepts connections.
-    """
+    """How one node takes part. `chunk_bytes`: a chunk's largest size; larger in very large artifacts (plan.chunk_bytes_for).
+    `store_bytes` 0: derived from the size of the weights (artifact.store_bytes_for). `uplink_limit_bytes_per_s` 0: no cap.
+    `shape`: an emulated link, for experiments. `lineage`: the format of published artifacts; those of another release are
+    rejected. `host` and `port` (0: any): where it accepts connections."""
 
     folder: Path
     chunk_bytes: int = 256 << 10
@@ -313,11 +310,9 @@ class BroadcastNode:
         *,
         is_pushed: bool = True,
     ) -> Seal:
-        """Publishes blocks as the iterator (run in a thread) yields them; calls `fingerprint` after the last one.
-
-        `is_pushed` False: only peers that request it get it (a keyframe for newcomers). An artifact that is already
-        sealed is not published again.
-        """
+        """Publishes blocks as the iterator (run in a thread) yields them; calls `fingerprint` after the last one. `is_pushed`
+        False: only peers that request it get it (a keyframe for newcomers). An artifact that is already sealed is not published
+        again."""
         known = self.library.find(artifact)
         if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
             return entry.seal

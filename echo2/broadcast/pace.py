@@ -59,12 +59,10 @@ class Pacer:
 
 
 class RelayWindow:
-    """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy.
-
-    Each acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s`
-    (or than one chunk at each hop), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
-    round trip has to be known, and a relay's queue stays near `slack_s`: so long the last chunks of a version wait there.
-    """
+    """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy. Each
+    acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s` (or than one
+    chunk at each hop), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its round trip has to
+    be known, and a relay's queue stays near `slack_s`: so long the last chunks of a version wait there."""
 
     __slots__ = (
         "_first_bytes", "_interval_s", "_largest", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at",

@@ -47,11 +47,8 @@ class Artifact:
     push_lag_s: float = 0.0  # how much later a push reaches us than a neighbour: slowly decaying maximum
 
     def offered(self, bitmap: int, now: float) -> None:
-        """A neighbour says that it holds these chunks.
-
-        Remembers the first MISSING_MAX of those that we lack. Chunks are numbered from 0 without gaps, so invented
-        indices beyond the last chunk cannot crowd out real ones.
-        """
+        """A neighbour says that it holds these chunks. Remembers the first MISSING_MAX of those that we lack. Chunks are
+        numbered from 0 without gaps, so invented indices beyond the last chunk cannot crowd out real ones."""
         lacking = bitmap & ~self.held
         if self.chunk_count is not None:
             lacking &= all_of(self.chunk_count)

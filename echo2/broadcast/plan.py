@@ -1,8 +1,7 @@
 """The broadcast plan: which weighted trees carry the chunks, chosen by least predicted time. Pure functions.
 
-Guarantees: every tree reaches every worker over pairs that can connect; no node has more than `degree_max`
-connections; the plan says why it won and when each worker is expected to hold an artifact. The arithmetic is in
-docs/broadcast.md. Leaves to others: building candidate trees (trees.py), what to do when reality differs (session).
+Guarantees: every tree reaches every worker over pairs that can connect; no node has more than `degree_max` connections; the
+plan says why it won and when each worker is expected to hold an artifact. The arithmetic is in docs/broadcast.md.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ UNKNOWN_DOWNLINK_BYTES_PER_S = 50e6  # 400 Mbit/s
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others), and
-    `access` says how other such nodes meet it. Late: trees push it nothing and only tell it whom to pull from, which
-    its neighbours answer when nobody else could be served (trees.late_of). `region`: of its provider, empty where it is
-    not known; `egress_usd_per_gib`: of what it sends to another region (trees.py), which nodes are not told.
-    """
+    """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others), and `access`
+    says how other such nodes meet it. Late: trees push it nothing and only tell it whom to pull from, which its neighbours
+    answer when nobody else could be served (trees.late_of). `region`: of its provider, empty where it is not known;
+    `egress_usd_per_gib`: of what it sends to another region (trees.py), which nodes are not told."""
 
     peer_id: PeerId
     name: str = ""
@@ -227,10 +225,9 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int, artifact_bytes: float
     """The size of chunks: a larger one costs less CPU per byte, a smaller one waits less at a relay.
 
     The largest power of two, at most `most`, that passes the slowest uplink of those that forward in CHUNK_S. Where that makes
-    more than CHUNKS_AIM of an artifact, its chunks are larger, up to what passes that uplink in LARGE_CHUNK_S: each then
-    still takes less than a 16,000th of the time that the artifact does. Of a small artifact the chunks are smaller, down to
-    CHUNK_BYTES_MIN: the copies of one that are sent along a path take at most COPIES_SHARE of the artifact's time.
-    """
+    more than CHUNKS_AIM of an artifact, its chunks are larger, up to what passes that uplink in LARGE_CHUNK_S: each then still
+    takes less than a 16,000th of the time that the artifact does. Of a small artifact the chunks are smaller, down to
+    CHUNK_BYTES_MIN: the copies of one that are sent along a path take at most COPIES_SHARE of the artifact's time."""
     if plan is None or len(plan.nodes) < 2:
         size, large = most, float(CHUNK_BYTES_MAX)
     else:

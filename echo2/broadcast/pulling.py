@@ -20,10 +20,8 @@ CANDIDATES_MAX = 256  # several windows, so that the rarest can be found among t
 
 
 def patience_s(artifact: Artifact) -> float:
-    """How long to wait for a push of a chunk that a neighbour already holds, before requesting it.
-
-    Shorter for the last few chunks: a duplicate costs little, waiting for one slow connection costs much.
-    """
+    """How long to wait for a push of a chunk that a neighbour already holds, before requesting it. Shorter for the last few
+    chunks: a duplicate costs little, waiting for one slow connection costs much."""
     if artifact.is_nearly_complete:
         return pace.PULL_LAST_AFTER_S
     return min(pace.PULL_AFTER_MAX_S, pace.PULL_AFTER_S + 1.5 * artifact.push_lag_s)

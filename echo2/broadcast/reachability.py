@@ -1,7 +1,6 @@
 """How two nodes get a link: direct, reverse, hole-punched or relayed. A pure rule over known facts.
 
-Guarantees: both ends arrive at the same kind; every answer carries its reason, in words for the operator. Leaves to
-others: finding the facts (nat), dialling (connections), what a link is used for (plan).
+Guarantees: both ends arrive at the same kind; every answer carries its reason, in words for the operator.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
 
-RELAYED_NEIGHBOURS = 4
-"""Per side, in the order of peer IDs: a node keeps relayed links to at most twice as many peers."""
+RELAYED_NEIGHBOURS = 4  # per side, in the order of peer IDs: a node keeps relayed links to at most twice as many peers
 
 
 class LinkKind(enum.StrEnum):
@@ -41,10 +39,9 @@ class LinkWay:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a node can be reached. `addresses`: any peer can dial them. `lan_addresses`: only peers with the same
-    `public_host` can. `relays`: peer IDs of the relays where it has a reservation. `met`: hidden peers to which it has an
-    unrelayed connection.
-    """
+    """How a node can be reached. `addresses`: any peer can dial them. `lan_addresses`: only peers with the same `public_host`
+    can. `relays`: peer IDs of the relays where it has a reservation. `met`: hidden peers to which it has an unrelayed
+    connection."""
 
     addresses: tuple[str, ...] = ()
     lan_addresses: tuple[str, ...] = ()
@@ -56,9 +53,7 @@ class Access:
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """The rule's answer for an ordered pair: where the first dials the second; no addresses: it waits to be dialled.
-
-    `is_fit_for_trees`: the link is known to work and loads no third party, so trees may use it.
-    """
+    `is_fit_for_trees`: the link is known to work and loads no third party, so trees may use it."""
 
     way: LinkWay
     addresses: tuple[str, ...] = ()
@@ -105,10 +100,8 @@ def is_relayed_neighbour(first: PeerId, second: PeerId, hidden: Sequence[PeerId]
 
 
 NAMED_MAX = 4  # of each kind: two of each IP family
-PORT_MIN = 1024
-"""System services (SSH, mail, DNS) listen below it; they would take many TLS hellos for an attack."""
-PROVEN_S = 900.0
-"""Lifetime of a proven address. Workers renew the proof every five minutes."""
+PORT_MIN = 1024  # system services (SSH, mail, DNS) listen below it; they would take many TLS hellos for an attack
+PROVEN_S = 900.0  # Lifetime of a proven address. Workers renew the proof every five minutes.
 PROVEN_PEERS_MAX = 16_384  # as the largest fleet, some MB
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -146,11 +139,9 @@ def dialable(named: Access, seen_from: str, proven: Collection[str] = ()) -> tup
 
 
 def is_punchable(host: str, port: int, own_host: str) -> bool:
-    """Whether a node that relays see at `own_host` may punch a hole to the address that a hidden peer claims.
-
-    Never to an address more local than our own: a node on the internet never dials into its private network, and one seen
-    in a private network never dials its own machine.
-    """
+    """Whether a node that relays see at `own_host` may punch a hole to the address that a hidden peer claims. Never to an
+    address more local than our own: a node on the internet never dials into its private network, and one seen in a private
+    network never dials its own machine."""
     there = _ip(host)
     if there is None or there.is_link_local or there.is_unspecified or there.is_multicast or port < PORT_MIN:
         return False

@@ -81,10 +81,8 @@ def plan_route(
     stalled: Collection[ArtifactKey] = (),
     base: BaseCheckpoint | None = None,
 ) -> CatchUp | None:
-    """How to get from `start` (or from nothing) to the newest reachable version; None: no newer version is reachable.
-
-    `base`: a version that the node got elsewhere (a checkpoint); deltas may start from it if `start` is None.
-    """
+    """How to get from `start` (or from nothing) to the newest reachable version; None: no newer version is reachable. `base`: a
+    version that the node got elsewhere (a checkpoint); deltas may start from it if `start` is None."""
     best = _quickest(offers, start, link, base)
     if best is None or not set(best.keys) & set(stalled):
         return best
@@ -225,12 +223,9 @@ def joining_path(offers: Sequence[ArtifactOffer], newest: Version) -> frozenset[
     return frozenset()
 
 
-STALL_S = 20.0
-"""Twice the longest time that one request is given (pulling.note_requests)."""
-FORGOTTEN_S = 5 * STALL_S
-"""A stalled artifact is tried again after this time: a peer may have it by then."""
-LATE_STALL_S = 4 * STALL_S
-"""STALL_S for a node that the plan serves last: its turn may come late, but it must come."""
+STALL_S = 20.0  # twice the longest time that one request is given (pulling.note_requests)
+FORGOTTEN_S = 5 * STALL_S  # a stalled artifact is tried again after this time: a peer may have it by then
+LATE_STALL_S = 4 * STALL_S  # STALL_S for a node that the plan serves last: its turn may come late, but it must come
 
 
 class Stalls:

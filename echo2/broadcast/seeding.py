@@ -1,7 +1,6 @@
 """A relay's duties: which children get a chunk by the plan, and when to acknowledge it to the parent.
 
-Guarantees: routes of the last PLANS_KEPT plans are known; each chunk is acknowledged to its parent once. Leaves to
-others: queues and sending (session).
+Guarantees: routes of the last PLANS_KEPT plans are known; each chunk is acknowledged to its parent once.
 """
 
 from __future__ import annotations

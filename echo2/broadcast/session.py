@@ -7,10 +7,9 @@
     a chunk that we hold, per peer:  relayed (our child in its tree) | requested by the peer | seeded (we publish it)
                                      --> queued --pacer and slots--> in transport --> sent;  stuck: the peer has to pull it
 
-Guarantees: a chunk is forwarded along its tree as soon as it is seen (cut-through), at most once to a peer that is
-not known to hold it; at most `SLOTS_PER_PEER` chunks per connection are in the transport and the uplink is paced, so
-the backlog stays here, where it can be reordered; what no push brings is pulled; every wait has a timer. Leaves to
-others: checking signatures, keeping bytes, connections (node.py).
+Guarantees: a chunk is forwarded along its tree as soon as it is seen (cut-through), at most once to a peer that is not known to
+hold it; at most `SLOTS_PER_PEER` chunks per connection are in the transport and the uplink is paced, so the backlog stays here,
+where it can be reordered; what no push brings is pulled; every wait has a timer.
 """
 
 from __future__ import annotations
@@ -397,10 +396,8 @@ class BroadcastSession:
     # ---- time
 
     def _shed_stuck(self, now: float) -> float | None:
-        """Drops the queues of peers whose transport takes nothing, so that they block no tree; such a peer has to pull.
-
-        Returns when the next peer would count as stuck.
-        """
+        """Drops the queues of peers whose transport takes nothing, so that they block no tree; such a peer has to pull. Returns
+        when the next peer would count as stuck."""
         next_at: float | None = None
         for peer in self.peers.values():
             if not peer.in_transport or (peer.is_late and not peer.relay_queue):  # nobody waits for a late leaf

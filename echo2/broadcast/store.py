@@ -1,8 +1,7 @@
 """Artifacts on disk: one file each, with records appended as chunks arrive, so that chunks survive a restart.
 
 Guarantees: only completely written records of a file are read (a torn tail is cut off); the store never exceeds `bytes_max`;
-DiskFull names the folder. What is read back is verified: a disk is not trusted more than a peer. Leaves to others: which artifacts
-to drop (library).
+DiskFull names the folder. What is read back is verified: a disk is not trusted more than a peer.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ log = logging.getLogger("echo2.broadcast")
 _LENGTH = struct.Struct(">I")
 RECORD_BYTES_MAX = 8 << 20  # twice a chunk
 SLOW_CLOSE_BYTES = 64 << 20  # closing a deleted file frees its pages, which takes about 0.1 s per GiB
-Record = tuple[int, int]
-"""Where a record lies in its file: offset and length of the frame."""
+Record = tuple[int, int]  # where a record lies in its file: offset and length of the frame
 
 
 @dataclass(slots=True)

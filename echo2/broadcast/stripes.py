@@ -39,10 +39,8 @@ CLEAN_S = 120.0  # of sending without a loss: fewer connections suffice
 
 def connections_max(own: int, others: Iterable[tuple[int, bool]]) -> int:
     """The most connections that a link with `own` now may have, beside other links: (connections, whether it is short of them).
-
-    Links that need only one leave their share to the others, which share equally. If fewer further connections
-    are left than links that want one, those that have some keep them.
-    """
+    Links that need only one leave their share to the others, which share equally. If fewer further connections are left than
+    links that want one, those that have some keep them."""
     widths = list(others)
     wanting = 1 + sum(width > 1 or is_short for width, is_short in widths)
     spare = NODE_FURTHER - (own - 1) - sum(width - 1 for width, _ in widths)

@@ -140,11 +140,9 @@ def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
 
 
 def striped(nodes: Sequence[NodeLink], stripes: int, degree_max: int = DEGREE_MAX) -> tuple[Tree, ...]:
-    """`stripes` equal trees; each worker has children in one of them (rarely two), in proportion to its uplink.
-
-    An edge carries 1/stripes of the rate r, so a node with uplink u has room for floor(stripes*u/r) children; r is the
-    largest rate at which that suffices for all workers in all trees. Empty if no rate fits the degree limit.
-    """
+    """`stripes` equal trees; each worker has children in one of them (rarely two), in proportion to its uplink. An edge carries
+    1/stripes of the rate r, so a node with uplink u has room for floor(stripes*u/r) children; r is the largest rate at which
+    that suffices for all workers in all trees. Empty if no rate fits the degree limit."""
     fanout = _fanout(nodes, stripes, degree_max)
     if fanout is None:
         return ()
@@ -391,8 +389,7 @@ def regional(nodes: Sequence[NodeLink], degree_max: int, *, is_chain: bool = Fal
 
 
 def _groups(nodes: Sequence[NodeLink]) -> dict[str, list[int]]:
-    """Workers by region, the gateway first: the strongest uplink among dialable workers; the seed itself in the seed's
-    region."""
+    """Workers by region, the gateway first: the strongest uplink among dialable workers; the seed itself in the seed's region."""
     groups: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes[1:], start=1):
         groups[node.region].append(number)

@@ -29,10 +29,9 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`readable`: existing absolute paths, mounted read-only in place. `links`: symbolic links at the root, such as
-    /lib to usr/lib. `hidden`: folders that appear empty even inside a readable one, except for readable paths
-    within them. `folder`: the working directory; created empty if nothing else shows it, so that relative paths keep their meaning.
-    """
+    """`readable`: existing absolute paths, mounted read-only in place. `links`: symbolic links at the root, such as /lib to
+    usr/lib. `hidden`: folders that appear empty even inside a readable one, except for readable paths within them. `folder`:
+    the working directory; created empty if nothing else shows it, so that relative paths keep their meaning."""
 
     readable: tuple[str, ...]
     links: tuple[tuple[str, str], ...] = ()
@@ -120,10 +119,8 @@ def view_here(
     modules: Sequence[str] = (), readable: Sequence[str] = (), hidden: Sequence[str] = (), folder: str = ""
 ) -> View:
     """A view of the system's libraries, this Python with its packages, echo2, the top packages of `modules`, and `readable`.
-
-    `modules` and `readable` may be anywhere; `hidden` folders (the run's, home) are not shown even inside those.
-    `folder`: where the process starts; by default this process's working directory.
-    """
+    `modules` and `readable` may be anywhere; `hidden` folders (the run's, home) are not shown even inside those. `folder`:
+    where the process starts; by default this process's working directory."""
     shown_paths = {path for path in _SYSTEM if Path(path).exists() and not Path(path).is_symlink()}
     links = tuple((path, str(Path(path).readlink())) for path in _SYSTEM if Path(path).is_symlink())
     shown_paths |= set(_python_paths())

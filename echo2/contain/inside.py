@@ -1,13 +1,12 @@
 """Runs inside the containment: creates the request handler once, then answers each request in a fork of its own.
 
 Guarantees: foreign text is read only in a fork, which has its own namespaces, temporary folder and limits on CPU, memory, files
-and output, is under the system-call filter before it reads the request, and is killed and reaped before its answer is passed on.
-So a run reaches neither this process nor the next run, and its answer is bytes that nothing here interprets. Waits for: the next
-request (end of file ends it) and, at most `wall_s`, for a fork. Leaves to others: what a run sees of the machine (box), what its
-answer means.
+and output, is under the system-call filter before it reads the request, and is killed and reaped before its answer is passed
+on. So a run reaches neither this process nor the next run, and its answer is bytes that nothing here interprets. Waits for: the
+next request (end of file ends it) and, at most `wall_s`, for a fork.
 
-With isolation "none" (rewards that the operator trusts), requests are answered in this process, with only the memory limit,
-and what they print goes to stderr.
+With isolation "none" (rewards that the operator trusts), requests are answered in this process, with only the memory limit, and
+what they print goes to stderr.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @dataclass(frozen=True, slots=True)
 class Handler:
     """`answer` runs in a fork and may read all of a request; `prepare` runs before the fork, outside the run's time limit, and
-    must not interpret foreign text.
-    """
+    must not interpret foreign text."""
 
     answer: Callable[[Body], bytes]
     prepare: Callable[[Body], object] = lambda body: None
@@ -144,10 +142,8 @@ def _run(
 
 
 def ending_of(early: Ending | None, status: int, has_answer: bool, used_s: float, cpu_s: int) -> Ending:
-    """`early`: the limit for which the fork was killed from here; `status`: how it ended, as os.wait4 says.
-
-    On a virtual machine whose time is stolen, the kernel may send SIGXCPU before the time that it reports reaches the limit.
-    """
+    """`early`: the limit for which the fork was killed from here; `status`: how it ended, as os.wait4 says. On a virtual
+    machine whose time is stolen, the kernel may send SIGXCPU before the time that it reports reaches the limit."""
     if early is Ending.OUTPUT_USED_UP:
         return early
     if early is None and status == 0 and has_answer:
@@ -375,9 +371,8 @@ _LEFTOVERS_MAX = 64  # removing more would take the template's time; they end th
 
 
 class Namespaces:
-    """Of the runs that this process forks. The constructor may leave a parent behind, which only waits for this process: the PID
-    namespace that bubblewrap made belongs to a user namespace in which nobody inside has rights, so it takes another one.
-    """
+    """Of the runs that this process forks. The constructor may leave a parent behind, which only waits for this process: the
+    PID namespace that bubblewrap made belongs to a user namespace in which nobody inside has rights, so it takes another one."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

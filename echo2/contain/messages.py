@@ -1,7 +1,6 @@
 """The limits of one contained run, its result, and the frames in which requests and answers travel.
 
-Guarantees: every limit is finite. Leaves to others: the kernel enforces memory, CPU and file sizes (inside), the process outside
-enforces time and output (sandbox).
+Guarantees: every limit is finite.
 """
 
 from __future__ import annotations
@@ -19,13 +18,10 @@ SCRATCH = "/scratch"  # a run's temporary folder
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one run, and of the process that forks the runs.
-
-    `cpu_s`: computing time of a run; `wall_s` is longer, so that a busy machine fails no run. `scratch_bytes`: size of its
-    temporary folder; `scratch_files`: files, folders and links in it. The first `printed_bytes` of its output are kept; printing
-    more than `printed_bytes_max` ends it.
-    `start_s`: for importing packages and reading data, once for many runs.
-    """
+    """Limits of one run, and of the process that forks the runs. `cpu_s`: computing time of a run; `wall_s` is longer, so that
+    a busy machine fails no run. `scratch_bytes`: size of its temporary folder; `scratch_files`: files, folders and links in it.
+    The first `printed_bytes` of its output are kept; printing more than `printed_bytes_max` ends it. `start_s`: for importing
+    packages and reading data, once for many runs."""
 
     cpu_s: int = 2
     wall_s: float = 10.0
@@ -55,10 +51,8 @@ class Ending(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a run. `body` is foreign data. `note` says why there is no answer; `printed` is what it wrote to
-    stdout and stderr, truncated. `seconds`: wall time without queueing; with a new start of the containment, if the run made it
-    necessary.
-    """
+    """The result of a run. `body` is foreign data. `note` says why there is no answer; `printed` is what it wrote to stdout and
+    stderr, truncated. `seconds`: wall time without queueing; with a new start of the containment, if the run made it necessary."""
 
     ending: Ending
     body: bytes = b""

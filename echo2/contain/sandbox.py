@@ -1,10 +1,9 @@
 """A contained process, seen from outside: requests go in, bounded bytes come out.
 
 Guarantees: no request takes longer than its wall time plus `GRACE_S`; memory stays within the limits; what comes back is data
-that nothing here executes; whatever happens inside, the next request gets a healthy process, and the request that made a new one
-necessary is charged for it: it was the only one inside. The process and everything it started end with `kill`, and with the
-thread that started it. Waits for: the pipes, always with a deadline. Used by one thread. Leaves to others: what requests and
-answers mean.
+that nothing here executes; whatever happens inside, the next request gets a healthy process, and the request that made a new
+one necessary is charged for it: it was the only one inside. The process and everything it started end with `kill`, and with the
+thread that started it. Waits for: the pipes, always with a deadline. Used by one thread.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ _PIECE = 1 << 16  # a pipe's capacity on Linux
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run: `module` serves requests (inside.serve), set up from the text `setup`. `view` None: not contained, for
-    code that the operator trusts.
-    """
+    """What to run: `module` serves requests (inside.serve), set up from the text `setup`. `view` None: not contained, for code
+    that the operator trusts."""
 
     module: str
     setup: str

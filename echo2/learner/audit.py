@@ -124,10 +124,8 @@ def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habi
 
 def examine(passages: Sequence[Passage], scorer: Scorer) -> list[list[Evidence]]:
     """Scores the passages within a turn of `scorer`; returns, for each, the evidence of the pieces whose version it keeps.
-
     Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces that share a
-    cache is scored only if all its versions are kept.
-    """
+    cache is scored only if all its versions are kept."""
     kept = scorer.versions
     evidence: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
@@ -168,14 +166,11 @@ def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 # ---- which rollouts
 
-NEWCOMER_TOKENS = 2048
-"""All rollouts of a worker are audited until this many of its tokens were drawn."""
-OWN_NOISE_FACTOR = 3.0
-"""A worker that says it cannot draw by its seeds is audited this many times as often."""
+NEWCOMER_TOKENS = 2048  # all rollouts of a worker are audited until this many of its tokens were drawn
+OWN_NOISE_FACTOR = 3.0  # a worker that says it cannot draw by its seeds is audited this many times as often
 WAITING_MAX = 256  # passages that wait to be scored; `AuditDraw.add` says which are given up beyond it
 WAITING_TOKENS_MAX = 1 << 20  # bounds their memory: 128 rollouts of 8,192 tokens
-SEEN_MIN = 64
-"""A worker's unaudited share is reported once it has this many rollouts."""
+SEEN_MIN = 64  # a worker's unaudited share is reported once it has this many rollouts
 
 
 @dataclass(slots=True)
@@ -259,8 +254,7 @@ class AuditDraw:
 
 # ---- the auditor
 
-TURN_TOKENS = 16_384
-"""Tokens scored in one turn of the thread, prompts included; at least one rollout."""
+TURN_TOKENS = 16_384  # tokens scored in one turn of the thread, prompts included; at least one rollout
 TRAINER_TURN_S = 1.0
 """Longest turn on the trainer's thread, estimated from the speed of earlier turns; at least one rollout."""
 TRAINER_SHARE = 0.1

@@ -99,13 +99,11 @@ NOISE_PRIOR_OTHERS_NATS = 0.1
 is allowed. On SmolLM2-135M bf16 is 0.05 off, fp8 0.28 (docs/vllm.md); larger models less."""
 NOISE_MIN_NATS = 2e-3
 """The least noise that is allowed: next to none is measured of float32 engines, and rounding alone would then be evidence."""
-MEASURED_TOKENS = 200
-"""Tokens after which a worker's noise is known well enough to count."""
+MEASURED_TOKENS = 200  # tokens after which a worker's noise is known well enough to count
 MEASURED_WORKERS = 3
 """Others of its kind that must be known before their noise is the measure for a worker: with three, one liar cannot move the
 median beyond honest ones."""
-NOISE_CAP = 8.0
-"""Differences beyond this many times the allowed noise count as this many."""
+NOISE_CAP = 8.0  # differences beyond this many times the allowed noise count as this many
 
 
 @dataclass(slots=True)
@@ -164,22 +162,17 @@ NUMBERS_FACTOR = 3.0
 """A worker's numbers may be this many times as far off as those of the others of its kind: its card may be another one."""
 DRAW_FACTOR = 1.5
 """The noise that *draw* assumes, as a multiple of what was measured of the kind, or of the worker if that is less."""
-FABRICATED_FACTOR = 5.0
-"""Numbers further off than this many times the prior of their kind are no noise."""
+FABRICATED_FACTOR = 5.0  # numbers further off than this many times the prior of their kind are no noise
 CHOICE_FACTOR, CHOICE_MISSES = 2.0, 1.0 / 32.0
 """The noise that *choice* assumes, as a multiple of the prior of the kind, and a floor for the misses that it grants."""
-UNCERTAIN_TOKENS = 600
-"""An uncertain finding waits for this many tokens, because *choice* may still tell more."""
-ROUNDING = 1e-5
-"""How far sums of probabilities over a vocabulary differ by rounding alone."""
+UNCERTAIN_TOKENS = 600  # an uncertain finding waits for this many tokens, because *choice* may still tell more
+ROUNDING = 1e-5  # how far sums of probabilities over a vocabulary differ by rounding alone
 MISS_MIN, MISS_MAX = 1e-4, 0.5
 """Bounds of a token's chance of an honest miss; beyond the upper one a token says nothing."""
 NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)  # below NOISE_CAP squared, as `Mixture.bet` asks; within ln 4 of the best of them
 SUM_STAKES = (0.02, 0.1, 0.4, 0.9, -0.02, -0.1, -0.4, -0.9)  # both signs, since sums can be too large or too small
-MISS_ODDS = (2.0, 5.0)
-"""Alternatives that *draw* bets on: near misses this many times as often (in odds)."""
-MISS_SHARES = (1e-3, 1e-2, 0.1, 0.5)
-"""And this share of the tokens taken from elsewhere."""
+MISS_ODDS = (2.0, 5.0)  # alternatives that *draw* bets on: near misses this many times as often (in odds)
+MISS_SHARES = (1e-3, 1e-2, 0.1, 0.5)  # and this share of the tokens taken from elsewhere
 CHOICE_STAKES = (0.02, 0.2, 0.9)
 """Alternatives that *choice* bets on: shares of a worker's pieces that were selected instead of drawn."""
 

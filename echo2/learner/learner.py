@@ -66,8 +66,7 @@ QUIET_S = 3.0
 """A finished learner stays so long after no connected worker lacks its last version: one whose link is down can reconnect."""
 HEARD_S = 120.0
 """A finished learner waits so long for a coordinator that must learn of it: until then workers cost money."""
-REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
-"""A wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s."""
+REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0  # a wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s
 NodeFactory = Callable[[Credentials, LearnerOptions, NodeCalls], SeedNode]
 ServerFactory = Callable[[TrainingLoop], VersionServer]
 """Of a learner that publishes what other trainers hand in, and answers their requests."""
@@ -504,10 +503,8 @@ class Learner:
         save_credentials(self.options.folder / "node", credentials)
 
     async def _remind(self) -> None:
-        """If a batch stays incomplete for long, offers every group that lacks rollouts again.
-
-        The coordinator ignores the groups that it still knows and leases again a group that it believed to be produced.
-        """
+        """If a batch stays incomplete for long, offers every group that lacks rollouts again. The coordinator ignores the
+        groups that it still knows and leases again a group that it believed to be produced."""
         reminded_s = 0.0  # how long the wait had lasted at the last reminder
         while True:
             await asyncio.sleep(1.0)

@@ -51,12 +51,9 @@ from echo2.outside import monotonic, unix_now
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
-EVALUATION = "evaluation"
-"""What the loop waits for after its last step."""
-PUBLISH_WAITS_KEPT = 32
-"""Steps over which the wait for publications is averaged."""
-LEFT_OUT_LINES_MAX = 8
-"""Workers named per step in the log; the metrics count all of them."""
+EVALUATION = "evaluation"  # what the loop waits for after its last step
+PUBLISH_WAITS_KEPT = 32  # steps over which the wait for publications is averaged
+LEFT_OUT_LINES_MAX = 8  # workers named per step in the log; the metrics count all of them
 
 
 class TrainingLoop:
@@ -122,8 +119,7 @@ class TrainingLoop:
 
     async def run(self, next_step: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Trains until the last step or `stop`, then writes a checkpoint. If the prompts run out before the last step, raises
-        that error after the checkpoint. `next_step`: makes a step in place of training; False: there is none any more.
-        """
+        that error after the checkpoint. `next_step`: makes a step in place of training; False: there is none any more."""
         next_step = next_step or self._train_batch
         if self.auditor.is_on:
             newest = self.p.schedule.newest
@@ -345,15 +341,13 @@ class TrainingLoop:
 
 # ---- batches whose loss or gradient was not finite, as JSON for manual inspection
 
-INSPECTED_MAX = 16
-"""Batches kept per run; later ones are only counted."""
+INSPECTED_MAX = 16  # batches kept per run; later ones are only counted
 
 
 def keep_for_inspection(batch: Batch, folder: Path) -> None:
-    """Writes `batch` to not_finite/ in the run folder `folder`, unless `INSPECTED_MAX` batches are already there.
-
-    Not for the event loop's thread: a batch of 6 million tokens is 300 MB of text and takes a while. It is written piece by piece,
-    so that other threads get the GIL."""
+    """Writes `batch` to not_finite/ in the run folder `folder`, unless `INSPECTED_MAX` batches are already there. Not for the
+    event loop's thread: a batch of 6 million tokens is 300 MB of text and takes a while. It is written piece by piece, so that
+    other threads get the GIL."""
     kept = folder / "not_finite"
     kept.mkdir(exist_ok=True)
     if len(list(kept.glob("*.json"))) >= INSPECTED_MAX:

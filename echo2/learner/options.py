@@ -98,9 +98,7 @@ class RunFolder:
 
     def check_identity(self, identity: Mapping[str, object], notes: Mapping[str, object] | None = None) -> None:
         """Records the run's identity on the first start and compares it on every later one; raises `StateError` if it differs.
-
-        `notes` are recorded but not compared.
-        """
+        `notes` are recorded but not compared."""
         path = self.path / "run.json"
         wanted = json.loads(json.dumps(dict(identity)))
         if not path.exists():

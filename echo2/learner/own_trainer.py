@@ -40,8 +40,7 @@ from echo2.outside import monotonic
 from echo2.weights import fingerprint
 from echo2.weights.elements import published_tensors
 
-_GATHER = Batch(Step(-1), ())
-"""In the place of a batch: a request for a copy of the weights as they are."""
+_GATHER = Batch(Step(-1), ())  # in the place of a batch: a request for a copy of the weights as they are
 
 
 class TrainerLeft(StateError):
@@ -49,10 +48,8 @@ class TrainerLeft(StateError):
 
 
 class DeclaredModel:
-    """Describes to workers a model whose weights the user's trainer holds. `path`: its Hugging Face folder or id.
-
-    Loads the configuration and the table of tensors, but no weights. Raises `ConfigError` if there is no configuration.
-    """
+    """Describes to workers a model whose weights the user's trainer holds. `path`: its Hugging Face folder or id. Loads the
+    configuration and the table of tensors, but no weights. Raises `ConfigError` if there is no configuration."""
 
     def __init__(self, path: str, weights_dtype: str) -> None:
         from transformers import AutoModelForCausalLM

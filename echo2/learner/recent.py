@@ -33,12 +33,10 @@ from echo2.wire.bounds import (
 )
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
-TOKENS_KEPT_MAX = 2 << 20
-"""8 bytes per token, in host memory."""
+TOKENS_KEPT_MAX = 2 << 20  # 8 bytes per token, in host memory
 LENGTHS_WINDOW = 1024
 """Rollouts whose lengths are reported: 16 a share, so that one does not move the longest share by much."""
-STEP_SHARE = 4
-"""One step gets 1/4 of the tokens kept."""
+STEP_SHARE = 4  # one step gets 1/4 of the tokens kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,7 @@ def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
 
 # ---- for the dashboard, and for the report of a finished run
 
-REPORTED_TOKENS_MAX = 1 << 14
-"""Some 2 MB of a report."""
+REPORTED_TOKENS_MAX = 1 << 14  # some 2 MB of a report
 KEPT_FILE = "rollouts.jsonl"
 PREVIEW_TOKENS = 64  # more than PREVIEW_CHARS, whatever the tokenizer
 PREVIEW_CHARS = 160  # a line of the page

@@ -45,20 +45,18 @@ from echo2.weights.fingerprint import key_of_run
 MAPS_FROM_PARAMETERS = 10_000_000
 """From this many parameters on, large blocks are mapped separately; in a smaller model, freed memory is not worth new pages."""
 TOLD_EVERY_S = 10.0  # a person who waits sees that it goes on
-Standing = tuple[Version, Mapping[str, Tensor]]
-"""A version with its weights, a snapshot from the team."""
+Standing = tuple[Version, Mapping[str, Tensor]]  # a version with its weights, a snapshot from the team
 _log = logging.getLogger("echo2.learner")
 
 
 class Prepared:
-    """Everything that does not need the network, of any training side and any source of prompts, at the run's beginning; `_resume`
-    restores it. `published`: weights of the newest published version, a snapshot from `team`. `conversations`: of the supervised
-    warm start, if the run has one.
+    """Everything that does not need the network, of any training side and any source of prompts, at the run's beginning;
+    `_resume` restores it. `published`: weights of the newest published version, a snapshot from `team`. `conversations`: of the
+    supervised warm start, if the run has one.
 
     `cut_off`: the previous version and its weights, if a kill may have come before the newest one was fully sent: workers that
     have part of that delta wait for the rest. `base`: version 0, if workers may have that checkpoint and a later version is
-    published; `team`'s coder keeps it until the publisher has sent the delta from it.
-    """
+    published; `team`'s coder keeps it until the publisher has sent the delta from it."""
 
     def __init__(
         self, team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
@@ -292,10 +290,8 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
 
 def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     """Writes the policy of a run folder's newest checkpoint as a Hugging Face folder; returns the checkpoint's step.
-
     `model_path`: the base model, if it has moved since the run began. The run may be stopped or still running: checkpoints are
-    never changed in place. Raises `StateError` without a checkpoint, `ConfigError` if `target` is not empty.
-    """
+    never changed in place. Raises `StateError` without a checkpoint, `ConfigError` if `target` is not empty."""
     if not (folder / "checkpoints").is_dir():
         raise StateError(f"run folder {folder}: expected checkpoints, found none")
     checkpoint = CheckpointStore(folder / "checkpoints", LearnerLimits(), is_owner=False).load_newest()

@@ -117,8 +117,7 @@ class FairShares:
         return known
 
 
-MISHAPS = Mishaps()
-"""The mishaps of this process."""
+MISHAPS = Mishaps()  # the mishaps of this process
 
 
 @contextmanager

@@ -28,10 +28,8 @@ NetOptions = Sequence[tuple[str, int | str]]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a server presents: `pair` returns (key, certificate) in PEM, called for each handshake.
-
-    `authority_pem`: callers must present a certificate that it issued; None: callers have no certificate yet.
-    """
+    """What a server presents: `pair` returns (key, certificate) in PEM, called for each handshake. `authority_pem`: callers
+    must present a certificate that it issued; None: callers have no certificate yet."""
 
     pair: Callable[[], tuple[bytes, bytes]]
     authority_pem: bytes | None
@@ -109,10 +107,8 @@ async def until_ready(
 
 async def accepted(listener: socket.socket) -> tuple[socket.socket, str]:
     """The next connection and the host it comes from. OSError if it was closed already, or no descriptor is free.
-
     `loop.sock_accept` delivers its connection through a future: if the task is cancelled in the iteration in which one arrives,
-    nothing closes it. Here, no await lies between accepting a connection and returning it.
-    """
+    nothing closes it. Here, no await lies between accepting a connection and returning it."""
     while True:
         await readable(listener)
         try:

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from echo2.outside.net import Shown
 
-Remote = tuple[str, int]
-"""The other end of a connection: its address (IPv4-mapped ones as plain IPv4) and its port."""
+Remote = tuple[str, int]  # the other end of a connection: its address (IPv4-mapped ones as plain IPv4) and its port
 
 
 class Stream(Protocol):

@@ -404,11 +404,8 @@ def turns_of(rollout: Rollout, insertions: Sequence[Insertion]) -> list[SampledT
 
 
 class Truth:
-    """State and checks of the invariants. Every check counts in `checks` and raises `Violation` if it fails.
-
-    `liars`: dishonest machines, whose reports are not checked; `liar_ids`: their peer IDs; `tainted`: groups ever leased to
-    one of them.
-    """
+    """State and checks of the invariants. Every check counts in `checks` and raises `Violation` if it fails. `liars`: dishonest
+    machines, whose reports are not checked; `liar_ids`: their peer IDs; `tainted`: groups ever leased to one of them."""
 
     def __init__(self, staleness_bound: int) -> None:
         self.staleness_bound = staleness_bound

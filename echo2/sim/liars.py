@@ -1,8 +1,7 @@
-"""Malicious workers that have the keys and the certificate of honest ones: each runs the real daemon and lies in one way, in the
-messages that leave its machine or in what its engine samples and reports.
+"""Malicious workers that have the keys and the certificate of honest ones: each runs the real daemon and lies in one way, in
+the messages that leave its machine or in what its engine samples and reports.
 
-Guarantees: it can do only what a real one could: it cannot sign as the learner or the coordinator. Leaves to others: what must hold
-in spite of it (checkers), detection (the daemons).
+Guarantees: it can do only what a real one could: it cannot sign as the learner or the coordinator.
 """
 
 from __future__ import annotations

@@ -54,10 +54,8 @@ class MessageFilter(Protocol):
 
 @dataclass(slots=True)
 class VirtualMachine:
-    """A machine. `clock_offset_s`, `drift`: error of its wall clock, and its clock's seconds per true second.
-
-    `sync_s`: seconds per file sync. `lives`: processes so far. `message_filter`: None for an honest machine.
-    """
+    """A machine. `clock_offset_s`, `drift`: error of its wall clock, and its clock's seconds per true second. `sync_s`: seconds
+    per file sync. `lives`: processes so far. `message_filter`: None for an honest machine."""
 
     name: str
     host: str

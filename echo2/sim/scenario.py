@@ -117,11 +117,9 @@ def storm(seed: int, workers: int) -> list[PlannedFault]:
 
 
 def long_outage(seed: int, workers: int) -> list[PlannedFault]:
-    """In some seeds: the learner is killed while its link is clogged, in the middle of a broadcast, and stays away.
-
-    Workers then hold parts of an artifact that no peer can complete. One worker loses its disk, and some of the learner's
-    chunks may rot.
-    """
+    """In some seeds: the learner is killed while its link is clogged, in the middle of a broadcast, and stays away. Workers
+    then hold parts of an artifact that no peer can complete. One worker loses its disk, and some of the learner's chunks may
+    rot."""
     rng = derived_rng(seed, "long outage of the learner")
     if rng.random() >= LONG_SHARE:
         return []

@@ -1,8 +1,7 @@
 """An asyncio loop whose time is virtual: if nothing is ready, the clock advances to the next timer.
 
-Guarantees: the same calls give the same order, under any hash seed; work for threads runs on the loop itself, in the
-caller's context, and takes as much virtual time as it `spend`s; callbacks of a frozen process are held back until it is
-thawed. Leaves to others: which process a task belongs to (`Process`, found by its context).
+Guarantees: the same calls give the same order, under any hash seed; work for threads runs on the loop itself, in the caller's
+context, and takes as much virtual time as it `spend`s; callbacks of a frozen process are held back until it is thawed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Connections between virtual machines: rates, delays, loss, clogging, partitions, cuts, frozen ends.
 
-A wire behaves like TCP with keepalive: while it is up, frames arrive whole and in order in each direction, so packet loss
-only delays a frame. Guarantees: same seed, same result; each end learns once that its wire has ended, in the context of
-its process. A blocked direction holds frames back; after `KEEPALIVE_S` both ends give up the wire. Leaves to others: what
-frames mean (memory_grpc, memory_net).
+A wire behaves like TCP with keepalive: while it is up, frames arrive whole and in order in each direction, so packet loss only
+delays a frame. Guarantees: same seed, same result; each end learns once that its wire has ended, in the context of its process.
+A blocked direction holds frames back; after `KEEPALIVE_S` both ends give up the wire.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Enrolment and renewal: sends a certificate request, gets a certificate of the run.
 
 Guarantees: a joiner verifies that it talks to the coordinator that its link names before it shows anything; a certificate is
-renewed before it expires, over mutual TLS and without a token. Waits: `timeout_s` for the coordinator. Leaves to
-others: tokens and who may join (the coordinator), keeping credentials on disk (tls).
+renewed before it expires, over mutual TLS and without a token. Waits: `timeout_s` for the coordinator.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def checked_certificate(link: JoinLink, timeout_s: float) -> NodeCertificate:
 
 
 def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> float:
-    """Checks that the coordinator that `link` pins answers there; returns how long that took, in seconds.
-
-    Joins nothing and uses no token. Raises Unreachable; TrustError for another peer or an expired certificate.
-    """
+    """Checks that the coordinator that `link` pins answers there; returns how long that took, in seconds. Joins nothing and
+    uses no token. Raises Unreachable; TrustError for another peer or an expired certificate."""
     began = monotonic()
     checked_certificate(link, timeout_s)
     return monotonic() - began
@@ -87,11 +84,9 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
 async def find_coordinator(
     link: JoinLink, link_file: Path | None, credentials: Credentials, kept: Callable[[Credentials], None]
 ) -> None:
-    """Looks up the coordinator's present address at the link's host, or at the host that the link's file names by now.
-
-    Accepts only the peer that the first link pinned. Updates the address in `credentials`, which `kept` saves; leaves them
-    unchanged if no coordinator answers, or the token is used up.
-    """
+    """Looks up the coordinator's present address at the link's host, or at the host that the link's file names by now. Accepts
+    only the peer that the first link pinned. Updates the address in `credentials`, which `kept` saves; leaves them unchanged if
+    no coordinator answers, or the token is used up."""
     if link_file is not None:
         with contextlib.suppress(OSError, EchoError):
             newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
@@ -139,10 +134,8 @@ async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) ->
 
 async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], None]) -> None:
     """Renews the certificate before it expires, for as long as the node lives; `kept` saves it. Ends only by cancellation.
-
-    Waits for two thirds of the certificate's life (checking hourly, because clocks are set), then for the coordinator,
-    retrying every thirtieth of a life, at least hourly. A refusal is logged and retried: it may be lifted.
-    """
+    Waits for two thirds of the certificate's life (checking hourly, because clocks are set), then for the coordinator, retrying
+    every thirtieth of a life, at least hourly. A refusal is logged and retried: it may be lifted."""
     while True:
         certificate = credentials.certificate
         life_s = certificate.not_after_unix_s - certificate.not_before_unix_s

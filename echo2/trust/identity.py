@@ -1,8 +1,7 @@
 """Node identities: ed25519 keys, join links that pin them, and certificates that bind TLS keys to them.
 
-Guarantees: a certificate that parses here carries the libp2p TLS extension, and the identity that it names signed
-that extension. TLS keys are P-256 (gRPC's TLS library negotiates no ed25519); the ed25519 identity vouches for
-them. Leaves to others: files, sockets and the clock (trust/tls), tokens (coordinator).
+Guarantees: a certificate that parses here carries the libp2p TLS extension, and the identity that it names signed that
+extension. TLS keys are P-256 (gRPC's TLS library negotiates no ed25519); the ed25519 identity vouches for them.
 """
 
 from __future__ import annotations
@@ -390,9 +389,7 @@ class RunAuthority:
         self, request_der: bytes, role: Role, now_unix_s: float, lifetime_s: float = NODE_LIFETIME_S, token_id: str = ""
     ) -> NodeCertificate:
         """Issues a certificate to the identity that signed the request's extension. Does not check whether it may join.
-
-        `token_id`: id of the join token that admits it, so that every node can tell newcomers of one link from those of others.
-        """
+        `token_id`: id of the join token that admits it, so that every node can tell newcomers of one link from those of others."""
         what = "certificate request"
         try:
             request = x509.load_der_x509_csr(request_der)

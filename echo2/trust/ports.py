@@ -49,11 +49,10 @@ KEEPALIVE: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class PortLimits:
-    """Limits of one port. `share`: of the process's descriptors. A stranger is a connection on which no caller has proven who it
-    is; it has `stranger_s` for that. A connection without a call ends after `idle_s`, as each costs about 60 kB.
+    """Limits of one port. `share`: of the process's descriptors. A stranger is a connection on which no caller has proven who
+    it is; it has `stranger_s` for that. A connection without a call ends after `idle_s`, as each costs about 60 kB.
     `window_bytes`: flow-control window of a stream, beyond the message being read. `in_flight_bytes`: unfinished messages of
-    one peer, unless it is the learner or an operator, which are trusted.
-    """
+    one peer, unless it is the learner or an operator, which are trusted."""
 
     message_bytes: int
     reply_bytes: int
@@ -150,8 +149,7 @@ class HttpLimits:
         return connections_within(self.share, self.connections_cap)
 
 
-PAGE = HttpLimits("dashboard", 0.15, 512, strangers_per_host=48, handshakes_per_host=16, backlog=128)
-"""The dashboard."""
+PAGE = HttpLimits("dashboard", 0.15, 512, strangers_per_host=48, handshakes_per_host=16, backlog=128)  # the dashboard
 GATEWAY = HttpLimits(
     "gateway", 0.15, 8192, strangers_per_host=48, handshakes_per_host=512, backlog=1024, crowd_s=3.0
 )  # fmt: skip
@@ -297,12 +295,10 @@ def overdue(callers: Iterable[Caller], limits: PortLimits, now: float) -> dict[s
 
 
 def _too_many(strangers: list[Caller], excess: int, now: float) -> list[Caller]:
-    """Which strangers of an address to end, given in order of arrival: the slow ones first, then from the middle.
-
-    The first ones stay, so that a fleet that reconnects from behind one address is admitted as fast as callers can be
-    checked, instead of being ended over and over by later arrivals. The last ones stay, so that a few that prove nothing do
-    not lock out their neighbours.
-    """
+    """Which strangers of an address to end, given in order of arrival: the slow ones first, then from the middle. The first
+    ones stay, so that a fleet that reconnects from behind one address is admitted as fast as callers can be checked, instead of
+    being ended over and over by later arrivals. The last ones stay, so that a few that prove nothing do not lock out their
+    neighbours."""
     slow = min(excess, sum(now - stranger.since > PROVING_S for stranger in strangers))
     first = slow + (len(strangers) - excess) // 2
     return strangers[:slow] + strangers[first : first + excess - slow]

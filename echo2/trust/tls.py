@@ -148,11 +148,8 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
 
 @dataclass(slots=True)
 class Credentials:
-    """Everything that a node needs to talk to the others of its run.
-
-    All parts of a process share one object: `renew` takes effect for new connections, and for servers at their next
-    handshake. Open connections are not touched.
-    """
+    """Everything that a node needs to talk to the others of its run. All parts of a process share one object: `renew` takes
+    effect for new connections, and for servers at their next handshake. Open connections are not touched."""
 
     identity: Identity
     tls_key_pem: bytes
@@ -286,10 +283,8 @@ def bind_server(server: GatedServer, address: str, shown: Shown) -> int:
 
 
 async def calls_have_ended() -> None:
-    """Waits until gRPC's tasks for all calls have ended; a process with servers awaits this last.
-
-    `server.stop` does not wait for them; if the loop ends first, it cancels them and gRPC prints a traceback for each.
-    """
+    """Waits until gRPC's tasks for all calls have ended; a process with servers awaits this last. `server.stop` does not wait
+    for them; if the loop ends first, it cancels them and gRPC prints a traceback for each."""
     until = monotonic() + CALLS_END_WITHIN_S
     while (left_s := until - monotonic()) > 0:  # one task a call, found by its coroutine's name
         calls = [t for t in asyncio.all_tasks() if getattr(t.get_coro(), "__name__", "") == "_schedule_rpc_coro"]

@@ -90,8 +90,7 @@ def count_marks(words: U64, count: int) -> Int:
 
 @compiled
 def gaps_of_places(places: U32, k: int, out: tuple[U8, U64, U32]) -> Int:
-    """Codes the gaps of marks (at least one). `out` = bytes, plain bits, long gaps; returns the number of long
-    gaps."""
+    """Codes the gaps of marks (at least one). `out` = bytes, plain bits, long gaps; returns the number of long gaps."""
     quotients, low, long = out
     shift = np.uint64(k)
     first = min(np.uint64(places[0]) >> shift, _LONG)
@@ -245,8 +244,7 @@ def put_values(excess: Bits, symbols: U8, words: U64) -> None:
 
 @compiled
 def take_values(symbols: U8, words: U64, bits: int, excess: Bits) -> bool:
-    """The inverse of `put_values`. False if the `bits` plain bits do not match the symbols, or a magnitude is too
-    wide."""
+    """The inverse of `put_values`. False if the `bits` plain bits do not match the symbols, or a magnitude is too wide."""
     width = 8 * excess.itemsize
     most = (~_0 >> np.uint64(64 - width)) - _1
     at = np.int64(0)

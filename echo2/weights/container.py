@@ -1,8 +1,7 @@
 """The container: a header frame, independent block frames and an end frame. docs/delta-format.md specifies every byte.
 
-Guarantees: a parsed frame is complete, unaltered (xxh3 digest) and within its limits; a frame's claims are checked
-before anything is allocated for them. Leaves to others: who sent it (chunks are signed by the broadcast),
-what the payload of a block means (block.py).
+Guarantees: a parsed frame is complete, unaltered (xxh3 digest) and within its limits; a frame's claims are checked before
+anything is allocated for them.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ class Method(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeader:
-    """The header's fields: from which version to which, and how the weights are cut into blocks.
-
-    `parent_version` None: a keyframe. Fingerprints are those of `fingerprint.fingerprint` under `fingerprint_key`; the end frame
-    carries the target's.
-    """
+    """The header's fields: from which version to which, and how the weights are cut into blocks. `parent_version` None: a
+    keyframe. Fingerprints are those of `fingerprint.fingerprint` under `fingerprint_key`; the end frame carries the target's."""
 
     target_version: Version
     parent_version: Version | None = None
@@ -318,10 +314,8 @@ def parse_frame(data: bytes | memoryview) -> Frame:
 
 
 class FrameReader:
-    """Reassembles frames from a byte stream that was split anywhere (into chunks, for example).
-
-    Buffers at most one incomplete frame, whose claimed length was checked against the limits.
-    """
+    """Reassembles frames from a byte stream that was split anywhere (into chunks, for example). Buffers at most one incomplete
+    frame, whose claimed length was checked against the limits."""
 
     def __init__(self) -> None:
         self._held = bytearray()

@@ -1,8 +1,6 @@
 """Element types and raw bits: every tensor is a flat array of unsigned integers of its element's width.
 
 Guarantees: the bits are exact (including NaN payloads, negative zero and denormals) and no value is ever converted.
-Leaves to others: what the bits mean; only the position of the exponent field is known here, because the probability
-that a weight changes depends on the exponent.
 """
 
 from __future__ import annotations
@@ -119,11 +117,8 @@ class TensorSpec:
 
 
 def untied(weights: WeightSet) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Distinct tensors by name, and the other names of tied ones (alias -> kept name).
-
-    Of names that share one storage, the last in code-point order is kept, whatever the mapping's order
-    (`model.embed_tokens.weight` rather than `lm_head.weight`).
-    """
+    """Distinct tensors by name, and the other names of tied ones (alias -> kept name). Of names that share one storage, the
+    last in code-point order is kept, whatever the mapping's order (`model.embed_tokens.weight` rather than `lm_head.weight`)."""
     kept: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in sorted(weights, reverse=True):

@@ -1,8 +1,7 @@
 """Encoding: turns two weight sets (delta), or one (keyframe), into a stream of frames.
 
-Guarantees: frames come in order, each as soon as its block is coded; the end frame carries the target's fingerprint,
-computed from the changed elements alone. The sets passed in must not change while frames are drawn: pass a snapshot. Leaves to
-others: chunks, signatures, sending.
+Guarantees: frames come in order, each as soon as its block is coded; the end frame carries the target's fingerprint, computed
+from the changed elements alone. The sets passed in must not change while frames are drawn: pass a snapshot.
 
 With an executor, blocks are coded on its threads, at most `ahead` of them ahead of the consumer.
 """
@@ -176,11 +175,9 @@ def encode_delta(
     executor: Executor | None = None,
     ahead: int = 2,
 ) -> Encoding:
-    """The frames that turn `parent` into `target`.
-
-    `header.parent_version` and `parent_fingerprint` must be given: the target's fingerprint follows from the changes, so a full
-    pass over the weights is needed once per run instead of once per version. `setting` overrides the header's.
-    """
+    """The frames that turn `parent` into `target`. `header.parent_version` and `parent_fingerprint` must be given: the target's
+    fingerprint follows from the changes, so a full pass over the weights is needed once per run instead of once per version.
+    `setting` overrides the header's."""
     header = header if setting is None else replace(header, setting=setting)
     table, before = table_of(target), table_of(parent)
     if before != table:
@@ -372,10 +369,8 @@ def _add(changes: Listed, to: Bits) -> None:
 
 
 def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
-    """The frames of one delta from the first one's parent to the last one's target, block by block.
-
-    `compose(a, b)` with a: u -> v and b: v -> w gives u -> w. Each argument is a container's frames in order.
-    """
+    """The frames of one delta from the first one's parent to the last one's target, block by block. `compose(a, b)` with a: u
+    -> v and b: v -> w gives u -> w. Each argument is a container's frames in order."""
     if not 1 <= len(deltas) <= COMPOSED_MAX:
         raise DeltaFormatError(f"expected 1 to {COMPOSED_MAX} deltas to merge, got {len(deltas)}")
     containers = [_Container(frames) for frames in deltas]

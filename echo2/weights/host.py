@@ -239,10 +239,8 @@ def encode_block_on_device(
 
 
 def apply_updates(weights: dict[str, torch.Tensor], updates: Iterable[TensorUpdate]) -> None:
-    """Scatters staged bits into live tensors of the same names, types and shapes, in place, on their devices.
-
-    Every index is checked before the first write: an index out of range would crash a device.
-    """
+    """Scatters staged bits into live tensors of the same names, types and shapes, in place, on their devices. Every index is
+    checked before the first write: an index out of range would crash a device."""
     for update in updates:
         flat = flat_bits(weights[update.name])
         same = tuple(weights[update.name].shape) == update.shape and flat.element_size() == update.bits.itemsize

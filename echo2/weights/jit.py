@@ -143,8 +143,7 @@ LISTED = 14  # places that `list_few` writes at least, where marks are densest
 
 
 def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """A pointer to 64 elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their
-    size."""
+    """A pointer to 64 elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their size."""
     data = context.make_array(array_type)(context, builder, array).data
     kind = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())

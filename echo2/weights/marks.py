@@ -74,11 +74,9 @@ class Finds:
 
 @compiled
 def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
-    """Finds which elements of a segment changed, which of these went down, which changed by more than one, and by how much more.
-
-    `at` = number of elements, changes and larger changes so far; `finds` = changed, signs; ranks among the changes, places and
-    excess of as many larger changes as there is room for; working memory. Ends early if there are more.
-    """
+    """Finds which elements of a segment changed, which of these went down, which changed by more than one, and by how much
+    more. `at` = number of elements, changes and larger changes so far; `finds` = changed, signs; ranks among the changes,
+    places and excess of as many larger changes as there is room for; working memory. Ends early if there are more."""
     changed, signs, larger, places, excess, out, rest = finds
     bits, rank, found = at[0], at[1], at[2]
     for start in range(0, old.size, LANES):
@@ -134,9 +132,8 @@ def pick(places: U32, ranks: U32, out: U32) -> None:
 def settle_larger(
     base: int, count: int, larger: tuple[U32, U32, Bits, U64], found: Int, print_at: tuple[int, np.uint64, U64]
 ) -> tuple[np.uint64, Int]:  # fmt: skip
-    """The fingerprint term of the excess of a segment's larger changes, and the number of larger changes so far.
-    `larger` = places in the block, ranks, excess, signs; `print_at` = the segment's start in its tensor, and the tensor's
-    coefficients."""
+    """The fingerprint term of the excess of a segment's larger changes, and the number of larger changes so far. `larger` =
+    places in the block, ranks, excess, signs; `print_at` = the segment's start in its tensor, and the tensor's coefficients."""
     places, ranks, excess, signs = larger
     offset, seed, columns = print_at
     to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
@@ -205,11 +202,9 @@ def _move_lanes(live: Bits, start: Int, word: np.uint64, down: np.uint64) -> np.
 def move_marks(
     live: Bits, base: int, marks: tuple[U64, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns how many wrapped around.
-
-    All are moved by one, 64 at a time; after each row of `ROW_ELEMENTS`, the larger ones of that row are moved by their excess.
-    `larger` as in `settle_larger`.
-    """
+    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns how many wrapped around. All are moved
+    by one, 64 at a time; after each row of `ROW_ELEMENTS`, the larger ones of that row are moved by their excess. `larger` as
+    in `settle_larger`."""
     changed, signs = marks
     places, ranks, excess, _ = larger
     rank, found = cursor[0], np.uint64(cursor[1])
@@ -407,10 +402,8 @@ def sort_marks(
     old: Bits, base: int, octave: Octave, marks: tuple[U64, U32], cursor: I64, at: I64, ranks: I64,
     out: tuple[U64, U8, U32],
 ) -> None:  # fmt: skip
-    """Sorts a segment's changes into the classes' runs. `marks` = changed, larger.
-
-    `out` = marks of all runs (all 0 before), and for each larger change its class and its rank among that class's changes.
-    """
+    """Sorts a segment's changes into the classes' runs. `marks` = changed, larger. `out` = marks of all runs (all 0 before),
+    and for each larger change its class and its rank among that class's changes."""
     changed, larger = marks
     words, larger_class, larger_rank = out
     shift, mask, lowest, work = octave
@@ -524,10 +517,8 @@ def join_marks(
     out: tuple[U64, U32, Bits],
 ) -> None:  # fmt: skip
     """The inverse of the above, for one segment. `coded` = marks of all runs, marks of their larger changes, and the excess of
-    these by class; `runs` = the position of each class in each of them.
-
-    `so_far` = number of elements, changes and larger changes; `out` = changed, larger, excess.
-    """
+    these by class; `runs` = the position of each class in each of them. `so_far` = number of elements, changes and larger
+    changes; `out` = changed, larger, excess."""
     words, larger_words, sorted_excess = coded
     at, larger_at, listed = runs
     changed, larger, excess = out

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "nf4": torch.bfloat16}
 """By name: the dtype of the policy's values."""
-NF4_BLOCK = 64
-"""Values that share a scale: the largest of them by magnitude, in bfloat16. As in QLoRA."""
+NF4_BLOCK = 64  # Values that share a scale: the largest of them by magnitude, in bfloat16. As in QLoRA.
 _LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

@@ -1,9 +1,7 @@
 """Records or replays the choices of the routers of a mixture of experts, in transformers' modules.
 
-Guarantees: recording changes no number; with given experts, each router weighs those by its own scores, with their gradient;
-a router chooses itself where the given expert is negative; layers recomputed in a backward pass get the same experts.
-Leaves to others: packing (base/rollout), which row belongs to which position (worker/engines/embedded/general,
-learner/training/packing).
+Guarantees: recording changes no number; with given experts, each router weighs those by its own scores, with their gradient; a
+router chooses itself where the given expert is negative; layers recomputed in a backward pass get the same experts.
 
 Shapes: T tokens of one forward pass, in the order in which the model flattens them; L routers, K chosen experts, E experts.
 """

@@ -95,10 +95,8 @@ def _fetch(attempt: HubDownload) -> Path:
 
 
 async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | None:
-    """The checkpoint's folder; None if the hub does not have it or would take too long.
-
-    `keyframe_s`: seconds that a keyframe from peers would take.
-    """
+    """The checkpoint's folder; None if the hub does not have it or would take too long. `keyframe_s`: seconds that a keyframe
+    from peers would take."""
     began = monotonic()
     attempt = HubDownload(model_id, began)
     running = asyncio.get_running_loop().run_in_executor(None, _fetch, attempt)
@@ -157,9 +155,7 @@ def load_base(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> Hos
 
 class BaseCheckpointLoader:
     """Looks for the checkpoint in the background. With `loads_ahead` it also loads it at once, else only when a delta needs it.
-
-    `keyframe_s`: seconds that a keyframe from peers would take; if given, the hub is asked too, unless it would be much slower.
-    """
+    `keyframe_s`: seconds that a keyframe from peers would take; if given, the hub is asked too, unless it would be much slower."""
 
     def __init__(
         self,

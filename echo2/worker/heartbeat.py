@@ -31,10 +31,8 @@ from echo2.worker.options import WorkerOptions
 if TYPE_CHECKING:
     from echo2.worker.weights import Weights  # torch, which who only asks `reach_of` does without
 
-BEATS_BETWEEN_LINKS = 6
-"""Unchanged links are sent again after this many heartbeats, since one may have been lost."""
-MEMORY_INTERVAL_S = 10.0
-"""How often memory use is read, which takes a file for every thread and process of this worker."""
+BEATS_BETWEEN_LINKS = 6  # unchanged links are sent again after this many heartbeats, since one may have been lost
+MEMORY_INTERVAL_S = 10.0  # how often memory use is read, which takes a file for every thread and process of this worker
 _log = logging.getLogger("echo2.worker")
 
 

@@ -52,10 +52,8 @@ _log = logging.getLogger("echo2.worker")
 
 
 async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> Credentials:
-    """Credentials for the run that the link names; enrols if there are none or they expire within `RENEW_BEFORE_S`.
-
-    Raises ResourceError if the folder cannot hold them, StateError if it belongs to another run.
-    """
+    """Credentials for the run that the link names; enrols if there are none or they expire within `RENEW_BEFORE_S`. Raises
+    ResourceError if the folder cannot hold them, StateError if it belongs to another run."""
     try:
         identity = load_or_create_identity(folder)
     except OSError as error:
@@ -401,10 +399,8 @@ class Reports:
             self._leases.on_verdicts(self._under_way.popleft(), verdicts)
 
     async def _read_one(self, call: _Call) -> ingest_pb2.RolloutVerdict | None:
-        """The next verdict; None at the end of the stream. Waits without limit while no report is in flight.
-
-        Raises TimeoutError if a report is in flight and no verdict has come for `VERDICT_S`.
-        """
+        """The next verdict; None at the end of the stream. Waits without limit while no report is in flight. Raises
+        TimeoutError if a report is in flight and no verdict has come for `VERDICT_S`."""
         reading = asyncio.ensure_future(call.read())
         try:
             while True:

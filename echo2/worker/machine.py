@@ -129,10 +129,8 @@ CHARS_MAX = 64  # as the wire's NAME; a column of the page
 
 
 def place_of(declared: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """The declared PROVIDER/REGION; if none is declared, what the variables of RunPod, Vast.ai or SkyPilot say.
-
-    Each is printable and at most `CHARS_MAX` characters; empty: not known.
-    """
+    """The declared PROVIDER/REGION; if none is declared, what the variables of RunPod, Vast.ai or SkyPilot say. Each is
+    printable and at most `CHARS_MAX` characters; empty: not known."""
     provider, _, region = declared.partition("/")
     if not provider:
         provider, region = _detected_place(environment)
@@ -392,11 +390,9 @@ def check_room(
     quantisation: Quantisation = Quantisation.NONE,
     engines: int = 1,
 ) -> int:
-    """Returns the bytes of host memory left over; ResourceError if a keyframe would not fit in memory, /dev/shm or disk.
-
-    With engines on GPUs the host holds the published weights, a version in transit, and the masters of rounded weights. The
-    embedded engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes.
-    """
+    """Returns the bytes of host memory left over; ResourceError if a keyframe would not fit in memory, /dev/shm or disk. With
+    engines on GPUs the host holds the published weights, a version in transit, and the masters of rounded weights. The embedded
+    engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes."""
     own = engines * size.masters_bytes(quantisation) if machine.gpus else quantisation.cpu_bytes * size.parameters
     needed = own + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:

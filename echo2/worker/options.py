@@ -22,9 +22,8 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """`config`: a worker reads its sections worker, model and run. `folder` keeps its identity, its chunks and its control socket
-    between runs.
-    """
+    """`config`: a worker reads its sections worker, model and run. `folder` keeps its identity, its chunks and its control
+    socket between runs."""
 
     join_link: str
     folder: Path

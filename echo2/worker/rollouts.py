@@ -38,12 +38,11 @@ SIBLING_WEIGHT = 4.0  # lengths of one prompt are like each other
 def expected_remaining(length: int, limit: int, siblings: Sequence[int], others: Iterable[int]) -> int:
     """Estimated remaining tokens, from 1 to limit - length, of an unfinished rollout with `length` of at most `limit` tokens.
 
-    A rollout that has reached `length` resembles only those that got at least that far, so the estimate is the mean of (t - length)
-    over finished lengths t > length. Siblings answer the same prompt and weigh more. If no finished rollout got that far, the
-    rollout is taken to be half way (as likely as not for a heavy tail), within its limit.
+    A rollout that has reached `length` resembles only those that got at least that far, so the estimate is the mean of (t -
+    length) over finished lengths t > length. Siblings answer the same prompt and weigh more. If no finished rollout got that
+    far, the rollout is taken to be half way (as likely as not for a heavy tail), within its limit.
 
-    `siblings`, `others`: lengths of finished rollouts of its group and of recent rollouts of this worker.
-    """
+    `siblings`, `others`: lengths of finished rollouts of its group and of recent rollouts of this worker."""
     room = max(limit - length, 1)
     weight = 0.0
     total = 0.0
@@ -136,10 +135,8 @@ class PartialRollout:
         )
 
     def append(self, chunk: TokenChunk) -> None:
-        """Adds the tokens of a chunk. A finish reason ABORTED stops the rollout but leaves it unfinished.
-
-        Raises EngineError if the numbers of tokens and log-probabilities differ.
-        """
+        """Adds the tokens of a chunk. A finish reason ABORTED stops the rollout but leaves it unfinished. Raises EngineError if
+        the numbers of tokens and log-probabilities differ."""
         count = len(chunk.token_ids)
         if len(chunk.logprobs) != count or len(chunk.raw_logprobs) != count:
             raise EngineError(
@@ -158,10 +155,8 @@ class PartialRollout:
             self.finish_reason = chunk.finish_reason
 
     def _keep_routing(self, before: int, count: int, routing: Routing) -> None:
-        """Keeps the routing of `count` new tokens after the first `before`.
-
-        Routing is useful only if complete: if some tokens lack it or it grows too large, drops all of it.
-        """
+        """Keeps the routing of `count` new tokens after the first `before`. Routing is useful only if complete: if some tokens
+        lack it or it grows too large, drops all of it."""
         if count == 0:
             return
         row_bytes = len(routing.tokens) // count

@@ -169,14 +169,13 @@ class HostSnapshot:
 
 
 class Weights:
-    """The host's copy and the engine's live version; one caller calls its methods one at a time. `model`: digest and config of the
-    learner's model. `on_decoded` is told of each artifact whether
-    it is a keyframe, the bytes of the whole weights, and the seconds on the decoder's thread.
+    """The host's copy and the engine's live version; one caller calls its methods one at a time. `model`: digest and config of
+    the learner's model. `on_decoded` is told of each artifact whether it is a keyframe, the bytes of the whole weights, and the
+    seconds on the decoder's thread.
 
-    `version`: committed on the host; `live`: proven on the engine; `pause_s` and `apply_s`: how long generation paused for the last
-    swap, and the time from decoded to proven; `state`: in words, for the status; `has_wrong_parent`: the artifact refused last is a
-    delta from other weights than the host's.
-    """
+    `version`: committed on the host; `live`: proven on the engine; `pause_s` and `apply_s`: how long generation paused for the
+    last swap, and the time from decoded to proven; `state`: in words, for the status; `has_wrong_parent`: the artifact refused
+    last is a delta from other weights than the host's."""
 
     def __init__(
         self,
@@ -237,9 +236,7 @@ class Weights:
 
     async def finish(self, more_is_here: bool) -> bool:
         """The artifact is complete. Returns once its version is live or committed; False: it is bad, as from `chunk`.
-
-        `more_is_here`: a complete artifact of a later version can follow at once.
-        """
+        `more_is_here`: a complete artifact of a later version can follow at once."""
         if self._decoder is None:
             return True
         try:

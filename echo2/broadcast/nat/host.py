@@ -114,8 +114,7 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
 EXCHANGE = TProtocol("/echo2/exchange/1")
 OWN_PROTOCOLS = (PROTOCOL, EXCHANGE, HOP_PROTOCOL, STOP_PROTOCOL_ID, AUTONAT_PROTOCOL_ID)
 """Their handlers check the caller's membership themselves."""
-PUNCH_S = 90.0
-"""As long as the other side tries (PAUSES_S)."""
+PUNCH_S = 90.0  # as long as the other side tries (PAUSES_S)
 RENEW_S = 20.0  # reservations last minutes; a lost relay is noticed within this
 JUDGE_S = 300.0  # repeat the check, because networks change
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 15.0  # a relay restarts in seconds

@@ -159,8 +159,7 @@ def _malformed(expected: str, got: str) -> MalformedMessage:
 
 
 PIPE_BYTES = 1 << 20  # the largest that an unprivileged process may ask for (pipe-max-size)
-ENDING_S = 3.0
-"""TLS ends both directions at once: what it still says after one has ended is a few bytes."""
+ENDING_S = 3.0  # TLS ends both directions at once: what it still says after one has ended is a few bytes
 _COPY_BYTES = 256 << 10  # where splice is not offered: one read
 _F_SETPIPE_SZ = 1031  # of fcntl.h; Linux alone
 _splice = getattr(os, "splice", None)

@@ -249,10 +249,8 @@ class OwnLink:
 
 
 async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: float) -> OwnLink:
-    """Runs the probe; listens for the dial-back on the port of the link's role (0 or missing: any port).
-
-    Raises Unreachable, TrustError, BadToken, VersionMismatch or PortBusy.
-    """
+    """Runs the probe; listens for the dial-back on the port of the link's role (0 or missing: any port). Raises Unreachable,
+    TrustError, BadToken, VersionMismatch or PortBusy."""
     shown = await asyncio.to_thread(checked_certificate, link, timeout_s)
     async with open_enrolment_channel(link, shown.pem) as channel:
         stub = probe_pb2_grpc.ProbeStub(channel)

@@ -1,8 +1,7 @@
 """What a relay grants its members: reservations, circuits, bytes and time. A pure ledger; the relay acts on its answers.
 
-Guarantees: no more circuits, bytes or seconds than `RelayLimits` allows, for the relay, per member and per circuit;
-bytes are counted per member and hour, so opening another circuit does not evade the limit; a refusal names the limit.
-Leaves to others: who is a member, moving bytes (relay).
+Guarantees: no more circuits, bytes or seconds than `RelayLimits` allows, for the relay, per member and per circuit; bytes are
+counted per member and hour, so opening another circuit does not evade the limit; a refusal names the limit.
 """
 
 from __future__ import annotations

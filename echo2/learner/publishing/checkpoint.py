@@ -55,10 +55,8 @@ _log = logging.getLogger("echo2.learner")
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Everything needed to resume after `step`, apart from the journal. Tensors are copies in host memory unless `lent` is set.
-
     `shards`: this rank's masters and optimiser state under `masters|NAME` and `optimiser|NAME|FIELD`. `published`: this rank's
-    rows of the published weights. `lent`: tracks those `shards` that still belong to the trainer and are written in place.
-    """
+    rows of the published weights. `lent`: tracks those `shards` that still belong to the trainer and are written in place."""
 
     step: Step
     shards: Mapping[str, Tensor]
@@ -80,10 +78,8 @@ class Checkpoint:
 
 def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]) -> Checkpoint:
     """Takes a checkpoint between two steps: borrows the tensors if the trainer lends them, else copies them. `published`: the
-    weights of `version`, never changed in place.
-
-    `state`: other JSON state to save, taken at the same step boundary on the event loop's thread.
-    """
+    weights of `version`, never changed in place. `state`: other JSON state to save, taken at the same step boundary on the
+    event loop's thread."""
     counts = (trainer.nonfinite_steps, trainer.nonfinite_in_a_row)
     step = Step(trainer.step_count)
     whole = state_of(state, step, version, *counts)

@@ -1,10 +1,9 @@
 """Publishes versions, encoded off the critical path while the next step trains.
 
-Guarantees: versions are published one at a time and in order; the journal records on disk that a version may have left before its
-first byte is sent, so that a restart makes the same version again; deltas are computed from the last published weights, which
-nothing changes in place; a merged delta that cannot be composed is skipped. Waits for: the encoder's thread, never for the
-network. Leaves to others: when to publish and with which codec setting (schedule), coding (weights),
-chunks, signatures and transport (broadcast).
+Guarantees: versions are published one at a time and in order; the journal records on disk that a version may have left before
+its first byte is sent, so that a restart makes the same version again; deltas are computed from the last published weights,
+which nothing changes in place; a merged delta that cannot be composed is skipped. Waits for: the encoder's thread, never for
+the network.
 """
 
 from __future__ import annotations
@@ -106,11 +105,9 @@ class SeedNode:
 
     @property
     def spread_bytes_per_s(self) -> float:
-        """Fluid bound of the rate to all workers, from the plan and this node's uplink; 0 while the uplink is unknown.
-
-        The uplink is the emulated one, else the one that the node has measured, else the planned one, within the configured limit.
-        The workers' uplinks count too: a larger pool, or one with slower uplinks, gets an artifact later.
-        """
+        """Fluid bound of the rate to all workers, from the plan and this node's uplink; 0 while the uplink is unknown. The
+        uplink is the emulated one, else the one that the node has measured, else the planned one, within the configured limit.
+        The workers' uplinks count too: a larger pool, or one with slower uplinks, gets an artifact later."""
         plan, options = self.node.session.plan, self.node.options
         planned = plan.nodes[0].uplink_bytes_per_s if plan is not None and plan.nodes else 0.0
         known = options.shape.uplink_bytes_per_s or self.node.session.governor.capacity_bytes_per_s or planned
@@ -253,10 +250,9 @@ class VersionPublisher:
         self, tensors: Mapping[str, Tensor], version: Version, cut_off: tuple[Version, Mapping[str, Tensor]] | None,
         base: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Publishes the newest version at a start. `cut_off`: the previous version and its weights, if a kill may have cut off the
-        delta from it; that delta is then sent again. A keyframe follows for newcomers if none was sent, and, with `base`, the
-        weights of version 0, a delta from that version; the coder keeps version 0 until then.
-        """
+        """Publishes the newest version at a start. `cut_off`: the previous version and its weights, if a kill may have cut off
+        the delta from it; that delta is then sent again. A keyframe follows for newcomers if none was sent, and, with `base`,
+        the weights of version 0, a delta from that version; the coder keeps version 0 until then."""
         self.of_base.at = Version(0) if version == 0 else None
         if cut_off is None:
             self.hold(tensors, version)

@@ -1,20 +1,19 @@
 """When a version is published, and when a keyframe, a merged delta or a delta from the base goes with it.
 
-Guarantees: a version is due kappa steps after the last; kappa is between 1 and S (1 if S is 0), because with a
-larger kappa the newest version would exceed the staleness bound before the next one arrives. Leaves to others: encoding and
-sending (publisher), choosing kappa (the user, else the coordinator's planner).
+Guarantees: a version is due kappa steps after the last; kappa is between 1 and S (1 if S is 0), because with a larger kappa the
+newest version would exceed the staleness bound before the next one arrives.
 
-Keyframes. A newcomer fetches the newest keyframe and the deltas after it. A keyframe of the newest version is due when
-those deltas together exceed a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches at most about two
-keyframes' worth of bytes and applies at most about `chain_max` deltas.
+Keyframes. A newcomer fetches the newest keyframe and the deltas after it. A keyframe of the newest version is due when those
+deltas together exceed a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches at most about two keyframes'
+worth of bytes and applies at most about `chain_max` deltas.
 
 Merged deltas. The n-th publication also gets a delta from the publication 2^j before it, for each 2^j that divides n. It is
 merged from two halves that were published already. So a worker that is k publications behind needs at most 2 log2(k) + 1
 pieces.
 
-Deltas from the base. A worker that has the base checkpoint needs a delta from version 0 and the few deltas after it. At
-every `BASE_REACH`-th publication, the newest delta from version 0 is merged with the merged delta that continues it. Each
-start of the learner makes a new delta from the base, which it has loaded anyway.
+Deltas from the base. A worker that has the base checkpoint needs a delta from version 0 and the few deltas after it. At every
+`BASE_REACH`-th publication, the newest delta from version 0 is merged with the merged delta that continues it. Each start of
+the learner makes a new delta from the base, which it has loaded anyway.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from echo2.broadcast.route import BASE_SHARE_MAX
 from echo2.config.run import StalenessSection
 from echo2.weights import CodecSetting
 
-MERGED_LAG_MAX = 64
-"""The most publications that a merged delta spans."""
+MERGED_LAG_MAX = 64  # the most publications that a merged delta spans
 BASE_REACH = 16
 """Publications between two deltas from the base: the learner's default for the length of a keyframe's chain, so that both
 are renewed about equally often."""
@@ -87,11 +85,9 @@ class Merge:
 
 
 def parents_to_publish(ordinal: int, lag_max: int) -> tuple[int, ...]:
-    """The earlier publications from which the `ordinal`-th one gets an edge: one back, and 2^j back if 2^j divides it.
-
-    So any lag of k is caught up with at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge
-    reaches back farther than `lag_max`.
-    """
+    """The earlier publications from which the `ordinal`-th one gets an edge: one back, and 2^j back if 2^j divides it. So any
+    lag of k is caught up with at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge reaches
+    back farther than `lag_max`."""
     parents = []
     reach = 1
     while reach <= min(ordinal, lag_max) and ordinal % reach == 0:
@@ -148,10 +144,8 @@ ENCODE_BYTES_PER_S = {CodecSetting.FAST: 6.2e9, CodecSetting.DENSE: 2.4e9}
 DECODE_BYTES_PER_S = {CodecSetting.FAST: 7.1e9, CodecSetting.DENSE: 2.2e9}
 """Bytes of full weights per second and core. Measured, like the shares, at a learning rate of 3e-6, one step apart."""
 STAY_SHARE = 0.9  # predictions are off by some percent; a setting must not flap with them
-WORKER_CORES = 1
-"""A worker decodes in one thread: its other cores may be busy."""
-ENCODE_CORES_MAX = 3
-"""weights/encode codes this many blocks at a time: the one being consumed and two ahead."""
+WORKER_CORES = 1  # a worker decodes in one thread: its other cores may be busy
+ENCODE_CORES_MAX = 3  # weights/encode codes this many blocks at a time: the one being consumed and two ahead
 
 
 def encode_cores(device_type: str, cores: int) -> int:

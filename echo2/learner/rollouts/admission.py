@@ -1,11 +1,10 @@
 """The open groups, of training and of the running evaluation: which tokens are admitted, which groups are trained on next.
 
 Guarantees: no batch has a token over the staleness bound (one rule, checked on arrival and again when a batch is drawn); an
-evaluation's group holds tokens of its version alone and is in no batch; a group enters at most one batch (ledger); a batch is R/n
-complete groups, those that would go stale first. A group whose tokens can no longer be used is closed and counted, and its prompt
-is offered again under another id, a limited number of times; replacements of groups without contrast are bounded, so a task that
-is too easy or too hard slows a run down but never stops it. Leaves to others: telling anyone (pool; once the run has begun, no
-other code changes the groups), whether tokens and log-probabilities come from the version named (audit).
+evaluation's group holds tokens of its version alone and is in no batch; a group enters at most one batch (ledger); a batch is
+R/n complete groups, those that would go stale first. A group whose tokens can no longer be used is closed and counted, and its
+prompt is offered again under another id, a limited number of times; replacements of groups without contrast are bounded, so a
+task that is too easy or too hard slows a run down but never stops it.
 
 Sources. Dynamic sampling: Yu et al. (DAPO), arXiv 2503.14476.
 """
@@ -181,11 +180,9 @@ class OpenGroups:
         return spec
 
     def open_group(self, cursor: int, prompt: Prompt, retry: int = 0) -> GroupSpec:
-        """Opens a group for training with prompt number `cursor`.
-
-        The expected step is a queueing estimate that assumes that groups finish in the order offered. A fleet nearly does that;
-        otherwise it is off by about one batch, and the admission rule still refuses stale tokens.
-        """
+        """Opens a group for training with prompt number `cursor`. The expected step is a queueing estimate that assumes that
+        groups finish in the order offered. A fleet nearly does that; otherwise it is off by about one batch, and the admission
+        rule still refuses stale tokens."""
         step = self.next_step + self.in_flight_groups // self.groups_per_step
         name = group_id_of(cursor, retry, is_driven=self.config.agent.is_on)
         spec = GroupSpec(name, prompt[0], self.config.learner.rollouts_per_prompt, prompt[1], step)
@@ -198,10 +195,8 @@ class OpenGroups:
 
     def move_up(self) -> list[GroupSpec]:
         """Moves groups up when groups before them were closed; returns the specs that are due earlier, to be offered again.
-
         Without this, a group could wait for ever for a version that is newer than its new position requires: the version comes
-        only with a step, and the step needs the group.
-        """
+        only with a step, and the step needs the group."""
         moved: list[GroupSpec] = []
         roots = [group.spec.group_id for group in self.training if not is_later_turn(group.spec.group_id)]
         families = [[self.groups[name] for name in self.family(root)] for root in roots]
@@ -227,11 +222,10 @@ class OpenGroups:
         self, root: GroupId, chain: int | None, prompt: tuple[int, ...], sampling: SamplingParams,
         temperature: float | None = None,
     ) -> GroupSpec | None:  # fmt: skip
-        """Opens an agent's next call, after the last call of `chain`, which must have ended; `chain` None starts a chain. Length
-        and stops come from `sampling`; temperature, top-p and top-k from the problem, but an evaluation may choose `temperature`.
-
-        Returns None if the episode's group is gone. The gateway has checked the prompt: one token or more, all the model's.
-        """
+        """Opens an agent's next call, after the last call of `chain`, which must have ended; `chain` None starts a chain.
+        Length and stops come from `sampling`; temperature, top-p and top-k from the problem, but an evaluation may choose
+        `temperature`. Returns None if the episode's group is gone. The gateway has checked the prompt: one token or more, all
+        the model's."""
         group = self.groups.get(root)
         if group is None or not is_driven_root(root):
             return None

@@ -1,8 +1,7 @@
 """The learner's side of the gateway: hands problems to agents, leases their calls, takes in their episodes' rewards.
 
 Guarantees: a call is leased like any other group, under the run's sampling, the staleness rule and seeds that the client cannot
-choose; training uses only what workers reported. Leaves to others: clients and their requests (gateway), admission and batches
-(pool).
+choose; training uses only what workers reported.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ worker holds its version now."""
 SLOW_TIMES = 4.0
 """The next answer may take this many times the median answer's time; the first, while tokens come, this many times the patience."""
 
-Sample = tuple[float, Mapping[str, float]]
-"""A reward, and the scorer's other numbers."""
+Sample = tuple[float, Mapping[str, float]]  # a reward, and the scorer's other numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +174,10 @@ class VersionEvaluation:
     # ---- time
 
     def is_stuck(self, groups: Sequence[Group], now: float, is_last_out: bool) -> bool:
-        """Whether to move or give up: the fleet has had more time for the next answer than it needs, or newer versions overtook the
-        evaluation before its first sample. Call it at every tick. `is_last_out`: no version comes after the newest.
-
-        An overtaken evaluation without new answers probably has no worker: its version was replaced everywhere. An agent's answer
-        takes many calls, and while only rewards are missing, no worker is needed: then it gets the whole patience.
-        """
+        """Whether to move or give up: the fleet has had more time for the next answer than it needs, or newer versions overtook
+        the evaluation before its first sample. Call it at every tick. `is_last_out`: no version comes after the newest. An
+        overtaken evaluation without new answers probably has no worker: its version was replaced everywhere. An agent's answer
+        takes many calls, and while only rewards are missing, no worker is needed: then it gets the whole patience."""
         answered_at, progress_at = self._look(groups, now)
         if len(self.newer) >= BEHIND_VERSIONS and not self.is_begun(groups):
             return True

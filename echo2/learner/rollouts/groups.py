@@ -90,8 +90,7 @@ def root_of(group_id: GroupId) -> GroupId:
     return GroupId(group_id.partition(".")[0])
 
 
-Prompt = tuple[tuple[int, ...], SamplingParams]
-"""Its tokens, and how its completions are sampled, with its seed."""
+Prompt = tuple[tuple[int, ...], SamplingParams]  # its tokens, and how its completions are sampled, with its seed
 
 
 # ---- rollouts and turns
@@ -118,10 +117,8 @@ def empty_rollout(group_id: GroupId, index: int) -> Rollout:
 
 
 def extended(held: Rollout, segment: Rollout) -> Rollout | None:
-    """Returns `held` with the segment's new tokens appended; None if the overlap differs from the held tokens.
-
-    `segment.offset` must not be beyond the held tokens. ABORTED leaves the rollout unfinished, to be continued later.
-    """
+    """Returns `held` with the segment's new tokens appended; None if the overlap differs from the held tokens. `segment.offset`
+    must not be beyond the held tokens. ABORTED leaves the rollout unfinished, to be continued later."""
     held_count = len(held.token_ids)
     assert segment.offset <= held_count, "a gap is answered with RESEND before"
     overlap = min(held_count - segment.offset, len(segment.token_ids))
@@ -164,14 +161,13 @@ def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Group:
-    """A prompt's rollouts and rewards. A group that is tried again has the prompt and the seed of the one before it: a worker that
-    lets a group fail or go stale cannot force another sample.
+    """A prompt's rollouts and rewards. A group that is tried again has the prompt and the seed of the one before it: a worker
+    that lets a group fail or go stale cannot force another sample.
 
     `cursor`, `retry`: as in its id. `rollouts`: one entry per index, empty at first. `rewards`: by index, once known; None if
     scoring failed. `senders`: by index, which worker reported which tokens. `seats_open`: number of agents' episodes that have
-    not ended; in a group of agents each rollout is one chain of calls and has no tokens. `min_version`: the oldest that may have
-    sampled its tokens.
-    """
+    not ended; in a group of agents each rollout is one chain of calls and has no tokens. `min_version`: the oldest that may
+    have sampled its tokens."""
 
     spec: GroupSpec
     cursor: int
@@ -242,11 +238,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TrainGroup:
-    """A complete group. Rollouts whose reward failed are left out, so it may be ragged.
-
-    `rollouts` hold only the sampled tokens. `insertions` holds, for each rollout, the environment's tokens in between, which
-    the model reads but is not trained on; empty if all rollouts have one turn. `senders`: which worker reported which tokens.
-    """
+    """A complete group. Rollouts whose reward failed are left out, so it may be ragged. `rollouts` hold only the sampled
+    tokens. `insertions` holds, for each rollout, the environment's tokens in between, which the model reads but is not trained
+    on; empty if all rollouts have one turn. `senders`: which worker reported which tokens."""
 
     spec: GroupSpec
     cursor: int
@@ -278,12 +272,10 @@ class TrainGroup:
 def joined(
     turns: Sequence[tuple[Group, Rollout]], index: int, opening: tuple[int, ...] | None = None
 ) -> tuple[Rollout, tuple[Insertion, ...], tuple[SentTokens, ...]]:
-    """Joins all turns of one rollout, given in order with the group of each, into rollout `index` of the first turn's root group.
-    Returns it with the environment's tokens between the sampled ones, and the workers that reported these.
-
-    `opening`: for an agent's calls, the prefix that the first call's prompt shares with its siblings', which becomes the prompt.
-    The rest of that prompt becomes an insertion before the first sampled token, like the environment's tokens.
-    """
+    """Joins all turns of one rollout, given in order with the group of each, into rollout `index` of the first turn's root
+    group. Returns it with the environment's tokens between the sampled ones, and the workers that reported these. `opening`:
+    for an agent's calls, the prefix that the first call's prompt shares with its siblings', which becomes the prompt. The rest
+    of that prompt becomes an insertion before the first sampled token, like the environment's tokens."""
     insertions: list[Insertion] = []
     spans: tuple[VersionSpan, ...] = ()
     senders: tuple[SentTokens, ...] = ()

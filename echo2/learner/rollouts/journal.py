@@ -8,11 +8,10 @@ opened or in later ones, so a restart reads from the oldest segment in which a l
 
 Replaying from a checkpoint's step gives every batch drawn since, in order, with the tokens and rewards that it was trained on;
 every admitted rollout that was neither trained on nor dropped; every answer of an evaluation that has no result yet; and every
-version that may have been published. Applying a record twice is idempotent. Leaves to others: which segments are still needed
-(pool, checkpoint), training again (replay).
+version that may have been published. Applying a record twice is idempotent.
 
-Framing: length, CRC-32 of the payload, CRC-32 of those two fields (little-endian, 32 bits each), payload. The second CRC prevents
-a flipped bit in a length from looking like a torn end.
+Framing: length, CRC-32 of the payload, CRC-32 of those two fields (little-endian, 32 bits each), payload. The second CRC
+prevents a flipped bit in a length from looking like a torn end.
 """
 
 from __future__ import annotations
@@ -187,10 +186,8 @@ class History:
 
 
 class Journal:
-    """Writes the newest segment. Call `append` and `commit` only on one event loop's thread.
-
-    Writes raise `DiskFull` if space runs out, `StateError` if the folder is not writable.
-    """
+    """Writes the newest segment. Call `append` and `commit` only on one event loop's thread. Writes raise `DiskFull` if space
+    runs out, `StateError` if the folder is not writable."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -296,9 +293,7 @@ def has_journal(folder: Path) -> bool:
 
 def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, pb.JournalRecord]], Step]:
     """Reads all segments from the one of `step` on; returns each record with its segment's step, and the last segment's step.
-
-    Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged.
-    """
+    Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged."""
     segments = [(begun, path) for begun, path in _segments(folder) if begun >= step]
     if not segments or segments[0][0] != step:
         raise StateError(f"journal {folder}: expected a segment of step {step}, the checkpoint's, found none")

@@ -6,10 +6,9 @@
        '------- stale, barred, ... ----------'--> closed, maybe drawn again
 
 Guarantees: ADMITTED is answered only once the rollout is on disk, a batch is handed out only once its composition is on disk;
-groups in flight follow the plan's cap; after every call, closed groups are told, groups that are now due earlier are offered again
-and missing ones are drawn (`_settle`). Waits for: rewards (bounded by the task's limits) and, in `next_batch`, for enough complete
-groups. Runs on one event loop. Leaves to others: which tokens may be used (admission), who may report (ingest), when an evaluation
-has its result (evaluation).
+groups in flight follow the plan's cap; after every call, closed groups are told, groups that are now due earlier are offered
+again and missing ones are drawn (`_settle`). Waits for: rewards (bounded by the task's limits) and, in `next_batch`, for enough
+complete groups. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -89,11 +88,9 @@ class RewardSums:
 
 
 class RolloutPool:
-    """Takes ownership of `groups`: from now on only this class changes them. Offers nothing before `resume`.
-
-    `cursor`: number of prompts drawn so far. `barred`: workers from which nothing is taken, with the reason. `cap_rollouts`: the
-    plan's bound on rollouts in flight; None: no plan yet.
-    """
+    """Takes ownership of `groups`: from now on only this class changes them. Offers nothing before `resume`. `cursor`: number
+    of prompts drawn so far. `barred`: workers from which nothing is taken, with the reason. `cap_rollouts`: the plan's bound on
+    rollouts in flight; None: no plan yet."""
 
     def __init__(
         self, groups: OpenGroups, journal: Journal, history: History, prompts: Prompts, evaluations: Evaluations,

@@ -43,10 +43,8 @@ from echo2.tasks.rewards import (
 from echo2.tasks.split import MixedSplit, TaskSplit
 from echo2.tasks.task import Reward, TaskInstance, TaskSpec
 
-SKIPS_MAX = 64
-"""Unwanted or too long prompts that may be skipped in a row before the next one is taken anyway."""
-DRIVEN_PROMPT = (0,)
-"""Placeholder for the prompt of a problem given to agents; it is never used."""
+SKIPS_MAX = 64  # unwanted or too long prompts that may be skipped in a row before the next one is taken anyway
+DRIVEN_PROMPT = (0,)  # placeholder for the prompt of a problem given to agents; it is never used
 _log = logging.getLogger("echo2.learner")
 
 
@@ -317,8 +315,7 @@ class Prompts:
         self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
     ) -> Scored:
         """Answers a finished turn of prompt `cursor` for training: if overlong shaping is on, the reward depends on the
-        completion's length. `context_tokens`: all tokens up to the turn's end. `sender`: the worker that sampled the turn.
-        """
+        completion's length. `context_tokens`: all tokens up to the turn's end. `sender`: the worker that sampled the turn."""
         scored = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
         buffer_tokens = self._buffer_tokens
         if not buffer_tokens or scored.reward is None:

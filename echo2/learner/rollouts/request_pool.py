@@ -27,12 +27,10 @@ from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic, unix_now
 
 OFFERED_MAX = 1024  # rollouts offered at once: more than a fleet's slots, few enough that priority orders the rest
-ASKED_MAX = 8192
-"""Rollouts asked for and not answered; beyond it clients are told to come again."""
+ASKED_MAX = 8192  # rollouts asked for and not answered; beyond it clients are told to come again
 RETRY_AFTER_S = 1.0  # a completion or a version takes seconds
 EXACT_WAIT_S = 10.0  # a worker that still held a version which is not the newest would have begun
-FINISHED_MAX = 4096
-"""Answered groups kept until the next version, for what operators see of them."""
+FINISHED_MAX = 4096  # answered groups kept until the next version, for what operators see of them
 
 
 @dataclass(order=True, slots=True)

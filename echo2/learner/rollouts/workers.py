@@ -7,11 +7,10 @@ rollout, each is credited its share of the tokens.
 A worker is accused of impossible reports if sixteen more of them came than rollouts of it were admitted: its leases go back to
 the queue each time, and may stop the run. It is accused of blocking scorers (time, memory or output exhausted, or the scorer
 killed) only in comparison with the others, because the policy may learn to write such completions, and then all honest workers
-deliver them. A completion that one worker began and another finished is shared out in proportion to the rates of such completions
-that they have: whoever makes them meets many partners, and a partner has completions of its own.
+deliver them. A completion that one worker began and another finished is shared out in proportion to the rates of such
+completions that they have: whoever makes them meets many partners, and a partner has completions of its own.
 
-Guarantees: memory is bounded; counts of completions are halved from time to time, so that they reflect the recent past. Leaves to
-others: what happens to the accused (pool, coordinator).
+Guarantees: memory is bounded; counts of completions are halved from time to time, so that they reflect the recent past.
 """
 
 from __future__ import annotations
@@ -180,12 +179,9 @@ KINDS_MAX, SENDERS_MAX = 256, 1024  # cards and engines differ in dozens; names 
 
 @dataclass(slots=True)
 class FailureStreak:
-    """Failures one after another, of rewards or of agents' episodes: when they end the run, and with which cause.
-
-    A success starts the count anew. `what`: plural of what fails. The limit is 64 failures or those of two steps, whichever is
-    more; a single worker among several cannot end the run by what it sends, unless nobody else succeeds during `ALONE_TIMES` as
-    many.
-    """
+    """Failures one after another, of rewards or of agents' episodes: when they end the run, and with which cause. A success
+    starts the count anew. `what`: plural of what fails. The limit is 64 failures or those of two steps, whichever is more; a
+    single worker among several cannot end the run by what it sends, unless nobody else succeeds during `ALONE_TIMES` as many."""
 
     what: str
     rollouts_per_step: int

@@ -67,9 +67,7 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
 
 def read_config(path: str) -> Any:
     """The model's configuration; its max_position_embeddings is the length served. Raises `ConfigError` if there is none.
-
-    Configs extended by YaRN as model cards say keep the original length there, and the factor beside it.
-    """
+    Configs extended by YaRN as model cards say keep the original length there, and the factor beside it."""
     from transformers import AutoConfig
 
     with naming(path):

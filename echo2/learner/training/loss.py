@@ -54,11 +54,10 @@ class Segments:
 class PackedTokens:
     """One packed micro-batch. All `_T` tensors are aligned: element i belongs to the same token.
 
-    logprobs_T: current policy, with gradient, at the sampling temperature. behaviour_logprobs_T: as the worker
-    reported them. proximal_logprobs_T: the learner's own before this batch's first step; None if the batch makes only
-    one step, because they then equal the current ones, detached. sequence_T: int64, index of the token's rollout. mask_T:
-    bool, False for prompt, padding and environment tokens. advantages_T: each token's own, in place of its rollout's.
-    """
+    logprobs_T: current policy, with gradient, at the sampling temperature. behaviour_logprobs_T: as the worker reported them.
+    proximal_logprobs_T: the learner's own before this batch's first step; None if the batch makes only one step, because they
+    then equal the current ones, detached. sequence_T: int64, index of the token's rollout. mask_T: bool, False for prompt,
+    padding and environment tokens. advantages_T: each token's own, in place of its rollout's."""
 
     logprobs_T: Tensor
     behaviour_logprobs_T: Tensor
@@ -84,10 +83,8 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """Counts over all micro-batches and ranks of one optimiser step: the global denominators.
-
-    If data parallelism averages gradients (FSDP, DDP), the caller multiplies the loss by the number of ranks.
-    """
+    """Counts over all micro-batches and ranks of one optimiser step: the global denominators. If data parallelism averages
+    gradients (FSDP, DDP), the caller multiplies the loss by the number of ranks."""
 
     token_count: int
     rollout_count: int
@@ -131,11 +128,10 @@ class LossConfig:
 class LossInputs:
     """What a loss function reads; a user's own gets the same.
 
-    logprobs_T: current policy, float32, with gradient. log_ratio_T: current over anchor, with gradient, 0 off the mask; the anchor
-    is the behaviour policy, or the proximal one if the correction weighs tokens by their quotient (the caller applies those
-    weights). advantage_T: float32. segments: the rollout of each token and which tokens count, with sums and means by rollout.
-    Positions off the mask hold 0, and what a function returns for them is ignored.
-    """
+    logprobs_T: current policy, float32, with gradient. log_ratio_T: current over anchor, with gradient, 0 off the mask; the
+    anchor is the behaviour policy, or the proximal one if the correction weighs tokens by their quotient (the caller applies
+    those weights). advantage_T: float32. segments: the rollout of each token and which tokens count, with sums and means by
+    rollout. Positions off the mask hold 0, and what a function returns for them is ignored."""
 
     logprobs_T: Tensor
     log_ratio_T: Tensor
@@ -329,9 +325,8 @@ def token_losses(inputs: LossInputs) -> TokenLosses:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """`loss`: scalar with gradient, this micro-batch's share. `sums_M`: float64, detached; add them up over
-    micro-batches and ranks, then read them with `loss_metrics`. `ratio_max`: scalar, detached, over the counted tokens.
-    """
+    """`loss`: scalar with gradient, this micro-batch's share. `sums_M`: float64, detached; add them up over micro-batches and
+    ranks, then read them with `loss_metrics`. `ratio_max`: scalar, detached, over the counted tokens."""
 
     loss: Tensor
     sums_M: Tensor
@@ -393,12 +388,10 @@ SUM_NAMES = (
 
 
 def loss_metrics(sums_M: Tensor, ratio_max: float) -> dict[str, float]:
-    """The metrics of one batch under their names in its row, from sums added up over micro-batches and ranks. Ratios are current
-    over behaviour.
-
-    `ratio/ess`, `ratio/rollout_ess`: effective sample size (Kong 1992) as a fraction, by token and by rollout (1: on policy).
-    `policy/entropy`, nats per token: of the model's distributions if given, else estimated as minus log p of the sampled tokens.
-    """
+    """The metrics of one batch under their names in its row, from sums added up over micro-batches and ranks. Ratios are
+    current over behaviour. `ratio/ess`, `ratio/rollout_ess`: effective sample size (Kong 1992) as a fraction, by token and by
+    rollout (1: on policy). `policy/entropy`, nats per token: of the model's distributions if given, else estimated as minus log
+    p of the sampled tokens."""
     sums = dict(zip(SUM_NAMES, sums_M.tolist(), strict=True))
     tokens, rollouts = max(sums["tokens"], 1.0), max(sums["rollouts"], 1.0)
 
@@ -458,12 +451,10 @@ def learning_rate_scale(sample_fraction: float, floor: float = 0.0) -> float:
 
 
 def score_norm_sq_proxy(logprobs_T: Tensor, segments: Segments) -> Tensor:
-    """Approximates each rollout's squared gradient norm from its log-probabilities.
-
-    The gradient of log p(token) with respect to the logits is `onehot - p`, whose squared norm lies between
-    `(1 - p_token)^2` and twice that; tokens are summed as if independent. VCPO instead measures true gradient norms, with
-    one backward pass per rollout; this proxy costs nothing and keeps the order of sure and unsure rollouts.
-    """
+    """Approximates each rollout's squared gradient norm from its log-probabilities. The gradient of log p(token) with respect
+    to the logits is `onehot - p`, whose squared norm lies between `(1 - p_token)^2` and twice that; tokens are summed as if
+    independent. VCPO instead measures true gradient norms, with one backward pass per rollout; this proxy costs nothing and
+    keeps the order of sure and unsure rollouts."""
     with torch.no_grad():
         return segments.sum_R((1.0 - torch.exp(logprobs_T.to(torch.float32).clamp(max=0.0))).square())
 
@@ -488,12 +479,10 @@ class Advantages:
 
 
 def group_advantages(rewards_R: Tensor, group_R: Tensor, name: str, weight_R: Tensor | None = None) -> Advantages:
-    """Computes the advantage of each rollout within its group.
-
-    rewards_R: any float dtype, finite. group_R: int64, the index of each rollout's group (0 to G-1, in any order; an index
-    may be unused). weight_R: for vcpo, squared importance ratio times squared gradient norm of each rollout
-    (`minimum_variance_weights`). Raises `ConfigError` for a name that is not known, and if vcpo gets no weights.
-    """
+    """Computes the advantage of each rollout within its group. rewards_R: any float dtype, finite. group_R: int64, the index of
+    each rollout's group (0 to G-1, in any order; an index may be unused). weight_R: for vcpo, squared importance ratio times
+    squared gradient norm of each rollout (`minimum_variance_weights`). Raises `ConfigError` for a name that is not known, and
+    if vcpo gets no weights."""
     assert rewards_R.shape == group_R.shape and rewards_R.ndim == 1, "one reward and one group index a rollout"
     values_R = rewards_R.detach().to(torch.float64)
     trained_R = torch.ones_like(group_R, dtype=torch.bool)
@@ -530,12 +519,10 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, name: str, weight_R: Te
 
 
 def minimum_variance_weights(log_ratio_R: Tensor, gradient_norm_sq_R: Tensor) -> Tensor:
-    """Computes the weights of the baseline that minimises the variance of `sum_i w_i (r_i - b) g_i`.
-
-    Setting the derivative of `sum_i w_i^2 |g_i|^2 (r_i - b)^2` to zero gives b as the mean of the rewards weighted by
-    `w_i^2 |g_i|^2`. log_ratio_R: log of each rollout's importance ratio, current over behaviour. gradient_norm_sq_R: the
-    squared norm of its score function. Only proportions matter, so the largest ratio is scaled to 1 to stay finite.
-    """
+    """Computes the weights of the baseline that minimises the variance of `sum_i w_i (r_i - b) g_i`. Setting the derivative of
+    `sum_i w_i^2 |g_i|^2 (r_i - b)^2` to zero gives b as the mean of the rewards weighted by `w_i^2 |g_i|^2`. log_ratio_R: log
+    of each rollout's importance ratio, current over behaviour. gradient_norm_sq_R: the squared norm of its score function. Only
+    proportions matter, so the largest ratio is scaled to 1 to stay finite."""
     log_weight_R = 2.0 * log_ratio_R.detach().to(torch.float64)
     weight_R = torch.exp(log_weight_R - log_weight_R.max()) if log_weight_R.numel() else log_weight_R
     return weight_R * gradient_norm_sq_R.detach().to(torch.float64)

@@ -2,8 +2,7 @@
 
 Guarantees: with `weights_dtype` bfloat16 the parameters always hold `master.bfloat16()`, so the learner computes with exactly
 the published weights (on a CPU, where bf16 arithmetic is slow, the rounded values are stored in float32 tensors); the memory
-for logits is bounded by the device's free memory. Leaves to others: the layout of a batch (packing),
-the update (trainer).
+for logits is bounded by the device's free memory.
 
 Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabulary.
 """
@@ -238,11 +237,9 @@ def backbone(hf_model: Any) -> Any:
 
 
 class PolicyModel:
-    """Loads the policy and keeps masters, parameters and published bits consistent.
-
-    `parameters`: the trained weights used for computing. `masters`: the float32 values that the optimiser updates; the same
-    tensors if the policy itself is float32. `masters_on_host`: for an optimiser that keeps its state there.
-    """
+    """Loads the policy and keeps masters, parameters and published bits consistent. `parameters`: the trained weights used for
+    computing. `masters`: the float32 values that the optimiser updates; the same tensors if the policy itself is float32.
+    `masters_on_host`: for an optimiser that keeps its state there."""
 
     def __init__(
         self, path: str, weights_dtype: str, device: torch.device, temperature: float, ranks: Ranks | None = None,
@@ -489,10 +486,8 @@ def _switch_dropout_off(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-LOGIT_BYTES_MIN = 64 << 20
-"""Bytes of logits at a time on a CPU, and on a GPU that is nearly full."""
-LOGIT_BYTES_MAX = 1 << 30
-"""Most bytes of logits at a time; larger pieces make the matrix product no faster."""
+LOGIT_BYTES_MIN = 64 << 20  # bytes of logits at a time on a CPU, and on a GPU that is nearly full
+LOGIT_BYTES_MAX = 1 << 30  # most bytes of logits at a time; larger pieces make the matrix product no faster
 _FREE_SHARE = 16
 """Logits get 1/16 of free memory: their float32 copy, softmax and gradient exist at the same time, and other tensors need the
 rest."""
@@ -557,8 +552,7 @@ _ATTENTION = {
 # Guarantees: the base is frozen and held at the published precision (nf4: in 4 bits, in memory too), so that a worker with the same
 # base computes the same policy; a start with the same seed draws the same adapter; names are those of peft's adapter files.
 
-CONFIG_KEY = "echo2_adapter"
-"""Key in the workers' config that describes the published adapter."""
+CONFIG_KEY = "echo2_adapter"  # key in the workers' config that describes the published adapter
 _PREFIX = "base_model.model."
 SCALE = 2.0  # of the product of the adapter's matrices: alpha / rank
 
@@ -574,11 +568,9 @@ class TrainedAdapter:
 
 
 def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.device) -> TrainedAdapter:
-    """Freezes the model, rounds it to the published precision and attaches a fresh adapter, all in place. With nf4, linear layers
-    are moved to `device` as codes; the rest stays where it is.
-
-    Raises `ConfigError` if peft is missing or the model has no linear layers.
-    """
+    """Freezes the model, rounds it to the published precision and attaches a fresh adapter, all in place. With nf4, linear
+    layers are moved to `device` as codes; the rest stays where it is. Raises `ConfigError` if peft is missing or the model has
+    no linear layers."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:

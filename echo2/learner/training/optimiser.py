@@ -1,7 +1,6 @@
 """AdamW over the masters, its moments in float32, in 8 bits, or with the masters in host memory.
 
-Guarantees: `host` gives the bits of `float32` on the same device; a resumed optimiser goes on with the bits that it had. Leaves to
-others: gradients and rounding to the policy's dtype (model), which steps are made (trainer).
+Guarantees: `host` gives the bits of `float32` on the same device; a resumed optimiser goes on with the bits that it had.
 """
 
 from __future__ import annotations

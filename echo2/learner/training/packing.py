@@ -203,9 +203,7 @@ def dense_mask(tree: UnitTree) -> Tensor:
 
 def block_mask(tree: UnitTree) -> BlockMask:
     """Finds the blocks with any allowed pair, and those with only allowed pairs, for which FlexAttention evaluates no mask.
-
-    Works through bands of 2,048 queries, so that no W x W tensor exists (32 MiB for a row of 16,384) and a GPU has few calls.
-    """
+    Works through bands of 2,048 queries, so that no W x W tensor exists (32 MiB for a row of 16,384) and a GPU has few calls."""
     from torch.nn.attention.flex_attention import BlockMask
 
     rows, width = tree.unit_BW.shape

@@ -1,10 +1,9 @@
 """The processes that train one model together: rank 0 leads, the others carry out its commands; first all check that they were
 started alike (`check_agreement`).
 
-Guarantees: every rank carries out the same commands in the same order; commands travel as bytes with a JSON head, never pickled;
-a single process does not touch torch.distributed, and every collective is the identity. Waits for: in `hear`, rank 0's next
-command, at most `IDLE_TIMEOUT_S`; in a collective, the slowest rank, at most `COLLECTIVE_TIMEOUT_S`. Leaves to others: starting
-the processes and ending them all if one fails (torchrun), the meaning of commands (team).
+Guarantees: every rank carries out the same commands in the same order; commands travel as bytes with a JSON head, never
+pickled; a single process does not touch torch.distributed, and every collective is the identity. Waits for: in `hear`, rank 0's
+next command, at most `IDLE_TIMEOUT_S`; in a collective, the slowest rank, at most `COLLECTIVE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import ConfigError
 from echo2.learner.options import LearnerOptions
 
-IDLE_TIMEOUT_S = 86_400.0
-"""If rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up."""
+IDLE_TIMEOUT_S = 86_400.0  # if rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up
 COLLECTIVE_TIMEOUT_S = 1800.0  # a checkpoint of a large model on a slow disk takes minutes
 
 

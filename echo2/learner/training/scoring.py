@@ -54,8 +54,7 @@ _log = logging.getLogger("echo2.learner")
 # ---- one sequence under the weights as they are
 
 COLUMNS = len(fields(TokenScores))
-CHUNK_LOGITS = 1 << 25
-"""Logits per chunk: their softmax and sorting take about ten times as many bytes."""
+CHUNK_LOGITS = 1 << 25  # logits per chunk: their softmax and sorting take about ten times as many bytes
 GREEDY_NATS = 1.0
 """How far below the likeliest token a greedy one may be: at another precision, an engine may pick a nearly equal one."""
 
@@ -168,8 +167,7 @@ def _filtered(logprobs_CV: Tensor, sampling: SamplingParams) -> Tensor:
 
 # ---- published versions
 
-BYTES_MAX_OF_MODEL = 2.0
-"""Limit for all changes together, in bytes per byte of a published version."""
+BYTES_MAX_OF_MODEL = 2.0  # limit for all changes together, in bytes per byte of a published version
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -204,10 +202,8 @@ def rows_by_name(hf_model: Any) -> dict[str, Tensor]:
 
 
 class KeptVersions:
-    """Keeps the newest published versions and loads them into `rows`: a model's parameters, or this rank's rows of them.
-
-    `keep` may be called from a different thread. With several ranks, rank 0 (`is_leader`) decides which versions to forget.
-    """
+    """Keeps the newest published versions and loads them into `rows`: a model's parameters, or this rank's rows of them. `keep`
+    may be called from a different thread. With several ranks, rank 0 (`is_leader`) decides which versions to forget."""
 
     def __init__(self, rows: Mapping[str, Tensor], versions_max: int, *, is_leader: bool = True):
         assert versions_max >= 1, "at least one version is kept"

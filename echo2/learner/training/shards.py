@@ -2,9 +2,8 @@
 
 Guarantees: only encoded blocks and numbers cross between ranks; nothing is pickled. The other ranks encode in parallel with
 rank 0, and buffer at most one block's bytes of encoded data that has not been requested yet. If a rank fails, rank 0 raises an
-error that names it; a rank that does not answer within the time limit is `Unreachable`. Waits for: on rank 0, one answer at
-a time; on the others, the next order, in a thread of their own. Leaves to others: encoding (weights/encode.py), making sure
-that all ranks hold a version before it is named here, signing and sending.
+error that names it; a rank that does not answer within the time limit is `Unreachable`. Waits for: on rank 0, one answer at a
+time; on the others, the next order, in a thread of their own.
 
 Orders and answers use a gloo group of their own, so that they never interleave with the training's collectives.
 """
@@ -49,8 +48,7 @@ from echo2.weights.encode import (
 from echo2.weights.fingerprint import MODULUS, whole_fingerprint
 from echo2.weights.host import table_of
 
-ANSWER_TIMEOUT_S = 300.0
-"""Time limit for a block, or for the fingerprint of a rank's rows."""
+ANSWER_TIMEOUT_S = 300.0  # time limit for a block, or for the fingerprint of a rank's rows
 HELD_VERSIONS_MAX = 5
 """The newest version, its parent, the next one, one from an earlier run, and the base until its delta has been published."""
 _HEAD_NUMBERS = 3

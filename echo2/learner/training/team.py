@@ -1,10 +1,8 @@
 """Runs on all ranks what the learner asks for: steps, snapshots, scoring, checkpoints.
 
 Guarantees: on rank 0 each method first sends a command to the other ranks, then does rank 0's part; the others do theirs in
-`follow`. With one process it is a plain call. Only rank 0 has journal, ledger and network. Snapshots are not moved: each rank keeps
-its own rows until rank 0's `coder` releases them. Leaves to others: how commands travel (ranks), the work itself (trainer, model,
-scoring, checkpoint), coding (weights; the other ranks encode in a thread while training continues). Call all methods except the
-coder's from one thread.
+`follow`. With one process it is a plain call. Only rank 0 has journal, ledger and network. Snapshots are not moved: each rank
+keeps its own rows until rank 0's `coder` releases them. Call all methods except the coder's from one thread.
 """
 
 from __future__ import annotations
@@ -69,11 +67,10 @@ class TrainingSide(Protocol):
     """Makes steps, snapshots and checkpoints. `step_count`: completed steps. `starts_from_base`: after every start, the first
     snapshot is the base model's.
 
-    A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows; `hold` makes one of whole
-    weights of a published version, under the names of a snapshot. `cross_entropy`: mean negative log-probability of a batch's
-    tokens, nats. `scorer`, called once: for audits; each rank keeps its rows of `newest`, which is still held, and of later
-    versions. Call all methods except the coder's on the trainer's thread.
-    """
+    A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows; `hold` makes one of
+    whole weights of a published version, under the names of a snapshot. `cross_entropy`: mean negative log-probability of a
+    batch's tokens, nats. `scorer`, called once: for audits; each rank keeps its rows of `newest`, which is still held, and of
+    later versions. Call all methods except the coder's on the trainer's thread."""
 
     starts_from_base: bool
     coder: VersionCoder

@@ -1,10 +1,9 @@
 """Trains on one batch per step: one optimiser update, or several on parts of the batch, each phase timed.
 
-Guarantees: the gradients of the micro-batches add up to the gradient of the batch (loss); after a step the parameters
-equal the rounded masters; an update whose loss or gradient is not finite changes nothing and is counted, and more than
-`nonfinite_steps_max` in a row raise `TrainingError`. From the same state, the same batches give the same bits on a CPU with
-the same number of threads. Leaves to others: choosing the batch (rollouts), when to publish (schedule), threading: the
-caller must call all methods from one thread at a time.
+Guarantees: the gradients of the micro-batches add up to the gradient of the batch (loss); after a step the parameters equal the
+rounded masters; an update whose loss or gradient is not finite changes nothing and is counted, and more than
+`nonfinite_steps_max` in a row raise `TrainingError`. From the same state, the same batches give the same bits on a CPU with the
+same number of threads.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ LR_SCALE_MIN = 0.1  # vcpo: a step of few effective rollouts still learns a litt
 class StepResult:
     """Outcome of one step. `phases_s`: seconds for load, forward, backward, optimiser and, if the option asks for it, emulated.
     With several updates, `metrics` covers all of them, `grad_norm` is the largest, and `is_skipped` is true if any update
-    changed nothing.
-    """
+    changed nothing."""
 
     step: int  # steps completed, this one included
     phases_s: dict[str, float]
@@ -124,8 +122,7 @@ class _Stopwatch:
 class _Part:
     """The groups of one update and their micro-batches. Of this rank's micro-batches `own`, the first `counted` contribute to
     the loss. `rollouts`: the slice of the batch's flat list of rollouts. `before`: per micro-batch, the policy's
-    log-probabilities before the batch's first update; empty if they are not needed.
-    """
+    log-probabilities before the batch's first update; empty if they are not needed."""
 
     groups: Sequence[TrainGroup]
     layout: list[MicroBatch]
@@ -281,9 +278,8 @@ class Trainer:
         return replace(limits, token_budget=budget, row_tokens=min(limits.row_tokens, budget))
 
     def _own_share(self, layout: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """This rank's micro-batches. All ranks must join the same collectives, so a rank that has one micro-batch too few adds a
-        dummy that does not count.
-        """
+        """This rank's micro-batches. All ranks must join the same collectives, so a rank that has one micro-batch too few adds
+        a dummy that does not count."""
         own = list(layout[self.ranks.rank :: self.ranks.count])
         rounds = -(-len(layout) // self.ranks.count)
         return own + [layout[0]] * (rounds - len(own))

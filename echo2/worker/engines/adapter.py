@@ -1,8 +1,7 @@
 """A low-rank adapter over a base model that the worker loads itself: only the adapter is published.
 
 Guarantees: the base equals, bit for bit, the one that the learner trains on (its fingerprint is checked before anything is
-sampled); after each update every touched matrix is base + scale * B A, computed in float32. Leaves to others: which adapter tensors
-are published (the learner), checking and writing them (live_weights).
+sampled); after each update every touched matrix is base + scale * B A, computed in float32.
 
 Names are those of peft's adapter files: `base_model.model.<module>.lora_A.weight` and `lora_B`.
 """
@@ -53,10 +52,8 @@ def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
 
 
 def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
-    """The base model's parameters by Hugging Face name, in the learner's dtype. May take seconds.
-
-    Raises ConfigError if it cannot be loaded, VersionMismatch if it is not the learner's base.
-    """
+    """The base model's parameters by Hugging Face name, in the learner's dtype. May take seconds. Raises ConfigError if it
+    cannot be loaded, VersionMismatch if it is not the learner's base."""
     if not path:
         raise ConfigError(
             "model.path: the learner publishes an adapter only; expected the folder or hub id of its base model, got "

@@ -33,10 +33,8 @@ class SwapMode(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence. `token_ids` already generated (a continuation) are prefilled after the prompt, not sampled again.
-
     `sampling.max_new_tokens` counts from the end of the prompt and includes `token_ids`. Sequences with the same `prefix_key`
-    share their prompt. `sampling.seed` seeds the sequence's random stream.
-    """
+    share their prompt. `sampling.seed` seeds the sequence's random stream."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -77,9 +75,7 @@ def exact_positions(positions: int, rope: object, model_type: str) -> int:
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """New tokens of one sequence since its last chunk, all of one version; the last chunk carries the `finish_reason`.
-
-    `routing`, from an engine that records it: of these tokens and, with a completion's first token, of the prompt.
-    """
+    `routing`, from an engine that records it: of these tokens and, with a completion's first token, of the prompt."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -93,10 +89,8 @@ class TokenChunk:
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the engine's start, in seconds, tokens and sequences; `running_*` and `waiting_*` are current counts.
-
     `prompt_tokens`: submitted in prompts; `shared_prompt_tokens`: how many of them were found in the cache; `prefilled_tokens`:
-    all tokens prefilled, completions included. Each is 0 if the engine does not report it.
-    """
+    all tokens prefilled, completions included. Each is 0 if the engine does not report it."""
 
     running_sequences: int = 0
     waiting_sequences: int = 0
@@ -144,10 +138,8 @@ class Engine(Protocol):
         ...
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
-        """Makes a staged version live between two decode steps; returns the seconds that generation paused.
-
-        A failure leaves the old version live and raises `EngineError`.
-        """
+        """Makes a staged version live between two decode steps; returns the seconds that generation paused. A failure leaves
+        the old version live and raises `EngineError`."""
         ...
 
     async def fingerprint(self, key: int) -> int:

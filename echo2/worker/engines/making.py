@@ -140,10 +140,8 @@ def module_of(choice: str) -> str:
 
 
 def warm_up(choice: str) -> None:
-    """Loads the engine's code while the worker is still waiting to join; compiles the codec in a thread beside that.
-
-    The codec's first compilation takes tens of seconds; as a daemon thread it does not delay the worker's exit.
-    """
+    """Loads the engine's code while the worker is still waiting to join; compiles the codec in a thread beside that. The
+    codec's first compilation takes tens of seconds; as a daemon thread it does not delay the worker's exit."""
     threading.Thread(target=delta.warm_up, args=(torch.bfloat16,), name="codec", daemon=True).start()
     if choice == "embedded":
         importlib.import_module(module_of(choice))
@@ -158,9 +156,7 @@ def fit_engine(
     published_bytes: int = 0,
 ) -> Fit:
     """Sizes the engine from the model, the run's longest sequence and the machine's memory; ResourceError if it does not fit.
-
-    `published_bytes`: size of what the learner publishes; 0: not told, so the model in bf16 is assumed.
-    """
+    `published_bytes`: size of what the learner publishes; 0: not told, so the model in bf16 is assumed."""
     size = model_size(config)
     at_work = machine if choice == "vllm" else replace(machine, gpus=())
     quantisation = Quantisation(options.config.worker.quantisation)

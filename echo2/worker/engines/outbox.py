@@ -25,8 +25,7 @@ from echo2.worker.engines.engine import TokenChunk
 TOKENS_MAX = 65_536  # some seconds of the fastest engine
 SEQUENCES_MAX = 65_536  # far more than leases ever bring
 
-LINGER_S = 0.25
-"""How often tokens of growing rollouts reach the desk; a rollout's end does so at once."""
+LINGER_S = 0.25  # how often tokens of growing rollouts reach the desk; a rollout's end does so at once
 
 
 class SampledToken(NamedTuple):
@@ -72,10 +71,8 @@ class Outbox:
         return self._token_count >= self._tokens_max
 
     def open(self, request_id: str) -> None:
-        """A sequence begins; it is open until its last chunk has been taken.
-
-        EngineError if it is open already, LimitExceeded if too many are.
-        """
+        """A sequence begins; it is open until its last chunk has been taken. EngineError if it is open already, LimitExceeded
+        if too many are."""
         if request_id in self._open:
             raise EngineError(f"request {request_id}: expected a new id, got one whose last chunk was not taken yet")
         if len(self._open) >= SEQUENCES_MAX:

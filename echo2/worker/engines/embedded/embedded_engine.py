@@ -1,9 +1,8 @@
 """The embedded engine: PyTorch on one CPU thread, for machines without vLLM. Implements `worker.engine.Engine`.
 
-Models that the fused path does not support run on transformers' own modules, which is slower; a warning says so.
-Guarantees: those of the protocol; weights arrive by `swap` only, so nothing is generated before the first version. The asyncio side
-refuses bad requests at once; everything else happens in the thread of `StepLoop`. Leaves to others: tokenisation, leases, which
-version to load.
+Models that the fused path does not support run on transformers' own modules, which is slower; a warning says so. Guarantees:
+those of the protocol; weights arrive by `swap` only, so nothing is generated before the first version. The asyncio side refuses
+bad requests at once; everything else happens in the thread of `StepLoop`.
 """
 
 from __future__ import annotations
@@ -79,9 +78,8 @@ def refuse_quantisation(quantisation: Quantisation, adapter: AdapterSpec | None)
 
 class EmbeddedEngine:
     """Continuous batching over a cache in blocks. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed.
-
-    `cache_tokens`: cache size for all sequences together; 0: enough for every slot at full length. Tokens leave through `outbox`.
-    """
+    `cache_tokens`: cache size for all sequences together; 0: enough for every slot at full length. Tokens leave through
+    `outbox`."""
 
     draws_by_seed = True
 

@@ -32,8 +32,7 @@ from echo2.worker.engines.embedded.live_weights import LiveTensors, library_conf
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, Copy, Fill, blocks_for
 from echo2.worker.engines.engine import exact_positions
 
-ATTENTION = "echo2_blocks"
-"""The name under which transformers finds the attention over a cache in blocks."""
+ATTENTION = "echo2_blocks"  # the name under which transformers finds the attention over a cache in blocks
 _WINDOWS = ("full_attention", "sliding_attention")
 
 
@@ -59,8 +58,7 @@ class ModuleWeights(LiveTensors):
         self.context_tokens, self.vocab_count = exact_positions(positions, rope, self.model_type), int(text.vocab_size)
         self.carries_state = not set(getattr(text, "layer_types", None) or []) <= set(_WINDOWS)
         attention = {} if self.carries_state else {"attn_implementation": ATTENTION}
-        self.changes = 0
-        """How often the weights have changed: a state of older weights is computed again."""
+        self.changes = 0  # how often the weights have changed: a state of older weights is computed again
         try:
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(known, dtype=torch.float32, **attention)
@@ -336,9 +334,7 @@ class GeneralDecoder:
 
     def _try_once(self) -> None:
         """Compares, once, a pass over a separate cache with the modules' own attention, under the first live weights.
-
-        ConfigError if they differ.
-        """
+        ConfigError if they differ."""
         if self._is_tried:
             return
         self._is_tried = True
@@ -384,11 +380,9 @@ class _State:
 
 
 class StateDecoder:
-    """Models whose layers carry a state along: one cache of transformers' for each slot, advanced a sequence at a time.
-
-    The blocks hold the sequences' tokens, so a prefix that the slots share is shared here too: a slot without a state begins from a
-    copy of another's, if one has read the beginning of its tokens under the live weights, else from the first token.
-    """
+    """Models whose layers carry a state along: one cache of transformers' for each slot, advanced a sequence at a time. The
+    blocks hold the sequences' tokens, so a prefix that the slots share is shared here too: a slot without a state begins from a
+    copy of another's, if one has read the beginning of its tokens under the live weights, else from the first token."""
 
     routing = None
 

@@ -96,11 +96,9 @@ def rotate_and_cache(
     cache: np.ndarray,
     layer: int,
 ) -> None:
-    """Normalises (if the model has such norms) and rotates q and k in place, and writes k and v to the cache.
-
-    `norms`: weights of the q and k norms, of size 0 if there is none, and epsilon. `angles`: cos and sin, [C, E/2]. `places`: slot
-    [T] and position [T] of each token, and the blocks of each slot [S, N].
-    """
+    """Normalises (if the model has such norms) and rotates q and k in place, and writes k and v to the cache. `norms`: weights
+    of the q and k norms, of size 0 if there is none, and epsilon. `angles`: cos and sin, [C, E/2]. `places`: slot [T] and
+    position [T] of each token, and the blocks of each slot [S, N]."""
     q_norm_E, k_norm_E, epsilon = norms
     cos_CE, sin_CE = angles
     slots_T, positions_T, blocks_SN = places

@@ -101,10 +101,8 @@ def read_shape(given: Mapping[str, object]) -> ModelShape:
 
 
 def library_config(fields: Mapping[str, object]) -> Any:
-    """transformers' own config of these fields: what its functions take, which rely on the class's methods and defaults.
-
-    Raises ConfigError for a model type that transformers does not know.
-    """
+    """transformers' own config of these fields: what its functions take, which rely on the class's methods and defaults. Raises
+    ConfigError for a model type that transformers does not know."""
     from transformers import AutoConfig
 
     try:
@@ -153,15 +151,12 @@ _BF16 = element_type_of("", torch.zeros(0, dtype=torch.bfloat16))
 
 
 class LiveTensors:
-    """`tensors` are what the forward pass reads, by Hugging Face name: float32 or bf16, contiguous and on the CPU.
-
-    With an `adapter`, its tensors are published and checked instead, and `tensors` are computed from the adapter and its base.
-    """
+    """`tensors` are what the forward pass reads, by Hugging Face name: float32 or bf16, contiguous and on the CPU. With an
+    `adapter`, its tensors are published and checked instead, and `tensors` are computed from the adapter and its base."""
 
     context_tokens: int
     vocab_count: int
-    carries_state = False
-    """Whether layers carry a state along, which is computed again when the weights change."""
+    carries_state = False  # whether layers carry a state along, which is computed again when the weights change
 
     def __init__(self, model_type: str, tensors: Mapping[str, torch.Tensor], adapter: Adapter | None = None) -> None:
         self._tensors = tensors
@@ -190,10 +185,8 @@ class LiveTensors:
         return updates
 
     def apply(self, updates: Iterable[TensorUpdate]) -> None:
-        """Writes checked updates in place. On any failure undoes every change and raises EngineError.
-
-        Whole tensors come last, piece by piece and without keeping the old values: they were checked to fit, so that cannot fail.
-        """
+        """Writes checked updates in place. On any failure undoes every change and raises EngineError. Whole tensors come last,
+        piece by piece and without keeping the old values: they were checked to fit, so that cannot fail."""
         undo: list[tuple[TensorUpdate, np.ndarray]] = []
         written: list[TensorUpdate] = []
         try:

@@ -311,12 +311,10 @@ def _settle(done: Future[_T], work: Callable[[], _T]) -> None:
         raise
 
 
-ELEMENTS_MAX = 1 << 19
-"""Most logits processed at a time; bounds the memory of intermediate results."""
+ELEMENTS_MAX = 1 << 19  # most logits processed at a time; bounds the memory of intermediate results
 
 
-Drawn = tuple[int, float, float]
-"""A token, its log-probability under the sampling distribution and under the raw model."""
+Drawn = tuple[int, float, float]  # a token, its log-probability under the sampling distribution and under the raw model
 
 
 def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[Drawn]:

@@ -30,10 +30,8 @@ def blocks_for(tokens: int) -> int:
 class BlockPool:
     """`tables[slot, n]` is the block of the positions from n * BLOCK_TOKENS on; only the first `counts[slot]` entries of a row
     are valid; `holders[block]` entries name a block. The table is int32 of shape (slot_count + kept_rows, blocks per sequence).
-
-    `cache_tokens` bounds all slots together; 0: enough for every slot at full length. The last `kept_rows` rows hold the caches of
-    ended sequences, out of the same blocks.
-    """
+    `cache_tokens` bounds all slots together; 0: enough for every slot at full length. The last `kept_rows` rows hold the caches
+    of ended sequences, out of the same blocks."""
 
     __slots__ = ("_free", "_unused", "block_count", "counts", "holders", "slot_count", "tables")
 
@@ -72,10 +70,8 @@ class BlockPool:
         return True
 
     def share(self, source: int, target: int, tokens: int) -> int:
-        """Makes `target`, which holds nothing, share the whole blocks within `source`'s first `tokens` positions.
-
-        Returns the number of positions shared; the caller copies the rest.
-        """
+        """Makes `target`, which holds nothing, share the whole blocks within `source`'s first `tokens` positions. Returns the
+        number of positions shared; the caller copies the rest."""
         assert self.counts[target] == 0, "blocks are shared with a slot that holds none"
         whole = tokens // BLOCK_TOKENS
         for number in range(whole):
@@ -217,11 +213,9 @@ class SlotTable:
 
     slot_count: int
     context_tokens: int
-    cache_tokens: int = 0
-    """Cache size for all slots together, in tokens; 0: enough for every slot at full length."""
+    cache_tokens: int = 0  # cache size for all slots together, in tokens; 0: enough for every slot at full length
     epoch: int = 0
-    is_holding: bool = False
-    """If set, admits nothing (a swap is waiting for running sequences to end)."""
+    is_holding: bool = False  # if set, admits nothing (a swap is waiting for running sequences to end)
     waiting: OrderedDict[str, GenerateRequest] = field(default_factory=OrderedDict)
     running: dict[int, SlotSequence] = field(default_factory=dict)
     prompt_tokens: int = 0  # shareable ones of admitted sequences
@@ -374,11 +368,9 @@ class SlotTable:
         return self.waiting.pop(request_id, None) is not None
 
     def weights_changed(self, *, keep_kv: bool) -> None:
-        """Records that new weights are live, and drops the caches kept from ended sequences.
-
-        A cache of older weights serves at most its own sequence. So a new sequence never attends to keys and values of older
-        weights. With `keep_kv`, sequences that are decoding keep their cache; all others are recomputed.
-        """
+        """Records that new weights are live, and drops the caches kept from ended sequences. A cache of older weights serves at
+        most its own sequence. So a new sequence never attends to keys and values of older weights. With `keep_kv`, sequences
+        that are decoding keep their cache; all others are recomputed."""
         self.epoch += 1
         while self._drop_oldest_kept():
             pass
@@ -392,10 +384,8 @@ class SlotTable:
         return min(budget, self.context_tokens - len(sequence.tokens))
 
     def _has_room_for(self, request: GenerateRequest) -> bool:
-        """Whether blocks suffice for the request's tokens and for what running sequences still lack.
-
-        Drops kept caches, oldest first, until they suffice; the row that the request would share goes last.
-        """
+        """Whether blocks suffice for the request's tokens and for what running sequences still lack. Drops kept caches, oldest
+        first, until they suffice; the row that the request would share goes last."""
         prompt = request.prompt_token_ids
         row, shared = self._kept.longest(prompt, len(prompt) - 1)
         if row >= 0:
@@ -411,9 +401,7 @@ class SlotTable:
 
     def _make_room(self, sequence: SlotSequence, tokens: int) -> bool:
         """Reserves blocks for `tokens` positions, dropping kept caches and then preempting the youngest sequences if needed.
-
-        False if the sequence was itself preempted.
-        """
+        False if the sequence was itself preempted."""
         if self.running.get(sequence.slot) is not sequence:
             return False
         while not self.blocks.reserve(sequence.slot, tokens):

@@ -62,9 +62,7 @@ def _put(model: torch.nn.Module, name: str, module: Any) -> None:
 
 def map_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], factor: float) -> WeightMap:
     """Registers an adapter with these tensors, whose product is scaled by `factor`, and returns the map to its live values.
-
-    EngineError, naming the tensor, if vLLM has no LoRA layer for it.
-    """
+    EngineError, naming the tensor, if vLLM has no LoRA layer for it."""
     manager = runner.lora_manager._adapter_manager
     runner.lora_manager.remove_all_adapters()
 
@@ -179,8 +177,7 @@ def _made_latent(self: Any, *arguments: Any, **named: Any) -> None:
 
 MultiHeadLatentAttentionWrapper.__init__ = _made_latent
 
-SUMS_MAX = 1 << 24
-"""Cumulative probabilities held at a time: 128 MiB that vLLM's memory planning does not include."""
+SUMS_MAX = 1 << 24  # cumulative probabilities held at a time: 128 MiB that vLLM's memory planning does not include
 _BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON", "CPU")  # the last as experts.py changes it
 
 Shapes = list[tuple[str, list[int]]]
@@ -189,10 +186,8 @@ Shapes = list[tuple[str, list[int]]]
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Replaces vLLM's function of this name, which repeats per-sequence values for each drafted token.
-
-    vLLM's CPU kernel writes to a copy, so that drafts would be verified with uninitialised temperature and top-k.
-    """
+    """Replaces vLLM's function of this name, which repeats per-sequence values for each drafted token. vLLM's CPU kernel writes
+    to a copy, so that drafts would be verified with uninitialised temperature and top-k."""
     counts = torch.diff(cu_num_tokens, prepend=torch.zeros_like(cu_num_tokens[:1]))
     replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return replaced.repeat_interleave(counts, output_size=num_tokens)

@@ -50,14 +50,12 @@ from echo2.worker.options import WorkerOptions
 
 GPU_MEMORY_SHARE = 0.9  # share of a GPU's memory that vLLM may use
 CPU_CACHE_GIB = 1  # small models only run so, in tests and demos
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM supports; an adapter gets the next larger one."""
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM supports; an adapter gets the next larger one
 _FP8 = "fp8_per_channel"
 """vLLM's name of a rounding with one scale per row of a matrix, and one per token for the activations."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The fields of a model's config that announce experts, whose layers cannot be rounded."""
-_STATES = ("state_size", "ssm_state_size")
-"""Those that, as all that begin with mamba_, announce Mamba's layers."""
+_STATES = ("state_size", "ssm_state_size")  # those that, as all that begin with mamba_, announce Mamba's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +189,10 @@ class _Stream:
 
 
 class VllmEngine:
-    """One vLLM instance.
-
-    `gpus`: which of the visible GPUs to use; with several, vLLM is tensor parallel (on a CPU, over as many processes); empty: vLLM
-    chooses. `quantisation`: with fp8 vLLM rounds linear layers, again for each published version. `linger_s`: how long tokens of
-    unfinished sequences wait to be handed out together. `draft_tokens`: tokens that vLLM drafts from repetitions in the same
-    sequence and verifies in one step; 0: none.
-    """
+    """One vLLM instance. `gpus`: which of the visible GPUs to use; with several, vLLM is tensor parallel (on a CPU, over as
+    many processes); empty: vLLM chooses. `quantisation`: with fp8 vLLM rounds linear layers, again for each published version.
+    `linger_s`: how long tokens of unfinished sequences wait to be handed out together. `draft_tokens`: tokens that vLLM drafts
+    from repetitions in the same sequence and verifies in one step; 0: none."""
 
     def __init__(
         self,

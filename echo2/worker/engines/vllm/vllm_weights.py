@@ -77,8 +77,7 @@ STREAM, POSITION = "echo2_stream", "echo2_position"
 before this request."""
 PROMPT_FILE = "echo2_prompt_file"
 """Key of the path that a prompt's experts are written to, for a request whose experts are wanted."""
-ADAPTER_ID = 1
-"""vLLM's number for the only adapter."""
+ADAPTER_ID = 1  # vLLM's number for the only adapter
 RAW_LOGPROB_ID = -1
 """Marks, in place of a token id, the entry with the raw model's log-probability of the sampled token; below it are its experts."""
 NO_FINGERPRINT = -1  # no sum is negative

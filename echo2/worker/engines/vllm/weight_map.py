@@ -138,12 +138,9 @@ class WeightMap:
         return {piece.live.untyped_storage().data_ptr() for piece in self._pieces[name]}
 
     def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
-        """Writes checked patches in place; rounded values stay as they are until `follow`. Keeps old values in host memory until
-        `settle`; on failure restores them and raises EngineError.
-
-        `goes_on`: continues the update of the last call. Before the first published weights are live, whole tensors' old values
-        are not kept.
-        """
+        """Writes checked patches in place; rounded values stay as they are until `follow`. Keeps old values in host memory
+        until `settle`; on failure restores them and raises EngineError. `goes_on`: continues the update of the last call.
+        Before the first published weights are live, whole tensors' old values are not kept."""
         if not goes_on:
             self.settle(is_kept=True)
             self._keeps_old = bool(self._dtypes)
@@ -259,12 +256,10 @@ def record_map(
     config: Path | None = None,
     layers: Sequence[RoundedLayer] = (),
 ) -> WeightMap:
-    """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go.
-
-    `device`, `layers`: as for the map. `config`: a folder with the model's config.json, for a loader
-    that reads the model's files. EngineError if a tensor cannot be placed, a parameter is not filled, or the loader computes what
-    it keeps from a tensor: no change would reach that.
-    """
+    """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go. `device`,
+    `layers`: as for the map. `config`: a folder with the model's config.json, for a loader that reads the model's files.
+    EngineError if a tensor cannot be placed, a parameter is not filled, or the loader computes what it keeps from a tensor: no
+    change would reach that."""
 
     def load_each(probes: Mapping[str, torch.Tensor]) -> None:
         for name, probe in (probes if config is None else in_files(probes, config)).items():
