@@ -474,7 +474,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            DOORS.brought_nothing(host)", "            pass", ("tests/redteam/test_page.py",)),
     Mutant("a worker that its record bars is planned for", "coordinator/planning/service.py",
            "= hub.book.records.is_barred(member.peer_id, choosable, hub.clock.now())", "= False",
-           (_UNIT + "coordinator/test_barring.py", "tests/redteam/test_claims.py")),
+           (_UNIT + "coordinator/test_barring.py",)),
     Mutant("a plan that the operator applies is not acted on", "coordinator/operator.py", "is_acted_on=True)", "is_acted_on=False)",
            (_UNIT + "coordinator/test_limits.py",)),
     # what works on one machine

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import grpc.aio
-import pytest
-
-from echo2.base.ids import PeerId
 from echo2.broadcast.connections import GRACE_S
 from echo2.broadcast.node import BroadcastNode, NodeOptions
-from echo2.broadcast.plan import BroadcastPlan, NodeLink
-from echo2.broadcast.trees import PlanPace
 from echo2.trust.identity import Role
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
@@ -96,14 +89,6 @@ def named_by(victim: int) -> dict[str, list[str]]:
     }
 
 
-async def node_of(plan_reader: Node, peer_id: PeerId, is_it: Callable[[NodeLink], bool]) -> BroadcastPlan:
-    """The first plan in which that peer is as expected."""
-    while True:
-        plan = plan_from_message(await plan_reader.until("broadcast_plan"))
-        if any(node.peer_id == peer_id and is_it(node) for node in plan.nodes):
-            return plan
-
-
 async def test_what_a_worker_names_elsewhere_than_where_it_is_seen_is_dialled_by_nobody(tmp_path: Path) -> None:
     victim, honest_port = Victim(), Victim()
     async with (
@@ -140,68 +125,3 @@ async def test_what_a_worker_names_elsewhere_than_where_it_is_seen_is_dialled_by
             await asyncio.sleep(GRACE_S + 1)  # a real node has no virtual clock: by now it dials whom it may
         assert victim.count == 0
         await node.stop()
-
-
-async def test_where_the_relay_has_met_a_worker_is_told_though_it_is_seen_elsewhere_and_for_no_other(
-    tmp_path: Path,
-) -> None:
-    """As one whose control stream comes by IPv6 and whose port listens by IPv4."""
-    async with running(options(tmp_path)) as daemon:
-        learner, worker, liar = [await Node.join(daemon, role) for role in (Role.LEARNER, Role.WORKER, Role.WORKER)]
-        await learner.hello()
-        async with seen_from(ELSEWHERE, worker.credentials.coordinator_address) as detour:
-            met, address = [], "127.0.0.1:7000"
-            for one in (worker, liar):
-                met.append(node := Node(replace(one.credentials, coordinator_address=detour)))
-                await node.hello(addresses=[address])
-            daemon.hub.proven.note(worker.credentials.peer_id, address, daemon.hub.clock.now())
-            for node in met:
-                await node.say(heartbeat=pb.Heartbeat(reach=pb.Reach(addresses=[address])))
-            plan = await node_of(learner, worker.credentials.peer_id, lambda n: bool(n.addresses))
-            told = {one.peer_id: one.addresses for one in plan.nodes}
-            assert told[worker.credentials.peer_id] == (address,)
-            assert told[liar.credentials.peer_id] == ()
-
-
-async def test_a_worker_whose_link_and_addresses_jump_causes_few_plans_and_few_lines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One of three workers tells other rates, then other addresses, fifty times a second, and often that it leaves."""
-    beats, pause_s = 200, 0.02
-    caplog.set_level(logging.INFO, "echo2.coordinator")
-    plans: list[int] = []
-
-    async def read_plans(node: Node) -> None:
-        while (order := await node.call.read()) is not grpc.aio.EOF:
-            if order.WhichOneof("kind") == "broadcast_plan":
-                plans.append(order.broadcast_plan.epoch)
-
-    async with running(options(tmp_path, suspect_after=60.0, gone_after=90.0)) as daemon:
-        learner, *workers = [await Node.join(daemon, role) for role in (Role.LEARNER, *[Role.WORKER] * 3)]
-        await learner.hello()
-        for worker in workers:
-            await worker.hello(addresses=["127.0.0.1:4001"])
-        reading = asyncio.create_task(read_plans(workers[0]))
-        jumping = workers[-1]
-        await asyncio.sleep(1.5)  # a plan of all is made
-        plans.clear()
-        caplog.clear()
-        for number in range(beats):
-            link = pb.Link(uplink_bytes_per_s=1e5 * 10 ** (number // 4 % 4), downlink_bytes_per_s=1e8, rtt_s=0.05)
-            await jumping.say(heartbeat=pb.Heartbeat(link=link))
-            await asyncio.sleep(pause_s)
-        assert len(plans) <= 2, "a link's rates alone"
-        plans.clear()
-        for number in range(beats):
-            named = [f"10.{number % 250}.0.{place}:4000" for place in range(3)]
-            reach = pb.Reach(addresses=[f"127.0.0.1:{5000 + number}", *named])
-            await jumping.say(heartbeat=pb.Heartbeat(reach=reach))
-            if number % 10 == 9:
-                await jumping.say(leaving=pb.WorkerLeaving(reason="bored"))
-            await asyncio.sleep(pause_s)
-        assert 1 <= len(plans) <= PlanPace.BURST + beats * pause_s, "its addresses"
-        about = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
-        assert len(about) <= 5 and sum("are not told" in line for line in about) == 1, about
-        for node in (learner, *workers):
-            await node.close()
-        reading.cancel()

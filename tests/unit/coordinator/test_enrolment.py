@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, EnrolmentService, RenewalService
 from echo2.coordinator.money.providers.machine_setup import SetupService
 from echo2.coordinator.operator import Commands
-from echo2.trust.identity import Identity, JoinLink, NodeCertificate, RunAuthority, TlsKey, certificate_request
+from echo2.trust.enrolment import enrol, renew
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options, running
@@ -76,3 +78,21 @@ async def test_a_host_that_calls_too_often_is_refused_before_its_call_is_looked_
                     await call()
             with pytest.raises(Refused, match=f"{what} from 127.0.0.1: too many tries"):
                 await call()
+
+
+async def test_a_certificate_names_the_link_that_let_its_holder_in_and_keeps_it_when_it_is_renewed(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path)) as daemon:
+        one, other = [await enrol(link_of(daemon), Identity.generate(), Role.WORKER) for _ in range(2)]
+        assert one.certificate.token_id == other.certificate.token_id != ""
+        learner = await enrol(link_of(daemon, Role.LEARNER), Identity.generate(), Role.LEARNER)
+        assert learner.certificate.token_id not in ("", one.certificate.token_id)
+        before = one.certificate.token_id
+        await renew(one)
+        assert one.certificate.token_id == before
+        assert NodeCertificate.parse(one.certificate.pem).whose.token_id == before
+
+
+def link_of(daemon: CoordinatorDaemon, role: Role = Role.WORKER) -> JoinLink:
+    return JoinLink.parse(daemon.links[role.value])
