@@ -186,12 +186,11 @@ def paths(dense: Path, moe: Path, folder: Path) -> None:
     store = dist.FileStore(str(folder / "meeting"), 2)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
     ranks = DistributedRanks()
-    own = folder / "elsewhere" if RANK else folder
-    told = refused(options_of("moe", dense, moe, own), ranks)
+    told = refused(options_of("moe", dense, moe, folder), ranks)
     assert told, "on every rank"
     copies, loaded = DistributedRanks(2), watch_loading()
     for scenario in SCENARIOS:
-        options = options_of(scenario, dense, moe, own / scenario)
+        options = options_of(scenario, dense, moe, folder / scenario)
         given = copies if options.config.learner.replicas > 1 else ranks
         loaded.clear()
         team = team_of(scenario, options, given)
