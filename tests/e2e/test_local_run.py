@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from echo2.config.run import RunConfig
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import ROOT
 from tests.patience import WAIT_S
-from tests.ports import choose_ports
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -132,25 +131,3 @@ def test_a_closed_terminal_a_second_ctrl_c_and_a_kill_end_all_in_silence(
     assert run.returncode == (-signal.SIGKILL if how == "kill" else 130)
     assert "Traceback" not in said and "rror" not in said, said
     assert left_over(tmp_path, WAIT_S) == []
-
-
-def test_the_warm_start_example_learns_before_workers_are_asked(tmp_path: Path, base_model: Path) -> None:
-    data = tmp_path / "digits.jsonl"
-    written = subprocess.run([sys.executable, "examples/conversations.py"], cwd=ROOT, capture_output=True, check=True)
-    data.write_bytes(written.stdout)
-    ports = dict(
-        zip(("coordinator.enrol_port", "coordinator.port", "learner.port"), choose_ports((0, 0, 0)), strict=True)
-    )
-    given = {
-        "run.name": "trial", "run.folder": tmp_path / "runs", "model.path": base_model, "sft.path": data, "sft.steps": 6,
-        "learner.steps": 8, "coordinator.dashboard_port": 0, **ports,
-    }  # fmt: skip
-    with Cluster(tmp_path, (ROOT / "examples" / "warm_start.toml").read_text(), workers=1) as cluster:
-        for command in cluster.commands.values():
-            command += [f"--{name}={value}" for name, value in given.items()]
-        cluster.start_all()
-        assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
-        rows = cluster.metrics()
-    assert rows[6]["supervised/held_out_loss"] < 0.9 * rows[0]["supervised/held_out_loss"]
-    assert [row["step"] for row in rows if "reward/mean" in row] == [7, 8]
-    assert cluster.evaluations()[0]["step"] == 6

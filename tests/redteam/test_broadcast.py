@@ -7,7 +7,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, digest_of
-from echo2.broadcast.connection import HEAD, Connection
+from echo2.broadcast.connection import HEAD
 from echo2.broadcast.events import Cancel, ChunkSeen, Have, HeaderSeen, PeerUp, RelayAck, Request, Woken
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.peer import MISSING_MAX
@@ -24,7 +24,6 @@ from echo2.trust.identity import Identity
 from echo2.wire import broadcast as wire
 from echo2.wire.broadcast import FRAME_BYTES_MAX
 from tests.contract.fleet import Member, blocks_of, fleet, hostile, until
-from tests.patience import WAIT_S
 
 KEYFRAME = ArtifactId(Version(0))
 BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(4)]
@@ -118,27 +117,6 @@ def test_chunks_that_a_liar_made_up_keep_no_real_ones_out() -> None:
     assert got >= set(range(real))
 
 
-async def test_a_banned_peer_is_served_no_more_and_let_in_again_when_the_ban_is_lifted(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1) as f:
-        learner, victim = f.members
-        await learner.node.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
-        await blocks_of(victim.node, KEYFRAME)
-        credentials, connection = await hostile(f, victim)
-        bad = credentials.peer_id
-        key = learner.node.library.find(KEYFRAME)
-        assert key is not None
-        victim.node.bans.name(bad, is_lifted=False)
-        victim.node.drop_banned()
-        with contextlib.suppress(Unreachable):
-            await connection.send(wire.control_frame(Request(PEER, key, tuple(range(8)))))
-        frames = [frame async for frame in said(connection)]
-        assert not [frame for frame in frames if wire.parse(frame, "it").WhichOneof("kind") == "chunk"]
-        assert bad not in victim.node.session.peers
-        victim.node.bans.name(bad, is_lifted=True)
-        assert bad not in victim.node.bans
-        await connection.close()
-
-
 @pytest.mark.parametrize("deed", ["corrupt", "replay", "rubbish", "foreign seal", "too large"])
 async def test_who_breaks_the_protocol_is_named_dropped_and_banned(tmp_path: Path, deed: str) -> None:
     async with fleet(tmp_path, 1) as f:
@@ -180,9 +158,3 @@ def bad_frame(deed: str, forger: Identity, learner: BroadcastNode, key: Artifact
             frame = learner.library.seal_frame(key)
             assert frame is not None
             return frame.replace(key, fresh_key)
-
-
-async def said(connection: Connection) -> AsyncIterator[bytes]:
-    """Until the other side has closed the connection."""
-    while (frame := await asyncio.wait_for(connection.receive(), WAIT_S)) is not None:
-        yield frame

@@ -13,7 +13,7 @@ import pytest
 from echo2.trust import tls
 from tests.patience import WAIT_S
 from tests.redteam.hostile import Stalled, idle_connections, still_open, tls_to, varint
-from tests.redteam.target import ELSEWHERE, HERE, Target
+from tests.redteam.target import ELSEWHERE, Target
 
 LOG_BYTES_MAX = 64 << 10
 MEMORY_MAX = 64 << 20
@@ -40,12 +40,6 @@ def test_more_idle_connections_than_descriptors_end_nothing_and_lock_nobody_out(
         target.join()
     assert target.is_alive()
     assert len(target.log()) - logged < LOG_BYTES_MAX
-
-
-def test_an_address_that_floods_the_page_does_not_keep_others_of_that_address_out(target: Target) -> None:
-    with idle_connections(target.port("dashboard_port"), 530, HERE):
-        assert page_answers(target)
-        assert page_answers(target)
 
 
 def stall(

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +24,6 @@ def asked(target: Target, path: str, body: dict[str, Any] | None = None, csrf: s
     request = urllib.request.Request(url, data, {"x-echo2-csrf": csrf})
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
         return json.loads(answer.read())
-
-
-def said(target: Target, head: str, pieces: Iterator[bytes], pause_s: float) -> tuple[bytes, float]:
-    """What comes back for a request sent in pieces, and after how long the connection ended."""
-    began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", target.port("dashboard_port")), timeout=WAIT_S) as connection:
-        answer = b""
-        with contextlib.suppress(OSError):
-            connection.sendall(head.encode())
-            for piece in pieces:
-                connection.sendall(piece)
-                time.sleep(pause_s)  # a real process has no virtual clock
-                connection.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    answer += connection.recv(4096)
-                    break
-                connection.setblocking(True)
-            connection.settimeout(WAIT_S)
-            while part := connection.recv(4096):
-                answer += part
-        return answer, time.monotonic() - began
-
-
-def test_a_body_in_chunks_is_counted(target: Target) -> None:
-    csrf = asked(target, "/api/session")["csrf"]
-    head = f"POST /api/tokens HTTP/1.1\r\nhost: localhost\r\nx-echo2-csrf: {csrf}\r\ntransfer-encoding: chunked\r\n\r\n"
-    before = target.resident_bytes()
-    answer, _ = said(target, head, (b"4000\r\n" + b"x" * 0x4000 + b"\r\n" for _ in range(4096)), 0.0)
-    assert b" 413 " in answer.split(b"\r\n")[0]
-    assert target.resident_bytes() - before < 16 << 20
-
-
-def test_a_slow_body_ends(target: Target) -> None:
-    """Slow heads: test_ports."""
-    csrf = asked(target, "/api/session")["csrf"]
-    post = f"POST /api/tokens HTTP/1.1\r\nhost: localhost\r\nx-echo2-csrf: {csrf}\r\ncontent-length: 1000\r\n\r\n"
-    answer, taken_s = said(target, post, iter([b"{"] * 100), 0.3)
-    assert b" 408 " in answer.split(b"\r\n")[0] and taken_s < 20
 
 
 def test_the_state_that_every_page_hears_holds_no_join_link(target: Target) -> None:

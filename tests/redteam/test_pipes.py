@@ -167,11 +167,3 @@ async def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeyp
             await until(lambda: not s.relay.holds(mine.peer_id), "it has lost it", 5.0)
             assert s.relay.holds(s.member.peer_id), "that one says it is still here"
             assert await is_served(s)
-
-
-async def test_a_relay_that_is_closed_at_once_listens_no_longer() -> None:
-    relay = Scene().relay
-    port = relay.port
-    await relay.close()
-    with pytest.raises(ConnectionRefusedError):
-        await asyncio.open_connection(HOST, port)

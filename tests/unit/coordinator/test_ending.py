@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import RunFinished, Unreachable
-from echo2.base.ids import PeerId
 from echo2.control.session import refusal_error
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
@@ -128,22 +127,3 @@ async def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
         assert (await idle.until("refusal")).code == "Dismissed"
         assert daemon.hub.money.sums().usd_per_hour == 1.0
         assert (await idle.hello(name="idle")).WhichOneof("kind") == "welcome", "it may come again"
-
-
-async def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_it(tmp_path: Path) -> None:
-    run = Scene(tmp_path, Cloud())
-    names = [PeerId("works"), PeerId("idles")]
-    for name in names:
-        hello = pb.WorkerHello(name=name, price_usd_per_hour=2.0)
-        run.hub.review(run.hub.membership.on_hello(name, hello, run.clock.now()))
-    run.hub.set_worker(PeerId("idles"), OperatorSetting.STANDBY, "too many")
-    for _ in range(360):
-        run.clock.time += 10.0
-        for name in names:
-            run.hub.membership.members[name].heard_at = run.clock.now()
-        sums = run.hub.money.sums()
-    assert (sums.usd_per_hour, sums.usd_useful_per_hour) == (4.0, 2.0)
-    run.hub.close()
-    run.begin()
-    for bill in (sums, run.hub.money.sums(), run.commands.view.status()):
-        assert (bill.usd_spent, bill.usd_useful) == (pytest.approx(4.0), pytest.approx(2.0))

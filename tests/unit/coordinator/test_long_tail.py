@@ -8,10 +8,9 @@ import pytest
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
-from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import MOVES_PER_GROUP_MAX, QUIET_S, LeaseBook, WorkerPace, is_quiet, moves
 from echo2.coordinator.leases.lease import LeaseRequest, LeaseRules
-from tests.unit.coordinator.test_lease_book import ends, grants, ready
+from tests.unit.coordinator.test_lease_book import grants, ready
 
 SLOW, FAST, THIRD = PeerId("slow"), PeerId("fast"), PeerId("third")
 HAND_OVER_S = 3.0
@@ -115,38 +114,3 @@ def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
     book.on_progress(23.0, FAST, lease.lease_id, 0, SIZE * 220)
     ready(book, THIRD, free=SIZE, now=24.0)
     assert found(book, third=60.0) == []
-
-
-def finish_s(consolidates: bool) -> float:
-    """A virtual run: six groups, four slow workers and a fast one; when the last group is done."""
-    speeds = {PeerId(f"slow{i}"): 4.0 for i in range(4)} | {FAST: 60.0}
-    book = expecting(500, *(spec(f"g{i}") for i in range(6)))
-    made: dict[str, float] = {}
-    now, back_at = 0.0, {}
-    while any(group.phase is not le.GroupPhase.PRODUCED for group in book.groups.values()):
-        for worker in speeds:
-            if not book.leases_of(worker):
-                ready(book, worker, free=SIZE, now=now)
-        now += 1.0
-        assert now < 1000
-        for lease in list(book.leases.values()):
-            group = book.groups[lease.group_id].spec
-            grant = le.Grant(lease.worker_id, lease.lease_id, lease.attempt, 0.0, group, False, False)
-            if lease.is_recalled:
-                if now >= back_at[lease.lease_id]:
-                    ends(book, grant, EndReason.HANDED_BACK, now)
-                continue
-            made[lease.group_id] = min(500.0, made.get(lease.group_id, 0.0) + speeds[lease.worker_id])
-            book.on_progress(now, lease.worker_id, lease.lease_id, 0, int(SIZE * made[lease.group_id]))
-            if made[lease.group_id] >= 500:
-                ends(book, grant, now=now)
-        if consolidates:
-            for lease_id, to, reason in moves(book, {w: pace(speed) for w, speed in speeds.items()}, HAND_OVER_S, {}):
-                back_at[lease_id] = now + 2.0
-                book.recall(now, lease_id, reason, to)
-    return now
-
-
-def test_the_last_group_of_a_step_is_done_in_less_than_half_the_time() -> None:
-    assert finish_s(consolidates=False) == 125.0
-    assert finish_s(consolidates=True) < 60.0

@@ -18,12 +18,10 @@ import torch
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError, TaskError, TrainingError
 from echo2.base.ids import PeerId, Version
-from echo2.base.rng import derived_seed
 from echo2.broadcast.artifact import ArtifactId
 from echo2.cli.main import main
 from echo2.learner.learner import LearnerDaemon, RunSummary
 from echo2.learner.loop import keep_for_inspection
-from echo2.learner.metrics import gauge_name
 from echo2.learner.options import LearnerLimits, RunFolder
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.startup import export_run
@@ -139,12 +137,6 @@ def test_the_exported_model_is_what_was_published_and_loads_in_transformers(fini
         assert AutoTokenizer.from_pretrained(folder).encode("12>")
         key = finished.run.follower.host.key
         assert f"{fingerprint(dict(model.named_parameters()), key):016x}" == finished.summary.fingerprint
-
-
-def test_prometheus_serves_a_run(finished: Finished) -> None:
-    names = {line.partition(" ")[0].partition("{")[0] for line in finished.page.splitlines() if line[0] != "#"}
-    numbers = [name for name, value in rows_of(finished.folder)[4].items() if not isinstance(value, str)]
-    assert {gauge_name(name) for name in numbers} <= names
 
 
 def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: Path) -> None:
@@ -274,29 +266,6 @@ def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, killed: Ki
     trained = again.groups.ledger.trained
     assert len(trained) == 2 * at and not set(trained) & set(again.groups.groups)
     again.prompts.close()
-
-
-@pytest.mark.parametrize("at", [3, "last", "cut"])
-def test_a_killed_run_goes_on_to_its_end(
-    model_path: Path, tmp_path: Path, killed: Killed, at: int | str, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = Path(shutil.copytree(killed.folders[at], tmp_path / "crashed"))
-    run = Run(options_for(folder, model_path, staleness=RESTARTS))
-    if at == "cut":  # a worker has part of the delta
-        prepared = prepared_from(run.options)
-        assert prepared.cut_off is not None
-        version, weights = prepared.cut_off
-        run.follower.host = HostWeights.from_tensors(weights, version, derived_seed(0, "fingerprint", "test-run"))
-    summary = go(run.finish())
-    assert "gave version" not in caplog.text, "training again gave the same bits"
-    assert summary.is_finished and summary.over_stale_tokens == 0 and summary.trained_rollouts == 6 * 8
-    assert [row["step"] for row in rows_of(folder)] == list(range(7))
-    assert summary.version == 6 and f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
-    if at == "cut":
-        assert run.follower.versions[0] == (4, 2), "the delta that the kill cut off is sent again"
-    if at == "last":  # nothing is left to train; neither the last version nor its evaluation is kept back
-        assert summary.fingerprint == killed.summary.fingerprint
-        assert [*summary.evaluations] == [*killed.summary.evaluations] == [0, 4, 6]
 
 
 # ---- stops and absences

@@ -10,7 +10,6 @@ from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.hub import Hub
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import World, WorldOutcome
-from echo2.worker.worker import WorkerDaemon
 
 STEPS = 6
 END_S = 400.0
@@ -81,32 +80,6 @@ class Late(Ends):
             self.check(bool(self.hub_of().ending.text), "a coordinator that was killed forgot that the run is finished")
 
 
-class Held(Ends):
-    """A worker that holds questions of the last evaluation samples a token every 8 s from then on: they would take a quarter of
-    an hour."""
-
-    slowed_at_s = 0.0
-
-    async def prologue(self) -> None:
-        await self._until(lambda: self.truth.step >= STEPS and bool(self.evaluating()), END_S)
-        (slow, *_) = self.evaluating()
-        self.traits[slow].faults.slowdown = 8.0 / self.traits[slow].step_s
-        self.slowed_at_s = self.loop.time()
-
-    def evaluating(self) -> list[str]:
-        """Workers that hold questions of the evaluation."""
-        found = [(name, self.daemons.get(name)) for name in self.workers]
-        return [
-            name
-            for name, daemon in found
-            if isinstance(daemon, WorkerDaemon) and daemon.worker is not None and daemon.worker.leases.exact_leases
-        ]
-
-    async def epilogue(self) -> None:
-        took_s = self.loop.time() - self.slowed_at_s
-        self.check(took_s <= 3 * self.scenario.lease_timeout_s, f"the run's end was held back for {took_s:.0f} s")
-
-
 class Extended(Ends):
     """Then the operator gives the run more steps, and starts learner and workers again."""
 
@@ -143,9 +116,3 @@ def test_a_killed_learner_finishes_nothing_its_restart_does_and_a_run_given_more
     assert not outcome.failure, told(outcome)
     assert outcome.steps == 2 * STEPS
     assert f"run: goes on: step {STEPS} of {2 * STEPS}; workers may join again" in "\n".join(outcome.events)
-
-
-@pytest.mark.parametrize("seed", (2,))  # in others, four times what a lease usually takes is longer than that
-def test_a_worker_that_answers_token_by_token_does_not_hold_the_last_evaluation_back(seed: int) -> None:
-    outcome = Held(calm(seed), workers=3, steps=STEPS).run()
-    assert not outcome.failure, told(outcome)

@@ -9,10 +9,10 @@ import pytest
 
 from echo2.base.rng import derived_rng
 from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
-from echo2.sim.inspector import AGAIN_CAME, AGAIN_TRIED, PAUSED
+from echo2.sim.inspector import PAUSED
 from echo2.sim.liars import CLAIMS, OF_STORMS, Liar, Lie
 from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, storm
-from echo2.sim.storm import Storm, outcome_of
+from echo2.sim.storm import Storm
 from echo2.sim.world import World, WorldOutcome
 
 
@@ -124,15 +124,3 @@ def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up() -> None:
     outcome = world.run(STORM_S)
     assert not outcome.failure, told(outcome)
     assert outcome.faults[Fault.BIT_ROT.value] > 30
-
-
-def test_a_machine_rented_just_before_a_power_cut_joins_all_the_same() -> None:
-    """Its token went with the cut: its worker was refused for good, and cost money."""
-    found = outcome_of(3039)
-    assert not found.failure, told(found)
-
-
-def test_what_has_stopped_coming_in_a_long_outage_is_tried_again() -> None:
-    found = outcome_of(13)
-    assert not found.failure, told(found)
-    assert found.faults[AGAIN_TRIED] or found.faults[AGAIN_CAME], found.faults
