@@ -22,7 +22,7 @@ from tests.e2e.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.redteam.cost import idle_run
-from tests.redteam.hostile import HEADERS, RST_STREAM, Stalled, cpu_seconds, idle_connections, still_open, tls_to
+from tests.redteam.hostile import HEADERS, RST_STREAM, Stalled, idle_connections, still_open, tls_to
 from tests.redteam.scene import Scene, scene_of
 from tests.redteam.target import ELSEWHERE
 
@@ -30,7 +30,6 @@ DEADLINE_S = 25.0
 """For a caller of no proof. A unary call's message has 20 s, all else less."""
 CROWD, CROWD_LEFT = 120, 64
 TRIES = 3
-EMPTY_BYTES_MAX = 64 << 20
 HEAD = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "
 HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(64)
 """The first bytes of a TLS hello that announces 512."""
@@ -222,31 +221,3 @@ def honest_callers(cluster: Cluster, scene: Scene) -> dict[int, Callable[[], obj
         scene.page_port: lambda: urllib.request.urlopen(page, timeout=WAIT_S).close(),
         enrol: lambda: tls_to(enrol).close(),
     }
-
-
-def test_reports_of_empty_submessages_cost_what_they_weigh(cluster: Cluster, scene: Scene) -> None:
-    """Four at once, each as large as the port takes; parsed they would be 500 MB each. To a coordinator: test_connections."""
-    port, pid, size = port_of(scene.learner.address), cluster.processes["learner"].pid, 7 << 20
-    message = b"\x00" + size.to_bytes(4, "big") + b"\x22\x00" * (size // 2)
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the highest so far is what it has now
-    before, worked = highest_bytes(pid), cpu_seconds(pid)
-    with contextlib.ExitStack() as open_ones:
-        for _ in range(4):
-            connection = open_ones.enter_context(tls_to(port, scene.identity()))
-            attack = Stalled(connection)
-            with contextlib.suppress(OSError):  # it may have enough before the end
-                attack.send(attack.begin("/echo2.v1.Ingest/Report"), message, 8.0)
-        time.sleep(3.0)  # real processes have no virtual clock
-    grown, worked = highest_bytes(pid) - before, cpu_seconds(pid) - worked
-    print(f"at most {grown >> 20} MiB more, {worked:.1f} s of CPU")
-    assert grown < EMPTY_BYTES_MAX + 4 * size
-    assert cluster.processes["learner"].poll() is None
-    assert "Traceback" not in cluster.log("learner")
-
-
-def highest_bytes(pid: int) -> int:
-    """The most that it had in RAM since it was asked to begin anew."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("the kernel says no VmHWM")

@@ -102,7 +102,7 @@ def main() -> None:
 @pytest.mark.parametrize(
     ("optimizer_state", "precision", "rank", "budget"),
     [
-        ("float32", "bfloat16", 0, 512),
+        pytest.param("float32", "bfloat16", 0, 512, marks=pytest.mark.soak),
         pytest.param("8bit", "bfloat16", 0, 512, marks=pytest.mark.extras),
         pytest.param("float32", "nf4", 16, 2048, marks=pytest.mark.soak),  # a minute
     ],
