@@ -65,7 +65,7 @@ BY = (  # pattern; the file whose tests run the command; the function in it that
     (r"sqlite3 .*", "tests/e2e/test_run.py", "back_up"),
     (r"python -m echo2\.cli\.demo\.model .*", "tests/e2e/conftest.py"),
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py"),
-    (r"python examples/conversations\.py .*", "tests/e2e/test_local_run.py"),
+    (r"python examples/conversations\.py .*", "tests/unit/learner/test_conversations.py"),
     (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_said.py"),
     (r"python -m sphinx .*|python docs/generate\.py", "tests/docs/test_docs.py"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py"),

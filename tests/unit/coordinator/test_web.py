@@ -310,18 +310,6 @@ async def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(
         assert rows[1]["usd_per_mtok"] > rows[0]["usd_per_mtok"], "it did a third of the work"
 
 
-async def test_what_a_worker_costs_goes_on_rising_on_the_page_though_it_says_nothing(tmp_path: Path) -> None:
-    async with page(tmp_path, suspect_after=60.0, gone_after=120.0) as (daemon, web):
-        worker = await Node.join(daemon, Role.WORKER)
-        await worker.hello(price_usd_per_hour=3600.0)
-        peer = worker.credentials.peer_id
-        daemon.hub.set_worker(peer, OperatorSetting.ACTIVE, "its price is agreed")
-        spent = 0.0
-        for _ in range(5):
-            state = await until(web, lambda now, before=spent: now["workers"][peer]["usd_spent"] > before)  # type: ignore[misc]
-            spent = state["workers"][peer]["usd_spent"]
-
-
 HOSTILE = "=HYPERLINK(<script>)"
 
 

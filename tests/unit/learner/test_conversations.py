@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.prompts import Conversations, load_tokenizer
 from echo2.tasks.chat_format import ChatFormat
 from echo2.tasks.data_files import read_conversations
+from tests.fork_server import ROOT
 from tests.unit.learner.fleet import Run, crash_image, go, options_for, prepared_from, rows_of
 from tests.unit.learner.made import new_trainer
 from tests.unit.learner.test_metrics import documented_names
@@ -109,6 +112,12 @@ def test_what_cannot_be_trained_on_is_told_with_row_and_column(tmp_path: Path, r
     with pytest.raises(TaskError) as refusal:
         read_conversations(written(tmp_path / "rows.jsonl", [fine, row]))
     assert said in str(refusal.value)
+
+
+def test_the_conversations_of_the_example_are_read(tmp_path: Path) -> None:
+    wrote = subprocess.run([sys.executable, "examples/conversations.py"], cwd=ROOT, capture_output=True, check=True)
+    (tmp_path / "digits.jsonl").write_bytes(wrote.stdout)
+    assert len(read_conversations(tmp_path / "digits.jsonl")) == 3000
 
 
 def test_a_run_learns_its_conversations_before_anything_is_asked_of_workers(model_path: Path, tmp_path: Path) -> None:

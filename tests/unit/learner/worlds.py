@@ -78,19 +78,3 @@ class _Endless:
 
     def step(self, completion_text: str) -> Observation:
         return Observation((ChatMessage("user", "more " * 12),))
-
-
-class LongWords(_Endless):
-    """Says what a tokenizer with a certain pattern cannot encode."""
-
-    name = "long_words"
-    size = None
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-
-    def open(self, index: int) -> Environment:
-        return LongWords()
-
-    def step(self, completion_text: str) -> Observation:
-        return Observation((ChatMessage("user", "1" * 50_000 + "2"),))
