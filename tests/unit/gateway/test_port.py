@@ -20,11 +20,13 @@ from echo2.gateway.app import Bodies
 from echo2.gateway.episodes import CallRefused, LongWork
 from echo2.gateway.requests import BODY_BYTES_MAX
 from echo2.trust.ports import GATEWAY
+from tests.redteam.hostile import still_open
 from tests.unit.gateway.fakes import LetterCodec
 from tests.unit.gateway.served import Served, answer_of, served
 
 QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
 HI = {"messages": [{"role": "user", "content": "hi"}]}
+ELSEWHERE = "127.0.0.9"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,40 @@ def test_a_client_in_the_middle_of_its_body_still_reads_why_it_is_refused(gatewa
     with gateway.connect() as connection:
         connection.sendall(gateway.head(len(body), "of.an.episode.that.ended") + body)
         assert answer_of(connection)[0] == 401
+
+
+def test_a_crowd_of_strangers_keeps_its_share_and_hurts_nobody_of_its_own_address(gateway: Served) -> None:
+    with contextlib.ExitStack() as held:
+        known = []
+        for _ in range(40):  # each shows its key before the next comes: none is one of the crowd on a slow machine
+            known.append(one := held.enter_context(gateway.connect(ELSEWHERE)))
+            one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n\r\n".encode())
+            assert answer_of(one)[0] == 200
+        crowd = [held.enter_context(gateway.connect(ELSEWHERE)) for _ in range(100)]
+        until = time.monotonic() + 1.2
+        while still_open(crowd) > QUICK.strangers_per_host and time.monotonic() < until:
+            time.sleep(0.05)  # real sockets have no virtual clock
+        assert still_open(crowd) <= QUICK.strangers_per_host
+        time.sleep(max(0.0, until - time.monotonic()) + QUICK.head_s)
+        assert still_open(crowd) == 0 and still_open(known) == 40
+
+
+def test_a_full_port_ends_idle_strangers_first_and_answers_hundreds_that_ask() -> None:
+    ask = "GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n\r\n"
+    with served(port_limits=replace(QUICK, connections_cap=16, head_s=5.0, crowd_s=4.0)) as small:
+        with contextlib.ExitStack() as held:
+            known = [held.enter_context(small.connect()) for _ in range(8)]
+            for one in known:
+                one.sendall(ask.format(small.key).encode())
+                assert answer_of(one)[0] == 200
+            strangers = [held.enter_context(small.connect(ELSEWHERE)) for _ in range(30)]
+            assert small.post(HI)[0] == 200
+            assert still_open(known) == 8 and still_open(strangers) <= 8
+    with served() as gateway, contextlib.ExitStack() as held:
+        opened = [held.enter_context(gateway.connect()) for _ in range(400)]
+        for one in opened:
+            one.sendall(ask.format(gateway.key).encode())
+        assert [answer_of(one)[0] for one in opened] == [200] * 400
 
 
 def test_a_body_that_is_not_whole_in_time_is_given_up(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
