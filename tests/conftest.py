@@ -27,7 +27,7 @@ settings.load_profile("echo2")
 
 LONG_FIRST = (
     "tests/e2e/test_run", "tests/redteam/test_ports", "tests/packaging", "tests/unit/learner/test_rank", "tests/e2e",
-    "tests/redteam/test_messages", "tests/unit/learner/test_own_trainer", "tests/unit/learner/test_memory", "tests/unit/sim",
+    "tests/unit/learner/test_own_trainer", "tests/unit/sim",
     "tests/unit/cli/test_plan", "tests/contract/test_engine", "tests/unit/learner/test_audit", "tests/redteam",
     "tests/contract",
 )  # fmt: skip

@@ -57,7 +57,7 @@ PORTS: dict[str, Callable[[Scene], int]] = {
     "learner": lambda scene: _port(scene.learner.address),
     "worker": lambda scene: _port(scene.worker.address),
 }
-"""Of a run on one machine, which starts no relay."""
+"""Of a run on one machine, which starts no relay (tests/redteam/test_relay_floods.py has that one)."""
 for _name, _port_of in PORTS.items():
     _flood_of_idle_connections(_name, _port_of)
 

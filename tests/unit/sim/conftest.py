@@ -8,7 +8,6 @@ PLAYED: dict[str, tuple[str, ...]] = {
     "test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_go_on": (),
     "test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others": (),
     "test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up": (),
-    "test_many_silent_identities_with_endless_room_starve_nobody": (),  # unit/coordinator/test_record.py
     "test_honest_workers_are_looked_at_and_never_accused": (),  # unit/learner/test_audit.py
     "test_a_finished_run_sends_its_workers_home_and_lets_none_in": ("1",),
 }
