@@ -171,3 +171,35 @@ def trusted_text(task_name: str, args: Mapping[str, object]) -> str:
         "task.trusted_rewards is on: rewards are not contained, and what a completion makes them do is done with the "
         "learner's rights" + (f"; {executing} EXECUTES text of completions" if executing else "")
     )
+
+
+OPENENV_PLAYER = "echo2.gateway.openenv_agent:play"  # the harness that plays them
+TURNS_MAX = 512  # as the gateway's GatewayLimits.calls_max
+
+
+class OpenEnvTask:
+    """Episodes of an OpenEnv server as problems: the one of index i is the server's environment, reset with seed i.
+
+    `url`: of the server, http(s) or ws(s). `instructions`: what the model is told before the first observation. `turns`: most
+    actions of an episode. `reset`: further arguments of the environment's reset."""
+
+    is_cheap = False
+
+    def __init__(self, url: str, instructions: str, size: int, turns: int, reset: Mapping[str, object]) -> None:
+        if url.partition("://")[0] not in ("http", "https", "ws", "wss"):
+            raise ConfigError(f"task openenv: expected url as http://HOST:PORT or ws://HOST:PORT, got {url!r:.120}")
+        if not 1 <= turns <= TURNS_MAX:
+            raise ConfigError(
+                f"task openenv: expected 1 to {TURNS_MAX} turns, as many calls as an episode may make, got {turns}"
+            )
+        self.name, self.size, self._instructions = f"openenv/{url}", size, instructions
+        self._told = {"url": url, "turns": turns, "reset": dict(reset)}
+
+    def sample(self, index: int) -> TaskInstance:
+        seed = checked_index(index, self.size, self.name)
+        return TaskInstance(index, self._instructions, "", {**self._told, "seed": seed})
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        raise TaskError(
+            f'{self.name}: expected agent.harness = "{OPENENV_PLAYER}", through which the environment rewards'
+        )

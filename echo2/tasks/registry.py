@@ -13,7 +13,7 @@ from typing import cast
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.units import imported
-from echo2.tasks.built_in import DEFAULT_SIZE, ReasoningGym, SortDigits, Sums
+from echo2.tasks.built_in import DEFAULT_SIZE, OpenEnvTask, ReasoningGym, SortDigits, Sums
 from echo2.tasks.data_files import ColumnChoice, local_data_set, read_math_rows
 from echo2.tasks.mathematics import MathTask
 from echo2.tasks.task import EnvironmentSource, Task, TaskSpec
@@ -98,11 +98,15 @@ _BUILT_IN: Mapping[str, Callable[..., Task]] = {
     "verifiers": lambda seed, taskset, options=None, size=SIZE_MAX, agent=None: VerifiersTask(
         taskset, options or {}, size, agent
     ),
+    "openenv": lambda seed, url, instructions="", size=SIZE_MAX, turns=16, reset=None: OpenEnvTask(
+        url, instructions, size, turns, reset or {}
+    ),
 }
 # What is told of an argument that a task cannot do without.
 _NEEDED = {
     "dataset": "such as dataset=number_sorting",
     "path": "a .jsonl or .parquet file, a data set's folder or hub id",
+    "url": "of a running OpenEnv server, such as ws://127.0.0.1:8000",
     "taskset": "the name of an installed taskset",
 }
 

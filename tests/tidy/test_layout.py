@@ -66,6 +66,7 @@ SHELL_FILES = {
         "episodes",
         "generate",
         "harness",
+        "openenv_agent",
         "operations",
         "runtime",
         "tinker",
