@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = worker_options(own, config)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options), options.folder)
+    return run_daemon(lambda: _daemon(options, own.log_json), options.folder)
 
 
 def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
@@ -86,16 +86,17 @@ def _default_folder(config: RunConfig, name: str) -> Path:
     return Path(f"~/.local/share/echo2/worker-{name}").expanduser()
 
 
-def _daemon(options: WorkerOptions) -> Daemon:
+def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
     from echo2.outside.allocator import limit_arenas
 
     limit_arenas()  # before the first thread
     from echo2.worker.heartbeat import LogTail
+    from echo2.worker.weights import progress_for
     from echo2.worker.worker import WorkerDaemon  # imports gRPC, so only after bad arguments were refused
 
     tail = LogTail()
     logging.getLogger("echo2").addHandler(tail)
-    return WorkerDaemon(options, log=tail)
+    return WorkerDaemon(options, progress_for(sys.stderr, as_json), log=tail)
 
 
 def run_control(own: argparse.Namespace) -> int:

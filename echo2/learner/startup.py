@@ -33,14 +33,7 @@ from echo2.learner.rollouts.journal import History, Journal, began, has_journal,
 from echo2.learner.rollouts.prompts import Conversations, Prompts, PromptSource, load_tokenizer
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.optimiser import refuse_optimizer
-from echo2.learner.training.ranks import (
-    Ranks,
-    check_agreement,
-    check_shared,
-    local_device,
-    pick_device,
-    ranks_of_environment,
-)
+from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
 from echo2.learner.training.scoring import choose_attention, refuse_wrong_rows
 from echo2.learner.training.team import PublishedModel, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
@@ -97,7 +90,6 @@ class Prepared:
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     """Makes model and optimiser of this rank in their initial state. A collective."""
     check_agreement(options, ranks)
-    check_shared(options.folder, ranks)
     torch.set_num_threads(options.threads)
     torch.manual_seed(derived_seed(options.config.run.seed, "trainer"))
     config, section, learner = options.config, options.config.model, options.config.learner
@@ -112,7 +104,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
         give_back()  # what loading has freed
     refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {section.path}")
     choose_attention(model.policy, device, ranks)
-    return Team(Trainer(model, config, options.threads))
+    return Team(Trainer(model, config, options.threads), options.folder)
 
 
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:

@@ -190,10 +190,20 @@ T = TypeVar("T")
 async def under_way(log: logging.Logger, what: str, work: Awaitable[T], far: Callable[[], str] = str) -> T:
     """Awaits `work` and logs its progress. `far`: the progress in words; empty if unknown."""
     loop = asyncio.get_running_loop()
-    began, task = loop.time(), asyncio.ensure_future(work)
+    began = loop.time()
+
+    def tell() -> None:
+        log.info("%s: %s", what, ", ".join(filter(None, (far(), f"{loop.time() - began:.0f} s so far"))))
+
+    return await ticking(work, tell, LINE_EVERY_S)
+
+
+async def ticking(work: Awaitable[T], tick: Callable[[], None], every_s: float) -> T:
+    """Awaits `work`, calling `tick` every `every_s` seconds meanwhile."""
+    task = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait((task,), timeout=LINE_EVERY_S))[0]:
-            log.info("%s: %s", what, ", ".join(filter(None, (far(), f"{loop.time() - began:.0f} s so far"))))
+        while not (await asyncio.wait((task,), timeout=every_s))[0]:
+            tick()
         return await task
     finally:
         if not task.done():  # the caller was cancelled

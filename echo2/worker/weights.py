@@ -13,9 +13,22 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)  # fmt: skip
 
 from echo2.base.clock import Waits
 from echo2.base.errors import EchoError, EngineError, FingerprintMismatch, IntegrityError, VersionMismatch
@@ -26,17 +39,110 @@ from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.broadcast.node import BroadcastNode
 from echo2.outside import monotonic
-from echo2.outside.guard import LINE_EVERY_S, far_text
+from echo2.outside.guard import far_text, ticking
 from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta
 from echo2.worker.base_checkpoint import BaseCheckpointLoader
 from echo2.worker.engines.engine import Engine, SwapMode
 from echo2.worker.generation import Generation
 from echo2.worker.rollouts import TokenGate
 
+# Progress of downloads, loads and catch-ups: bars on a terminal, which disappear when done and above which log lines appear;
+# elsewhere log lines, at most one every `LINE_EVERY_S` for each task, so that quick tasks are not logged at all.
+
+LINE_EVERY_S = 3.0  # readable in a log
+LOOK_S = 1.0  # a clock's tick on the screen
+_T = TypeVar("_T")
+
+
+class ShowsProgress(Protocol):
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        """`what` has `done_bytes` of `whole_bytes`; `whole_bytes` 0: not known, or not counted in bytes."""
+        ...
+
+    def ended(self, what: str) -> None: ...
+
+
+async def shown(progress: ShowsProgress, what: str, work: Awaitable[_T]) -> _T:
+    """Awaits `work` whose progress cannot be measured, such as a compilation, and shows that it is running and for how long."""
+    progress.at(what, 0, 0)
+    try:
+        return await ticking(work, lambda: progress.at(what, 0, 0), LOOK_S)
+    finally:
+        progress.ended(what)
+
+
+class ProgressLines:
+    """Progress as log lines."""
+
+    def __init__(self) -> None:
+        self._told_at: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        now = monotonic()
+        began_at = self._began.setdefault(what, now)
+        if now < self._told_at.setdefault(what, now) + LINE_EVERY_S:
+            return
+        self._told_at[what] = now
+        if not whole_bytes and not done_bytes:
+            _log.info("%s: under way for %.0f s", what, now - began_at)
+            return
+        _log.info("%s: %s", what, far_text(done_bytes, whole_bytes, now - began_at))
+
+    def ended(self, what: str) -> None:
+        self._told_at.pop(what, None)
+        self._began.pop(what, None)
+
+
+class ProgressBars:
+    """Progress as bars on a terminal. While a bar is drawn, echo2's log handlers for that terminal write through rich's console."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bars: dict[str, TaskID] = {}
+        self._progress: Progress | None = None
+        self._moved: list[logging.StreamHandler[TextIO]] = []
+
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        progress = self._progress or self._begin()
+        if what not in self._bars:
+            self._bars[what] = progress.add_task(what, total=None)
+        progress.update(self._bars[what], completed=done_bytes, total=whole_bytes or None)
+
+    def ended(self, what: str) -> None:
+        bar = self._bars.pop(what, None)
+        if bar is None or self._progress is None:
+            return
+        self._progress.remove_task(bar)
+        if not self._bars:
+            self._progress.stop()
+            self._progress = None
+            for handler in self._moved:
+                handler.setStream(self._stream)
+            self._moved.clear()
+
+    def _begin(self) -> Progress:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),
+            TextColumn("left:"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
+        self._progress.start()
+        for handler in logging.getLogger("echo2").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
+                handler.setStream(sys.stderr)  # which rich has redirected, so log lines appear above the bar
+                self._moved.append(handler)
+        return self._progress
+
+
+def progress_for(stream: TextIO, as_json: bool) -> ShowsProgress:
+    """Bars on a terminal, unless the log is for machines."""
+    return ProgressBars(stream) if stream.isatty() and not as_json else ProgressLines()
+
+
 SKIPS_MAX = 8  # each skip makes the live weights a version older
 FAILURES_MAX = 5  # one may be a damaged artifact; five in a row are this machine's fault
 Tensors = Iterable[tuple[str, tuple[int, ...], str]]
-_T = TypeVar("_T")
 _log = logging.getLogger("echo2.worker")
 
 
@@ -258,7 +364,7 @@ class Weights:
 
 
 class WeightReceiver:
-    """Passes the broadcast node's deliveries to the weights, and logs how much has arrived; `run` is its loop. `base`: a local
+    """Passes the broadcast node's deliveries to the weights, and shows how much has arrived; `run` is its loop. `base`: a local
     checkpoint that may turn out to be the required version."""
 
     def __init__(
@@ -268,10 +374,11 @@ class WeightReceiver:
         generation: Generation,
         waits: Waits,
         base: BaseCheckpointLoader,
+        progress: ShowsProgress,
     ) -> None:
         self._weights, self._node, self._generation, self._waits = weights, node, generation, waits
-        self._base = base
-        self._received_bytes, self._began_at, self._line_at = 0, 0.0, 0.0
+        self._base, self._progress, self._lines = base, progress, ProgressLines()
+        self._received_bytes = 0
         self._without_parent: ArtifactId | None = None  # the last delta whose parent was not what the host held
 
     async def run(self) -> None:
@@ -281,17 +388,18 @@ class WeightReceiver:
         async for step in self._node.progress():
             match step:
                 case ArtifactBegun(header):
-                    self._received_bytes, self._began_at, self._line_at = 0, monotonic(), monotonic() + LINE_EVERY_S
+                    self._received_bytes = 0
                     _log.debug("receiving %s", header.artifact)
                     await self._stand_on_base(header.artifact)
                     weights.begin()
                     await self._adopt(header.artifact)
                 case BlockArrived(artifact, payload):
-                    self._log_progress(artifact, len(payload))
+                    self._show(artifact, len(payload))
                     if not await self._adopt(artifact) and not await weights.chunk(payload):
                         self._refetch(artifact)
                 case ArtifactSealed(artifact, _, total_bytes):
                     _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
+                    self._end_show(artifact)
                     exact = len(self._generation.leases.exact_leases)
                     if exact:  # only the live version may sample those, which bound the wait
                         text = f"{exact} evaluation leases to end before version {artifact.version} goes live"
@@ -306,6 +414,7 @@ class WeightReceiver:
                         self._waits.end("weights")
                 case ArtifactDropped(artifact, reason):
                     _log.info("%s is not needed: %s", artifact, reason)
+                    self._end_show(artifact)
                     weights.drop()
 
     async def _stand_on_base(self, artifact: ArtifactId) -> None:
@@ -327,6 +436,7 @@ class WeightReceiver:
         if base is None:
             return False
         _log.info("version %d is this machine's base checkpoint: nothing to fetch", artifact.version)
+        self._end_show(artifact)
         self._node.adopted(artifact)
         self._base.end()
         await self._weights.adopt(base)
@@ -349,16 +459,18 @@ class WeightReceiver:
             for offered in self._node.artifacts_available()
         )
 
-    def _log_progress(self, artifact: ArtifactId, more_bytes: int) -> None:
-        """A line every LINE_EVERY_S, so that a version that comes quickly has none."""
+    def _show(self, artifact: ArtifactId, more_bytes: int) -> None:
         self._received_bytes += more_bytes
-        now = monotonic()
-        if now < self._line_at:
-            return
-        self._line_at = now + LINE_EVERY_S
-        whole = max(
-            (held.total_bytes for held in self._node.artifacts_available() if held.artifact == artifact), default=0
-        )
-        what = "download" if artifact.parent is None else "catch-up"
-        text = far_text(self._received_bytes, whole, now - self._began_at)
-        _log.info("%s of version %d: %s", what, artifact.version, text)
+        sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
+        # Bars only until the first version is live; later a version that takes long gets log lines.
+        progress = self._progress if self._weights.live is None else self._lines
+        progress.at(_name_of(artifact), self._received_bytes, max(sizes, default=0))
+
+    def _end_show(self, artifact: ArtifactId) -> None:
+        for progress in (self._progress, self._lines):
+            progress.ended(_name_of(artifact))
+
+
+def _name_of(artifact: ArtifactId) -> str:
+    """The artifact's name on screen and in the log."""
+    return f"{'download' if artifact.parent is None else 'catch-up'} of version {artifact.version}"

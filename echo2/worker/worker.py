@@ -27,7 +27,7 @@ from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.control.session import ControlSession, unless
 from echo2.outside import SteadyClock, monotonic
-from echo2.outside.guard import cancel_all, under_way
+from echo2.outside.guard import cancel_all
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink
 from echo2.trust.tls import Credentials, save_credentials
@@ -51,7 +51,7 @@ from echo2.worker.machine import (
     watch,
 )  # fmt: skip
 from echo2.worker.options import WorkerOptions
-from echo2.worker.weights import WeightReceiver, Weights
+from echo2.worker.weights import ProgressLines, ShowsProgress, WeightReceiver, Weights, shown
 
 LEAVE_S = 0.5  # the farewell is one message; without it the coordinator waits out its own limit
 _log = logging.getLogger("echo2.worker")
@@ -63,6 +63,7 @@ class WorkerDaemon:
     def __init__(
         self,
         options: WorkerOptions,
+        progress: ShowsProgress | None = None,
         engines: Engines = ENGINES,
         log: LogTail | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class WorkerDaemon:
         self.options = replace(options, listen_host=listen_host(options, self._link))
         self.waits = Waits(SteadyClock())
         self.worker: Worker | None = None
-        self._engines, self._log = engines, log
+        self._engines, self._progress, self._log = engines, progress or ProgressLines(), log
         self._stopped = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
 
@@ -98,7 +99,7 @@ class WorkerDaemon:
             joining = asyncio.create_task(join(self._link, self.folder, self.waits, backoff))
             credentials = await unless(self._stopped, joining)
             if credentials is not None:
-                told = (self.waits, self._log)
+                told = (self.waits, self._progress, self._log)
                 self.worker = Worker(self.options, self._link, credentials, hardware, self._engines, *told)
                 await self.worker.run(warm_up)
         finally:
@@ -152,11 +153,12 @@ class Worker:
         hardware: Hardware,
         engines: Engines,
         waits: Waits,
+        progress: ShowsProgress,
         log: LogTail | None,
     ) -> None:
         self.weights: Weights | None = None
         self._options, self._link, self._credentials, self._hardware = options, link, credentials, hardware
-        self._engines, self._waits = engines, waits
+        self._engines, self._waits, self._progress = engines, waits, progress
         self._ending, self._stop_reason, self._is_dismissed = asyncio.Event(), "", False
         self._failure: BaseException | None = None
         self._parts: list[asyncio.Task[None]] = []
@@ -266,11 +268,11 @@ class Worker:
         base = self._base_checkpoint(learner, is_adapter=CONFIG_KEY in config, loads=fit.loads_base)
         self._start(base.offer_to(self.node), "base checkpoint", may_end=True)
         _log.info("engine: %s", fit.reason)
-        await under_way(_log, "compilation of kernels (kept for the next start)", warm_up)
+        await shown(self._progress, "compilation of kernels (kept for the next start)", warm_up)
         engine = await asyncio.to_thread(self._engines.make, name, config, self._options, fit)
         self.status.slot_count = engine.slot_count
         self.status.add_finding(await self._engines.reach(self.status.own_addresses))
-        await under_way(_log, f"load of the {name} engine", engine.start())
+        await shown(self._progress, f"load of the {name} engine", engine.start())
         swap_mode = SwapMode(section.swap_mode)
         self.reports.set_engine(
             engine.draws_by_seed,
@@ -281,7 +283,7 @@ class Worker:
         self.weights = self.status.weights = Weights(
             engine, swap_mode, self.generation.gate, model, self.node.planner.on_decoded
         )
-        receiver = WeightReceiver(self.weights, self.node, self.generation, self._waits, base)
+        receiver = WeightReceiver(self.weights, self.node, self.generation, self._waits, base, self._progress)
         self._start(receiver.run(), "weights")
         self._start(self._request_work(engine, self.weights), "requests")
         await self.generation.run(engine)
@@ -303,7 +305,7 @@ class Worker:
         """Measures the rate under the first version, before the first lease; then asks for work under each that goes live."""
         await weights.next_live()
         measurement = self.generation.measure_rate(engine)
-        tokens_per_s = await under_way(_log, "measurement of this machine's rate", measurement)
+        tokens_per_s = await shown(self._progress, "measurement of this machine's rate", measurement)
         self.leases.rates.declare(tokens_per_s)
         self.status.add_finding(rate_finding(tokens_per_s, engine.slot_count))
         while weights.live is not None:  # another version may have gone live during the measurement

@@ -16,15 +16,17 @@ import logging
 import os
 import shutil
 import struct
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -260,6 +262,9 @@ def write_shards(
 ) -> dict[str, list[Any]]:
     """Writes this rank's rows. A collective: on rank 0 it returns the size and hash of each file once those of all ranks are in its
     `folder`. `lent`: those tensors that are borrowed from the trainer, which may change them once they are written."""
+    is_shared = _sees_leader(folder, ranks)
+    if not is_shared:
+        folder.mkdir(parents=True, exist_ok=True)
     name, written, failure = f"rank-{ranks.rank:05d}.safetensors", {}, None
     own = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, ranks)}
     try:
@@ -274,7 +279,9 @@ def write_shards(
         if said["error"]:
             is_full = said["errno"] in (errno.ENOSPC, errno.EDQUOT)
             raise (DiskFull if is_full else StateError)(f"checkpoint of rank {rank}: {said['error']}")
-    return {file: sum_ for said in told for file, sum_ in said["files"].items()}
+    files: dict[str, list[Any]] = {file: sum_ for said in told for file, sum_ in said["files"].items()}
+    _to_leader(folder, {file: size for file, (size, _) in written.items()}, ranks, is_shared=is_shared)
+    return files
 
 
 def _is_writer(tensor: Tensor, ranks: Ranks) -> bool:
@@ -374,13 +381,16 @@ def load_shards(folder: Path, trainer: Trainer | None, *, is_checked: bool = Fal
     """Loads a checkpoint: the rows of `trainer`'s rank, or whole tensors if `trainer` is None. `is_checked`: this process has
     compared its bytes. A collective of all ranks; what one cannot read is a `StateError` on all."""
     ranks = trainer.ranks if trainer is not None else Ranks()
-    error, state, tensors = "", {}, {}
-    try:
-        state = _read_state(folder) if is_checked else check(folder)
-        tensors = _read_rows(folder, state["files"], trainer)
-    except (OSError, ValueError, KeyError, SafetensorError, StateError) as failure:
-        error = str(failure) if isinstance(failure, StateError) else f"checkpoint {folder}: cannot be read: {failure!r}"
-    errors = [said["error"] for said in ranks.gather({"error": error})]
+    with _for_reading(folder, ranks) as own:
+        error, state, tensors = "", {}, {}
+        try:
+            state = _read_state(own) if is_checked and own == folder else check(own)
+            tensors = _read_rows(own, state["files"], trainer)
+        except (OSError, ValueError, KeyError, SafetensorError, StateError) as failure:
+            error = (
+                str(failure) if isinstance(failure, StateError) else f"checkpoint {own}: cannot be read: {failure!r}"
+            )
+        errors = [said["error"] for said in ranks.gather({"error": error})]
     if failed := next(filter(None, [error, *errors]), None):
         raise StateError(failed)
     published = {key.removeprefix(_PUBLISHED): t for key, t in tensors.items() if key.startswith(_PUBLISHED)}
@@ -429,3 +439,103 @@ def _room_for(key: str, said: Tensor, trainer: Trainer | None, folder: Path) -> 
             f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(said.shape)} in {folder}"
         )
     return as_sharded(torch.empty(own_part(master).shape, dtype=said.dtype), master, trainer.ranks)
+
+
+# ---- between ranks that do not share rank 0's disk
+
+
+def _sees_leader(folder: Path, ranks: Ranks) -> bool:
+    """Whether this rank's `folder` is the same folder as rank 0's, which must be writable there. A collective. A marker file shows
+    it; folder listings would not do, because a network file system may show them late."""
+    if ranks.count == 1:
+        return True
+    mark = str(ranks.gather({"mark": f"{here().rng.getrandbits(64):016x}.mark"})[0]["mark"])
+    if ranks.is_leader:
+        (folder / mark).touch()
+    ranks.gather({})  # barrier: it is there
+    sees = (folder / mark).exists()
+    ranks.gather({})  # barrier: all ranks have looked
+    if ranks.is_leader:
+        (folder / mark).unlink()
+    return sees
+
+
+def _to_leader(folder: Path, written: Mapping[str, int], ranks: Ranks, *, is_shared: bool) -> None:
+    """Sends the files that this rank has `written` in its `folder` to rank 0's folder and removes its own folder. If the folder
+    `is_shared` with rank 0, it sends and removes nothing. A collective."""
+    group = ranks.writers
+    if group is None:
+        return
+    for rank, files in enumerate(ranks.gather({} if is_shared else dict(written))):
+        for name, size in files.items():
+            if ranks.is_leader:
+                _receive(folder / name, size, rank, group)
+            elif ranks.rank == rank:
+                _send(folder / name, [0], group)
+    ranks.gather({})  # barrier: all ranks of a machine have sent their files
+    if not is_shared:
+        shutil.rmtree(folder, ignore_errors=True)  # several ranks may do so at once
+
+
+@contextmanager
+def _for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Yields `folder` if it holds rank 0's files; else a copy of rank 0's folder beside it, removed afterwards. Ranks of one
+    machine with one run folder share a copy. A collective."""
+    group = ranks.writers
+    if group is None:
+        yield folder
+        return
+    files = ranks.gather(_sizes(folder))[0]
+    lacks = [
+        said.get("place", "")
+        for said in ranks.gather({"place": _place(folder, ranks)} if _sizes(folder) != files else {})
+    ]
+    if not any(lacks):
+        yield folder
+        return
+    takers = [rank for rank, place in enumerate(lacks) if place and place not in lacks[:rank]]
+    taker = lacks.index(lacks[ranks.rank])  # the first rank that shares this folder
+    own = folder.with_name(f"{folder.name}.of-rank-{taker}") if lacks[ranks.rank] else folder
+    if ranks.rank in takers:
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+    try:
+        for name, size in files.items():
+            if ranks.is_leader:
+                _send(folder / name, takers, group)
+            elif ranks.rank in takers:
+                _receive(own / name, size, 0, group)
+        ranks.gather({})  # barrier: the copies are complete
+        yield own
+        ranks.gather({})  # barrier: all ranks have finished reading
+    finally:
+        if ranks.rank in takers:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def _place(folder: Path, ranks: Ranks) -> str:
+    """A key that is equal for ranks that use the same folder on the same machine. A machine's ranks share a torchrun agent, whose
+    number is GROUP_RANK."""
+    machine = os.environ.get("GROUP_RANK") or f"rank {ranks.rank}"
+    return f"{machine}: {zlib.crc32(str(folder.absolute()).encode())}"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+
+
+def _send(path: Path, targets: list[int], group: dist.ProcessGroup) -> None:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            packed = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            for target in targets:
+                dist.send(packed, target, group=group)
+
+
+def _receive(path: Path, size: int, source: int, group: dist.ProcessGroup) -> None:
+    with path.open("wb") as file:
+        while size > 0:
+            packed = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
+            dist.recv(packed, source, group=group)
+            file.write(packed.numpy().tobytes())
+            size -= packed.numel()

@@ -272,23 +272,6 @@ def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
         raise ConfigError(found)
 
 
-def check_shared(folder: Path, ranks: Ranks) -> None:
-    """Raises `ConfigError` on every rank unless all see rank 0's run folder, where each keeps its rows. A collective."""
-    path = ranks.gather({"path": str(folder.resolve())})[0]["path"]
-    seen = ranks.gather({"host": platform.node(), "mark": _mark_of(Path(path))})
-    if other := next((rank for rank, said in enumerate(seen) if said["mark"] != seen[0]["mark"]), 0):
-        raise ConfigError(
-            f"run folder {path}: expected all machines to share it, rank {other} on {seen[other]['host']} sees another; put "
-            "run.folder on a disk that they share"
-        )
-
-
-def _mark_of(folder: Path) -> str:
-    """What tells this folder from one of the same name on another machine: its number, and the process that holds its lock."""
-    lock = folder / "learner.lock"
-    return f"{folder.stat().st_ino} {lock.read_text() if lock.exists() else ''}" if folder.exists() else "none"
-
-
 def difference(told: Sequence[Mapping[str, str]]) -> str:
     """Describes the first difference between a rank and rank 0; empty if all agree."""
     first = told[0]

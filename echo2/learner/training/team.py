@@ -143,8 +143,9 @@ class Team:
 
     starts_from_base = True
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, folder: Path | None = None) -> None:
+        """`folder`: this rank's own run folder, possibly on another disk than rank 0's; None: use rank 0's paths."""
+        self.trainer, self._folder = trainer, folder
         self.model = trainer.model
         self.ranks = trainer.ranks
         group = self.ranks.encoders if self.ranks.is_leader else None
@@ -209,7 +210,7 @@ class Team:
         """Takes the state between two steps. The other ranks start writing theirs; the caller must `store.save` the result."""
         checkpoint = take(self.trainer, published, version, state)
         folder = store.begin(checkpoint)
-        self.ranks.tell({"command": "save", "folder": str(folder.resolve()), "version": version})
+        self.ranks.tell({"command": "save", "folder": str(folder), "version": version})
         return checkpoint
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
@@ -217,7 +218,7 @@ class Team:
         step = store.newest()
         if step is None:
             return None
-        self.ranks.tell({"command": "load", "folder": str(store.folder_of(step).resolve())})
+        self.ranks.tell({"command": "load", "folder": str(store.folder_of(step))})
         checkpoint = store.load(step, self.trainer)
         put_back(checkpoint, self.trainer, is_given_away=True)
         return replace(checkpoint, shards={})  # the trainer has taken them
@@ -267,11 +268,11 @@ class Team:
                     self._held.add(Version(head["version"]), head["name"], self._rows_of(head["name"], tensor))
                 case "save":
                     self._written()
-                    folder, published = Path(head["folder"]), self._held.of(Version(head["version"]))
+                    folder, published = self._own(head["folder"]), self._held.of(Version(head["version"]))
                     shards = {**shards_of(self.trainer), **published_shards(published)}
                     self._writing = self._begin("checkpoint", partial(write_shards, shards, folder, self.ranks))
                 case "load":
-                    checkpoint = load_shards(Path(head["folder"]), self.trainer)
+                    checkpoint = load_shards(self._own(head["folder"]), self.trainer)
                     put_back(checkpoint, self.trainer)
                     self._held.keep(checkpoint.published_version, checkpoint.published)
                 case "stop":
@@ -281,6 +282,9 @@ class Team:
                     return
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
+
+    def _own(self, folder: str) -> Path:
+        return Path(folder) if self._folder is None else self._folder / "checkpoints" / Path(folder).name
 
     def _keep_for_audits(self, version: Version) -> None:
         """Keeps a version for scoring, in a thread: comparing all rows with the previous version takes seconds."""

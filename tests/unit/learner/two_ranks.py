@@ -186,11 +186,12 @@ def paths(dense: Path, moe: Path, folder: Path) -> None:
     store = dist.FileStore(str(folder / "meeting"), 2)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
     ranks = DistributedRanks()
-    told = refused(options_of("moe", dense, moe, folder), ranks)
+    own = folder / "elsewhere" if RANK else folder
+    told = refused(options_of("moe", dense, moe, own), ranks)
     assert told, "on every rank"
     copies, loaded = DistributedRanks(2), watch_loading()
     for scenario in SCENARIOS:
-        options = options_of(scenario, dense, moe, folder / scenario)
+        options = options_of(scenario, dense, moe, own / scenario)
         given = copies if options.config.learner.replicas > 1 else ranks
         loaded.clear()
         team = team_of(scenario, options, given)

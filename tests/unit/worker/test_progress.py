@@ -1,0 +1,67 @@
+"""What is shown of long work."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+
+import pytest
+
+from echo2.worker.weights import ProgressLines, progress_for, shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_callers() -> None:
+    told: list[str] = []
+
+    class Told:
+        def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+            told.append(what)
+
+        def ended(self, what: str) -> None:
+            told.append(f"{what} ended")
+
+    async def work(error: Exception | None) -> int:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return 7
+
+    assert asyncio.run(shown(Told(), "compilation", work(None))) == 7
+    assert told == ["compilation", "compilation ended"]
+    with pytest.raises(ValueError, match="boom"):
+        asyncio.run(shown(Told(), "compilation", work(ValueError("boom"))))
+    assert told[2:] == ["compilation", "compilation ended"]
+
+
+def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> None:
+    terminal = Terminal()
+    handler, elsewhere = logging.StreamHandler(terminal), logging.StreamHandler(io.StringIO())
+    kept = elsewhere.stream
+    kept.close()  # it is another's: what becomes of it is not for a bar to meet
+    logger = logging.getLogger("echo2")
+    logger.addHandler(handler)
+    logger.addHandler(elsewhere)
+    elsewhere.setLevel(logging.CRITICAL)
+    assert isinstance(progress_for(terminal, as_json=True), ProgressLines)
+    assert isinstance(progress_for(io.StringIO(), as_json=False), ProgressLines)
+    try:
+        bars = progress_for(terminal, as_json=False)
+        bars.at("download", 10_000_000, 40_000_000)
+        assert handler.stream is not terminal and elsewhere.stream is kept
+        logger.warning("a line meanwhile")
+        bars.at("load", 0, 0)
+        bars.ended("download")
+        bars.ended("load")
+        bars.ended("never begun")
+        assert handler.stream is terminal and elsewhere.stream is kept
+    finally:
+        logger.removeHandler(handler)
+        logger.removeHandler(elsewhere)
+    text = terminal.getvalue()
+    assert "download" in text and "a line meanwhile" in text
