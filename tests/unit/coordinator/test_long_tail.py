@@ -97,10 +97,12 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
         (grant,) = grants(actions)
         assert (grant.worker_id, grant.is_continuation) == (to, True)
         workers.append(grant.worker_id)
+        assert len(workers) <= MOVES_PER_GROUP_MAX
         now += 60.0
         book.on_progress(now - 50, grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers))
         book.on_progress(now, grant.worker_id, grant.lease_id, 0, SIZE * 110)  # slow here, too
-        book.request(now, THIRD, SIZE, Version(0))
+        for other in {FAST, THIRD} - {grant.worker_id}:
+            book.request(now, other, SIZE, Version(0))
     assert workers == [FAST, THIRD]
     assert book.counts.moved == MOVES_PER_GROUP_MAX
 
