@@ -8,7 +8,9 @@ from pathlib import Path
 from echo2.coordinator.fleet.members import Liveness, OperatorSetting
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.contract.fleet import until
 from tests.unit.coordinator.test_daemon import Node, group, options, running
+from tests.unit.coordinator.test_planner_input import beat
 
 TEXT = "audit: its log-probabilities are 0.08 nats off, 0.05 are allowed"
 PATIENT = {"suspect_after": 30.0, "gone_after": 60.0, "lease_timeout": 60.0}
@@ -81,3 +83,21 @@ async def test_groups_of_a_worker_that_says_good_bye_or_will_lose_its_machine_go
         revoked = await second.until("lease_revoke")
         assert (revoked.lease_id, revoked.reason) == (grant.ticket.lease_id, "preemption: the cloud says so")
         assert hub.book.leases[revoked.lease_id].is_recalled
+
+
+async def test_a_worker_that_its_record_bars_is_not_planned_for_while_there_is_another(tmp_path: Path) -> None:
+    async with running(options(tmp_path, plan_interval=0.1, **PATIENT)) as daemon:
+        hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
+        await learner.hello()
+        barred, other = [await Node.join(daemon, Role.WORKER) for _ in range(2)]
+        for worker in (barred, other):
+            await worker.hello()
+            await worker.say(heartbeat=beat())
+        await learner.say(report=pb.LearnerReport(step=1, train_s=1.0, eval_reward=-1.0))
+        names = {worker.credentials.peer_id for worker in (barred, other)}
+        await until(lambda: hub.plan.now is not None and set(hub.plan.now.pool) == names, "both are worth having")
+        hub.book.records.bar(barred.credentials.peer_id, "it gives up prompts", 60.0, hub.clock.now())
+        alone = {other.credentials.peer_id}
+        await until(
+            lambda: hub.plan.now is not None and set(hub.plan.now.pool) == alone, "the other alone is planned for"
+        )
