@@ -4,8 +4,8 @@ A row is JSON under a kind and a key; the log (events, samples, paid actions) is
 synchronous=NORMAL: what `write` has written survives a kill of the process; a power cut may lose the last moments, which the
 learner's list of groups and the workers' held leases repair. Changes that no node would report again (`must_last`) are synced and
 counted in a file beside the database before `write` returns; a database that lacks one of them is refused, for bans, revoked tokens
-and money spent would be lost silently. `checkpoint`, on the thread that calls it, folds SQLite's log into the database file.
-Guarantees: state of another schema or run is refused, and so is a damaged database.
+and money spent would be lost silently. `checkpoint`, on the thread that calls it, folds SQLite's log into the database file, and
+notices if that was removed. Guarantees: state of another schema or run is refused, and so is a damaged database.
 """
 
 from __future__ import annotations
@@ -291,8 +291,7 @@ class SqlStore:
         try:
             here().files.sync_path(self._file.with_name(f"{self._file.name}-wal"))
         except FileNotFoundError:
-            text = "expected the coordinator's database to stay there, it was removed while it ran"
-            raise StateError(f"{self._where}: {text}. Restore a backup of it (docs/runbook.md)") from None
+            raise self._removed() from None
         except OSError as error:
             raise self._error(error) from None
 
@@ -362,6 +361,8 @@ class SqlStore:
         with self._checkpointing:
             if self._file is None or not self._is_open:
                 return
+            if not self._file.exists():
+                raise self._removed()
             try:
                 with self._engine.connect() as connection:
                     for _ in range(CHECKPOINT_TRIES):
@@ -375,6 +376,10 @@ class SqlStore:
         with self._checkpointing:
             self._is_open = False
             self._engine.dispose()
+
+    def _removed(self) -> StateError:
+        text = "expected the coordinator's database to stay there, it was removed while it ran"
+        return StateError(f"{self._where}: {text}. Restore a backup of it (docs/runbook.md)")
 
     def _damaged(self, what: str) -> StateError:
         return StateError(

@@ -222,15 +222,26 @@ def test_what_a_kill_leaves_is_whole(tmp_path: Path) -> None:
         assert (store.load().members, store.load().meta["n"]) == ((BANNED,), "59")
 
 
-def test_a_database_removed_under_an_open_store_ends_it_at_the_next_change_that_must_last(tmp_path: Path) -> None:
+def test_a_database_removed_under_an_open_store_ends_it_at_the_next_look_or_change_that_must_last(
+    tmp_path: Path,
+) -> None:
     with closing(kept_in(tmp_path)) as store:
         store.write(rows(BANNED, must_last=True))
         for path in tmp_path.glob("state.sqlite*"):
             path.unlink()
         with pytest.raises(StateError, match="it was removed while it ran"):
             store.write(rows(MEMBER, must_last=True))
+        with pytest.raises(StateError, match="it was removed while it ran"):
+            store.checkpoint()
     with pytest.raises(StateError, match="found none; bans"):
         kept_in(tmp_path)
+
+
+async def test_a_coordinator_whose_database_is_removed_ends_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="it was removed while it ran"):
+        async with daemon_tests.running(daemon_tests.options(tmp_path)) as daemon:
+            (tmp_path / "coordinator" / "state.sqlite").unlink()
+            await daemon._stop.wait()
 
 
 def test_a_database_that_is_gone_or_empty_is_not_begun_anew(tmp_path: Path) -> None:
