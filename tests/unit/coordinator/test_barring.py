@@ -99,5 +99,5 @@ async def test_a_worker_that_its_record_bars_is_not_planned_for_while_there_is_a
         hub.book.records.bar(barred.credentials.peer_id, "it gives up prompts", 60.0, hub.clock.now())
         alone = {other.credentials.peer_id}
         await until(
-            lambda: hub.plan.now is not None and set(hub.plan.now.pool) == alone, "the other alone is planned for"
+            lambda: hub.plan.now is not None and set(hub.plan.now.pool) == alone, "the other alone is planned for", 30.0
         )
