@@ -1,8 +1,7 @@
 """Runs a run's processes on this machine from start to end, with the live screen, for `echo2 demo` and `echo2 run`.
 
 Waits for: the learner's end, or what `is_over` says, unless nothing makes progress for `still_s`; polls twice a second.
-Guarantees: every process is asked to stop when `run` returns or is cancelled. Leaves to others: which processes to start, signals,
-the final report.
+Guarantees: every process is asked to stop when `run` returns or is cancelled.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class LiveRun:
         self._moved = LastMove(self._began)
 
     async def run(self, workers: Sequence[str]) -> None:
-        """Starts coordinator, learner and `workers`; returns at the end of the run, with all processes stopped.
-
-        A coordinator that knows the run as finished would send workers home, so they start once its learner has come to go on.
-        """
+        """Starts coordinator, learner and `workers`; returns at the end of the run, with all processes stopped. A coordinator
+        that knows the run as finished would send workers home, so they start once its learner has come to go on."""
         try:
             page = await self.children.start_coordinator()
             self.console.print(f"dashboard {page}", highlight=False, soft_wrap=True)
@@ -108,10 +105,8 @@ class LiveRun:
 
 @dataclass(slots=True)
 class LastMove:
-    """Tracks when a run last made progress: a step, an evaluation, a new version, a version live on a worker, or sampled tokens.
-
-    If only workers make progress, the limit on standing still is STILL_STEPS times as long.
-    """
+    """Tracks when a run last made progress: a step, an evaluation, a new version, a version live on a worker, or sampled
+    tokens. If only workers make progress, the limit on standing still is STILL_STEPS times as long."""
 
     at: float
     stepped_at: float = math.nan

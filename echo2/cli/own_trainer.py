@@ -49,11 +49,9 @@ CLOSE_WITHIN_S = 60.0  # workers fetch a last version in seconds; docs/own-train
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout.
-
-    `logprobs`: per token of `token_ids`, in nats, recorded at sampling; at temperature 1 those of the raw model, else of the
-    sampling distribution. `versions`: the version that sampled each token. `group`: number of the prompt within its batch.
-    """
+    """One rollout. `logprobs`: per token of `token_ids`, in nats, recorded at sampling; at temperature 1 those of the raw
+    model, else of the sampling distribution. `versions`: the version that sampled each token. `group`: number of the prompt
+    within its batch."""
 
     group: int
     prompt_token_ids: tuple[int, ...]
@@ -65,11 +63,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """B rows of L positions: prompt, then completion, padded on the right; rewards and groups by row.
-
-    `token_ids_BL` int64; `is_sampled_BL` bool marks what the policy sampled; `logprobs_BL` float32, 0 elsewhere;
-    `versions_BL` int64, -1 elsewhere; `rewards_B` float32; `groups_B` int64.
-    """
+    """B rows of L positions: prompt, then completion, padded on the right; rewards and groups by row. `token_ids_BL` int64;
+    `is_sampled_BL` bool marks what the policy sampled; `logprobs_BL` float32, 0 elsewhere; `versions_BL` int64, -1 elsewhere;
+    `rewards_B` float32; `groups_B` int64."""
 
     token_ids_BL: Tensor
     is_sampled_BL: Tensor
@@ -105,11 +101,9 @@ class TrainingBatch:
 
 
 class Run:
-    """Makes this process the learner of a run. `link`: the learner's join link, or @FILE; needed on the first start.
-
-    `config`: a TOML file, or a resolved config. `folder`: keeps identity, journal and checkpoints (default: as in
-    `echo-learner`). Nothing starts before the first `Publisher.publish`. Raises `ConfigError` for a bad option.
-    """
+    """Makes this process the learner of a run. `link`: the learner's join link, or @FILE; needed on the first start. `config`:
+    a TOML file, or a resolved config. `folder`: keeps identity, journal and checkpoints (default: as in `echo-learner`).
+    Nothing starts before the first `Publisher.publish`. Raises `ConfigError` for a bad option."""
 
     def __init__(self, config: str | Path | RunConfig, link: str = "", *, folder: str | Path | None = None) -> None:
         require_extra("learner", "echo2.Run")
@@ -166,12 +160,10 @@ class Run:
             self._thread.start()
 
     def close(self) -> None:
-        """Leaves the run. Steps trained so far are on disk; a batch not trained on is delivered again at the next start.
-
-        After the last step, waits until workers could fetch the last version. Raises the error that ended the run, unless it
-        was raised before, and `Unreachable`, which names what it waits for, if the run's side has not ended within
-        CLOSE_WITHIN_S. (If another error is already leaving a `with` block, both become warnings.)
-        """
+        """Leaves the run. Steps trained so far are on disk; a batch not trained on is delivered again at the next start. After
+        the last step, waits until workers could fetch the last version. Raises the error that ended the run, unless it was
+        raised before, and `Unreachable`, which names what it waits for, if the run's side has not ended within CLOSE_WITHIN_S.
+        (If another error is already leaving a `with` block, both become warnings.)"""
         if (trouble := self._leave()) is not None:
             raise trouble
 
@@ -263,15 +255,13 @@ class Publisher:
         self.run = run
 
     def publish(self, step: int, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> bool:
-        """Reports that `step` optimiser steps are complete, and hands over the weights after them.
-
-        `named_tensors`: all parameters by their Hugging Face names, any float dtype, any device, rounded to the run's published
-        dtype; and the model's persistent float buffers (a router's correction bias), which keep their dtype.
-        `published_tensors(model)` gives both. Call it once before the first batch and after each batch. Copies the tensors only
-        if a version is due, which the coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change
-        the tensors as soon as it returns. Raises `ConfigError` for tensors other than the model's, `StateError` for a step
-        out of order, and the error that ended the run, if any.
-        """
+        """Reports that `step` optimiser steps are complete, and hands over the weights after them. `named_tensors`: all
+        parameters by their Hugging Face names, any float dtype, any device, rounded to the run's published dtype; and the
+        model's persistent float buffers (a router's correction bias), which keep their dtype. `published_tensors(model)` gives
+        both. Call it once before the first batch and after each batch. Copies the tensors only if a version is due, which the
+        coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change the tensors as soon as it
+        returns. Raises `ConfigError` for tensors other than the model's, `StateError` for a step out of order, and the error
+        that ended the run, if any."""
         tensors = dict(named_tensors)
         if not self.run.is_started:
             self.run.start(step, tensors)

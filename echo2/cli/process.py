@@ -101,10 +101,8 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
     """Lets Ctrl-C end the process at once and silently: torch and numpy print long tracebacks if interrupted while importing.
-
     Once a daemon exists, `run_daemon` asks it to stop instead; after the block, Ctrl-C raises KeyboardInterrupt. Does nothing
-    outside the main thread.
-    """
+    outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,8 +115,7 @@ def ended_by_interrupt() -> Iterator[None]:
 
 def die_with_parent() -> None:
     """If PARENT names a process, ends this one when that one is gone, whatever killed it: by SIGTERM first, so that a worker's
-    engine ends its own processes, and after END_WITHIN_S by killing this process's group.
-    """
+    engine ends its own processes, and after END_WITHIN_S by killing this process's group."""
     parent = os.environ.pop(PARENT, "")
     if not parent:
         return

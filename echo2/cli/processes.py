@@ -151,10 +151,8 @@ class Children:
 
 
 def stop_on_signals(children: Children, console: Console) -> None:
-    """The first SIGINT, SIGTERM or SIGHUP cancels the current task; the second kills the processes and ends this one, in silence.
-
-    A closed terminal takes no more output. SIGHUP stays ignored where it is, as under nohup.
-    """
+    """The first SIGINT, SIGTERM or SIGHUP cancels the current task; the second kills the processes and ends this one, in
+    silence. A closed terminal takes no more output. SIGHUP stays ignored where it is, as under nohup."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 

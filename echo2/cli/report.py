@@ -37,7 +37,6 @@ class RunReport:
 
 def write_report(run_folder: Path, status: pb.RunStatus, elapsed_s: float | None = None) -> RunReport:
     """Writes summary.json, plots and report.html into the run folder, from the run's last status and the learner's files there.
-
     `elapsed_s`: since the command that ran it began; None if several programs did."""
     steps = [row for row in rows_of(run_folder / "learner" / "metrics.jsonl") if "reward/mean" in row]
     evaluated = rows_of(run_folder / "learner" / "evaluations.jsonl")
@@ -137,9 +136,7 @@ def _facts(
 
 def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
     """Returns measured and predicted utilisation over the same steps: from RAMP_STEPS after the first step with a prediction.
-
-    Earlier the learner waits for machines to start and for the first rates to be measured, which the model does not cover.
-    """
+    Earlier the learner waits for machines to start and for the first rates to be measured, which the model does not cover."""
     planned = [number for number, row in enumerate(steps) if row.get("utilisation/predicted")]
     steady = steps[planned[0] + RAMP_STEPS :] if planned else []
     if not steady:

@@ -1,7 +1,6 @@
 """A run's model, lengths and the learner's needs, and the options that follow from them, before any weights are loaded.
 
-Guarantees: opens no connection; imports torch only to count a family that the formula does not know. Leaves to others: what fits
-(cost_model/sizing).
+Guarantees: opens no connection; imports torch only to count a family that the formula does not know.
 """
 
 from __future__ import annotations

@@ -66,9 +66,8 @@ OpenStore = Callable[[str, RunId, Path], SqlStore]
 
 @contextmanager
 def collected_garbage() -> Iterator[Callable[[], None]]:
-    """Keeps the interpreter's own pauses short inside the block. The function that it gives is called at each tick.
-
-    By default Python's collector walks all objects every few seconds: with 2,000 workers a third of a second each time, while lease
+    """Keeps the interpreter's own pauses short inside the block. The function that it gives is called at each tick. By default
+    Python's collector walks all objects every few seconds: with 2,000 workers a third of a second each time, while lease
     requests wait. Here it examines at each tick the objects made since the last one and sets the survivors aside; it walks
     everything when the process's peak memory has grown by a quarter since the last walk, so garbage in cycles adds no more."""
 

@@ -103,8 +103,7 @@ half a minute old is good enough after a restart. What must not be lost (joins, 
 WORKERS_MAX = 20_000  # 4,000 heartbeats a second; measured are 2,000 workers, by make bench-coordinator
 TOKENS_MAX = 10_000  # revoked and expired ones count; one for each rented machine
 BUDGET_TICKS = 10  # five seconds: a fleet of 1,000 USD an hour spends a dollar beyond the budget
-PREEMPTION_WORD = "preemption"
-"""Marks the reason of a worker that leaves because its cloud preempts it."""
+PREEMPTION_WORD = "preemption"  # marks the reason of a worker that leaves because its cloud preempts it
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -395,9 +394,8 @@ class Hub:
 
     def adopt_plan(self, plan: Plan, choosable: Iterable[PeerId], is_acted_on: bool) -> None:
         """Adopts a plan of the pool. The learner always gets it; workers are activated by it only if `is_acted_on`.
-
-        `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their state.
-        """
+        `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their
+        state."""
         before = self.plan.message
         self.plan.adopt(plan, is_acted_on)
         if is_acted_on:
@@ -511,11 +509,10 @@ class RunEnd:
 
 class RunEnding:
     """Ends the run: once the learner has finished, nothing that costs money continues. `finish`: None while the run goes on.
-
-    Guarantees: a run ends only when the learner reports that it has finished, so killing or stopping a learner does not end it; the
-    end is saved before any node is told; workers leave and are told why, and one that connects later is refused before anything
-    changes. A learner that comes back with steps left reopens the run, and so does a coordinator started for more steps than the
-    learner had: else workers that come before their learner would be sent home."""
+    Guarantees: a run ends only when the learner reports that it has finished, so killing or stopping a learner does not end it;
+    the end is saved before any node is told; workers leave and are told why, and one that connects later is refused before
+    anything changes. A learner that comes back with steps left reopens the run, and so does a coordinator started for more
+    steps than the learner had: else workers that come before their learner would be sent home."""
 
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub

@@ -67,13 +67,11 @@ def _size_of(kind: str) -> float:
 
 BANDWIDTH_SHARE = 0.7
 """Share of the data sheet's bandwidth that attention and matrix-vector kernels reach; assumed until a machine is measured."""
-DECODE_FLOPS_SHARE = 0.5
-"""Share of the data sheet's dense bf16 FLOPs that is reached."""
+DECODE_FLOPS_SHARE = 0.5  # share of the data sheet's dense bf16 FLOPs that is reached
 STEP_S = 0.003
 """Seconds per step for scheduling, sampling and kernel launches; assumed, of the order that vLLM's authors publish."""
 
-PREFILL_STEP_TOKENS = 2048
-"""Tokens prefilled per step: vLLM's usual budget."""
+PREFILL_STEP_TOKENS = 2048  # tokens prefilled per step: vLLM's usual budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +110,7 @@ class Roofline:
 TRAIN_FLOPS_SHARE = 0.23
 """Of the data sheet: our step at 4 billion parameters on an H200 (`make gpu`); at 0.6 billion it is 0.1."""
 GPUS_PER_WORKER = (1, 2, 4, 8, 16)  # tensor parallelism divides attention heads, whose number is a multiple of these
-CPU = "cpu"
-"""The kind for machines on which the embedded engine generates."""
+CPU = "cpu"  # the kind for machines on which the embedded engine generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +161,8 @@ def worker_prior(
     gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0, gpu_count: int = 0
 ) -> WorkerPrior:
     """The prior of a worker with `gpu_count` GPUs, laid out as the worker would; 0: the count with the most tokens/s per GPU,
-    the smallest of equals. Raises ResourceError if the model does not fit.
-
-    tokens_each: average cached tokens per sequence; 0: half of the longest.
-    """
+    the smallest of equals. Raises ResourceError if the model does not fit. tokens_each: average cached tokens per sequence; 0:
+    half of the longest."""
     if gpu.name == CPU:
         return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each, run.quantisation)
     priors, refusal = [], ""
@@ -256,10 +251,8 @@ class MarketOffer:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An offer with its predicted rate and price for a run. If it has no rate, `refusal` says why.
-
-    usd_per_million: USD per million useful tokens; usd_low, usd_high: its interval, from the interval of the rate.
-    """
+    """An offer with its predicted rate and price for a run. If it has no rate, `refusal` says why. usd_per_million: USD per
+    million useful tokens; usd_low, usd_high: its interval, from the interval of the rate."""
 
     offer: MarketOffer
     kind: str

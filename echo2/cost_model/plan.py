@@ -81,15 +81,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The pool, the publication period, the cap on rollouts in flight, and the reasons.
-
-    pool: worker IDs, sorted. activate, drain: the changes relative to the workers that are active now. in_flight_cap_rollouts:
-    most rollouts that may be offered and not yet trained on. broadcast_s: T_bcast, including encode and apply; transfer_s: the
-    part of it that occupies the links. over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s:
-    since when the pool has been slightly short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers
-    charge for traffic. utilisation_spread: standard deviation of the utilisation over time, as machines are lost and replaced.
-    usd_to_finish: what the steps left cost, 0 if their number is unknown.
-    """
+    """The pool, the publication period, the cap on rollouts in flight, and the reasons. pool: worker IDs, sorted. activate,
+    drain: the changes relative to the workers that are active now. in_flight_cap_rollouts: most rollouts that may be offered
+    and not yet trained on. broadcast_s: T_bcast, including encode and apply; transfer_s: the part of it that occupies the
+    links. over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s: since when the pool has been
+    slightly short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic.
+    utilisation_spread: standard deviation of the utilisation over time, as machines are lost and replaced. usd_to_finish: what
+    the steps left cost, 0 if their number is unknown."""
 
     kappa: int
     pool: tuple[PeerId, ...]

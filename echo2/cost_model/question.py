@@ -42,11 +42,8 @@ MACHINE_GPUS_MAX = 64  # the largest power of two in a rack of 72: an engine div
 
 @dataclass(frozen=True, slots=True)
 class PoolOffer:
-    """`count` identical machines on offer.
-
-    gpus: per machine; 0: the count that gives the most tokens/s per dollar. price_usd_per_hour: per GPU. slots and
-    tokens_per_s: 0 takes the catalogue's prior.
-    """
+    """`count` identical machines on offer. gpus: per machine; 0: the count that gives the most tokens/s per dollar.
+    price_usd_per_hour: per GPU. slots and tokens_per_s: 0 takes the catalogue's prior."""
 
     gpu: str
     count: int

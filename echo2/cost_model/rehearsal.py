@@ -29,8 +29,7 @@ ROLLOUTS_MAX, GROUPS_LEAST = 256, 16
 ROLLOUTS_EVEN_MAX = 2048  # so many where the workers' sizes differ: 50 ms
 WORKERS_KEPT, WORKERS_LEAST = 12, 4  # three of each of four kinds of links; 48 change nothing beyond 1 %
 WARM_SHARE = 0.35  # the buffer is full after a third
-TAKES, STEPS_OF_A_TAKE = 3, 80
-"""Rehearsals that confirm a choice: the best of many is partly just the luckiest."""
+TAKES, STEPS_OF_A_TAKE = 3, 80  # rehearsals that confirm a choice: the best of many is partly just the luckiest
 LARGER, STEPS_OF_A_LARGER = 4, 24
 """Where a step is more than so many times the usual part, a choice is confirmed by one rehearsal of a part that is so many times
 larger. If nearly all of S is used, a thousand groups a step lose 5 % of which 16 show nothing, and 64 two fifths."""
@@ -46,12 +45,9 @@ nothing like a normal distribution."""
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """The run to rehearse. Per worker: `slots`, `rollout_s` (mean), `own_s` (a version of kappa steps over the links to it),
-    `latency_s` (last byte to live), `swap_s`.
-
-    lengths: quantiles of a rollout's length at equal shares, ascending, with mean 1. common_s: a version of kappa steps on the
-    learner's and the swarm's links. growth: size of a version by the steps it spans, over that of kappa steps. is_stalled: workers
-    pause while a version is on the links. take: seed of the order of lengths.
-    """
+    `latency_s` (last byte to live), `swap_s`. lengths: quantiles of a rollout's length at equal shares, ascending, with mean 1.
+    common_s: a version of kappa steps on the learner's and the swarm's links. growth: size of a version by the steps it spans,
+    over that of kappa steps. is_stalled: workers pause while a version is on the links. take: seed of the order of lengths."""
 
     staleness_bound: int
     kappa: int
@@ -102,10 +98,8 @@ def _has_large_steps(learner: LearnerEstimate) -> bool:
 
 
 def with_losses(fleet: FleetModel, found: Evaluation, utilisation: float) -> tuple[float, float]:
-    """Mean and standard deviation of the utilisation as machines are lost and replaced, from that with everybody at work.
-
-    While a share of the rate is away the learner gets what is left, and it never catches up above 1.
-    """
+    """Mean and standard deviation of the utilisation as machines are lost and replaced, from that with everybody at work. While
+    a share of the rate is away the learner gets what is left, and it never catches up above 1."""
     rows = np.flatnonzero(found.chosen)
     away = fleet.away[rows]
     if not away.any():
@@ -174,10 +168,8 @@ def rehearsal_of(fleet: FleetModel, found: Evaluation) -> Rehearsal:
 
 
 def reduced(run: Rehearsal, larger: int = 1) -> Rehearsal:
-    """Shrinks a pool in proportion to at most about `larger` times `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
-
-    Rates are corrected for rounding. A worker with room for a whole group keeps room for one.
-    """
+    """Shrinks a pool in proportion to at most about `larger` times `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer
+    slots. Rates are corrected for rounding. A worker with room for a whole group keeps room for one."""
     batch = run.groups_per_step * run.rollouts_per_group
     factor = min(batch / ROLLOUTS_MAX, run.groups_per_step / GROUPS_LEAST) / larger
     if factor <= 1.0:

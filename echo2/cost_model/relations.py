@@ -33,8 +33,7 @@ Counts = npt.NDArray[np.int64]
 TOLERANCE = 1e-6  # of floating point sums
 QUANTILES = 256  # the longest of 64 is then between two of them
 TAIL_SHARE = 0.95  # workers report the 95th percentile
-LONGEST_TAILS = 3.0
-"""The longest rollout if the token limit is unknown, in 95th percentiles."""
+LONGEST_TAILS = 3.0  # the longest rollout if the token limit is unknown, in 95th percentiles
 USUAL_SIGMA, AT_THE_CUT = 0.9, 0.995
 IN_FLIGHT_HEADROOM = 1.1
 """Lengths fluctuate from step to step, so a tenth more than the mean is in flight at times; of few groups a deviation more."""
@@ -45,12 +44,10 @@ NORMAL = NormalDist()  # for quantiles
 
 
 def unit_lengths(mean: float, tail: float, longest: float = math.inf) -> Floats:
-    """Quantiles at equal shares, with mean 1, of the log-normal clipped at `longest` with this mean and 95th percentile.
-
-    `mean` is that of the clipped lengths, since that is what a run measures. Bisection finds sigma, with the median that the 95th
-    percentile implies. If the 95th percentile is at the limit, it says nothing about the spread; then sigma is `USUAL_SIGMA`, and
-    bisection finds the median that gives the mean.
-    """
+    """Quantiles at equal shares, with mean 1, of the log-normal clipped at `longest` with this mean and 95th percentile. `mean`
+    is that of the clipped lengths, since that is what a run measures. Bisection finds sigma, with the median that the 95th
+    percentile implies. If the 95th percentile is at the limit, it says nothing about the spread; then sigma is `USUAL_SIGMA`,
+    and bisection finds the median that gives the mean."""
     longest = max(longest, tail) if math.isfinite(longest) else LONGEST_TAILS * tail
     return _unit_lengths(round(max(1.0, tail / mean), 3), round(longest / mean, 3))
 
@@ -94,8 +91,7 @@ def longest_of(lengths: Floats, count: int) -> float:
 class OperatingPoint:
     """The relations' numbers of a pool under one period. transfer_s: the version's time on the links; latency_s: encoding, round
     trips and applying on top of that; rollout_s: L_roll. They are the latest in-time worker's; `throughput` is that of the workers
-    in time.
-    """
+    in time."""
 
     staleness_bound: int
     kappa: int
@@ -179,8 +175,7 @@ class Evaluation:
         """Cap on rollouts offered and not yet trained on: enough to hide the longest of each group, few enough that none grows old.
 
         By Little's law, R/T_train rollouts per second that are each in flight as long as their group need R*L_roll/T_train, and up
-        to R more wait for their batch. Beyond R*(S + 1), a rollout would be too stale by the time it is trained on.
-        """
+        to R more wait for their batch. Beyond R*(S + 1), a rollout would be too stale by the time it is trained on."""
         point = self.point
         batch = point.rollouts_per_step
         flow = batch * (1 + self.group_s / point.train_s)
@@ -191,10 +186,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FleetModel:
-    """A snapshot's workers as columns, in SI units. `rate`: rollouts/s less the expected losses; `away`: that share; `away_s`: what
-    a loss costs. `latency_s`: encoding, the round trips of two hops, applying. `group_s`: seconds that a group is in flight.
-    `price`: without traffic; `egress`:
-    USD/GiB sent. `kind`: equal for equal machines."""
+    """A snapshot's workers as columns, in SI units. `rate`: rollouts/s less the expected losses; `away`: that share; `away_s`:
+    what a loss costs. `latency_s`: encoding, the round trips of two hops, applying. `group_s`: seconds that a group is in
+    flight. `price`: without traffic; `egress`: USD/GiB sent. `kind`: equal for equal machines."""
 
     snapshot: FleetSnapshot
     config: PlanConfig
@@ -299,8 +293,7 @@ class FleetModel:
         """Seconds that a version of `kappa` steps takes the learner's and the swarm's uplinks, by the fluid bound over the
         efficiency that broadcasts reach, and until each of these workers has it: those with a slow downlink later than the others.
 
-        T* = max(F/u_s, F/d_i, N*F/(u_s + sum u_i)): F bytes, seed uplink u_s, N workers' uplinks u_i and downlinks d_i.
-        """
+        T* = max(F/u_s, F/d_i, N*F/(u_s + sum u_i)): F bytes, seed uplink u_s, N workers' uplinks u_i and downlinks d_i."""
         period = self.period(kappa)
         uplinks = self.snapshot.learner.link.uplink_bytes_per_s + float(self.uplink[rows].sum())
         common_s = max(period.seed_s, len(rows) * period.artifact_bytes / (uplinks * period.efficiency))

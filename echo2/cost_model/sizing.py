@@ -17,12 +17,9 @@ from typing import Literal
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
 
-GPU_MEMORY_SHARE = 0.9
-"""Share of GPU memory for weights and KV cache; the rest is for activations and the driver."""
-GPU_BYTES = 2
-"""Bytes per weight and per cached value on a GPU: engines compute in bf16 there."""
-CPU_PROCESS_BYTES = 512 << 20
-"""A worker's own code and the activations between the layers of a step."""
+GPU_MEMORY_SHARE = 0.9  # share of GPU memory for weights and KV cache; the rest is for activations and the driver
+GPU_BYTES = 2  # bytes per weight and per cached value on a GPU: engines compute in bf16 there
+CPU_PROCESS_BYTES = 512 << 20  # a worker's own code and the activations between the layers of a step
 CPU_CACHE_SHARE = 0.5
 """Share of the memory besides weights and code that the KV cache may use; the other half is left to the machine."""
 FILL = 2
@@ -133,11 +130,9 @@ class RunLengths:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`engine_count` engines, each over `tensor_parallel` GPUs (0: on the CPU) and with `sequences` sequences.
-
-    GPUs left over stay idle. `cache_tokens`: capacity of one engine's KV cache. `loads_base`: the base checkpoint may be
-    loaded into memory before it is known whether it is needed.
-    """
+    """`engine_count` engines, each over `tensor_parallel` GPUs (0: on the CPU) and with `sequences` sequences. GPUs left over
+    stay idle. `cache_tokens`: capacity of one engine's KV cache. `loads_base`: the base checkpoint may be loaded into memory
+    before it is known whether it is needed."""
 
     engine_count: int
     tensor_parallel: int
@@ -253,12 +248,10 @@ def worker_fit(
 
 
 def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -> Fit:
-    """Chooses engines for these GPUs: few GPUs per engine, as long as enough sequences fit beside the weights.
-
-    Separate engines need no exchange per layer, and a lost GPU takes down only one. But an engine whose weights leave room
-    for few sequences reads its weights for few tokens. So this takes the width with the largest `_worth`, the smallest of
-    equals. Widths are powers of two that divide the heads. Raises ResourceError if the model does not fit.
-    """
+    """Chooses engines for these GPUs: few GPUs per engine, as long as enough sequences fit beside the weights. Separate engines
+    need no exchange per layer, and a lost GPU takes down only one. But an engine whose weights leave room for few sequences
+    reads its weights for few tokens. So this takes the width with the largest `_worth`, the smallest of equals. Widths are
+    powers of two that divide the heads. Raises ResourceError if the model does not fit."""
     if not gpu_memory_bytes:
         raise ConfigError("layout: expected at least one GPU, got none")
     count, least, longest = len(gpu_memory_bytes), min(gpu_memory_bytes), run.of(size)
@@ -373,8 +366,7 @@ def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, ru
 # The estimate of activations counts what a layer keeps for its backward pass; `benchmarks.bench_scale` compares the sum with a
 # real process. Leaves to others: measuring the machine.
 
-PROCESS_BYTES = 448 << 20
-"""Code, tokenizer, tasks, sockets; torch and transformers alone take 0.3 GB."""
+PROCESS_BYTES = 448 << 20  # code, tokenizer, tasks, sockets; torch and transformers alone take 0.3 GB
 MASTER_BYTES = 4
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8.0, "host": 8.0, "8bit": 2.0 + 8.0 / 256.0}
 """Bytes per parameter of AdamW's two moments; in 8 bits with a float32 scale for each block of 256."""
@@ -387,8 +379,7 @@ micro-batch's gradient in bf16 as well. Published copies are on the host."""
 HOST_BYTES_GPU = 2 + 2
 """Host bytes per parameter of a learner on GPUs, beside the copies of masters and moments from which a checkpoint is written: the
 published bits and those being encoded."""
-AUDIT_CHANGED_SHARE = 0.02
-"""Share of the weights that a version changes at learning rates of 1e-6 to 1e-5."""
+AUDIT_CHANGED_SHARE = 0.02  # share of the weights that a version changes at learning rates of 1e-6 to 1e-5
 AUDIT_BYTES_OF_CHANGE = 6  # index and value of a changed weight
 AUDIT_BOUNDS = 2
 """Audits keep the versions of this many staleness bounds, at most one per step: a rollout is audited within one bound."""
@@ -398,25 +389,20 @@ REFERENCE_BYTES_CPU, REFERENCE_BYTES_GPU = 4, 2
 """Bytes per parameter of the base model that the KL penalty uses as reference."""
 ADAPTER_BASE_BYTES_CPU, ADAPTER_BASE_BYTES_GPU = 6, 2
 """Bytes per parameter of an adapter's base model: on a CPU float32, plus bf16 while it is read; on a GPU bf16."""
-NF4_BYTES = 1 / 2 + 2 / 64
-"""Bytes per parameter of a base's linear layers in nf4: a code, and a scale for each 64."""
-NF4_WORK_BYTES = 6
-"""Bytes per parameter of the layer whose weight is being made from its codes (weights/precision)."""
+NF4_BYTES = 1 / 2 + 2 / 64  # bytes per parameter of a base's linear layers in nf4: a code, and a scale for each 64
+NF4_WORK_BYTES = 6  # bytes per parameter of the layer whose weight is being made from its codes (weights/precision)
 LOGIT_COPIES = 5
 """Of one slice of the head: logits, their distance from the largest, its exponential, and the gradient in two forms."""
-HEAD_GRADIENTS = 3
-"""Gradients the size of the whole head: one slice's, the sum of those before, and the sum of both."""
+HEAD_GRADIENTS = 3  # gradients the size of the whole head: one slice's, the sum of those before, and the sum of both
 LOGIT_BYTES_CPU, LOGIT_BYTES_GPU = 64 << 20, 256 << 20  # of one block of logits; larger blocks are no faster
 ROW_WIDTHS = 4
 """Length of a row of packed sequences over the model's width, so that attention costs about as much as the linear layers."""
-MASK_BYTES = 8
-"""Bytes per pair of positions in a row, while the mask is built and then used by all layers."""
+MASK_BYTES = 8  # bytes per pair of positions in a row, while the mask is built and then used by all layers
 CHECKPOINTING_FROM_BYTES = 6 << 30
 """With more activations than this, gradient checkpointing is worth a third more time."""
 TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
 """Tokens of a micro-batch: more do not make a device faster, fewer leave it idle between kernels."""
-GPUS_MAX = 64
-"""Most GPUs tried for one copy of the state, when the GPU count is not given."""
+GPUS_MAX = 64  # most GPUs tried for one copy of the state, when the GPU count is not given
 
 
 class Checkpointing(Enum):
@@ -471,8 +457,7 @@ class LearnerRun:
         return self.published_value_bytes * self.trained_parameters(size)
 
 
-NO_RUN = LearnerRun()
-"""For when only the model is known; audits keep the versions of the default staleness bound."""
+NO_RUN = LearnerRun()  # for when only the model is known; audits keep the versions of the default staleness bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,11 +518,9 @@ def checkpointing_of(
 
 
 def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int, run: LearnerRun = NO_RUN) -> int:
-    """The largest power of two, in tokens, whose micro-batch fits in memory beside the state and holds the run's longest sequence.
-
-    `memory_bytes`: per GPU, or of the host if `gpu_count` is 0. A CPU gains nothing from large micro-batches, so there the budget
-    must also not need checkpointing.
-    """
+    """The largest power of two, in tokens, whose micro-batch fits in memory beside the state and holds the run's longest
+    sequence. `memory_bytes`: per GPU, or of the host if `gpu_count` is 0. A CPU gains nothing from large micro-batches, so
+    there the budget must also not need checkpointing."""
     least, budget = max(TOKEN_BUDGET_MIN, longest), TOKEN_BUDGET_MAX if gpu_count else TOKEN_BUDGET_MAX_CPU
     while budget >= 2 * least and not _is_good_budget(size, budget, memory_bytes, gpu_count, run):
         budget //= 2
@@ -614,8 +597,7 @@ def learner_memory(
 
 KILLED_EVERY_S = 86_400.0
 """Assumed time between two kills of a learner: a day. Four times as often would halve the interval."""
-REPLAY_S = 900.0
-"""Most seconds that a restart spends on retraining, because workers' deliveries wait for it."""
+REPLAY_S = 900.0  # most seconds that a restart spends on retraining, because workers' deliveries wait for it
 STEPS_MAX = 20  # more would lose more of a run of few steps than checkpoints cost
 CHECKPOINT_BYTES_PER_S = 5e9
 """Prior of the copy rate from one GPU or CPU into unpinned host memory, until the first checkpoint is measured."""

@@ -17,14 +17,12 @@ from echo2.base.ids import PeerId
 
 STALENESS_BOUND_MAX = 64  # bounds the periods that a plan tries, and the versions that nodes keep
 WORKERS_MAX = 100_000  # ten times the largest fleet that echo2 is tested with
-SPOT_HAZARD_PER_HOUR = 0.05
-"""Assumed preemptions per hour of a spot machine."""
+SPOT_HAZARD_PER_HOUR = 0.05  # assumed preemptions per hour of a spot machine
 JOIN_S = 300.0
 """Assumed seconds from renting a machine to its first rollout (image, model, first weights), until joins have been timed."""
 GIB = float(1 << 30)  # bytes
 IDLE_SHARE_MAX = 0.99  # a learner trains at least now and then
-DROPPED_SHARE_MAX = 2 / 3
-"""Dynamic sampling discards at most twice the groups of a step."""
+DROPPED_SHARE_MAX = 2 / 3  # dynamic sampling discards at most twice the groups of a step
 BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached
 
 
@@ -109,14 +107,11 @@ class LinkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEstimate:
-    """One known worker.
-
-    rollouts_per_s, tokens_per_s: while it generates with all slots full. rollout_s_mean, rollout_s_tail: seconds of one
-    rollout, mean and 95th percentile; rollout_s_max: seconds of the longest rollout that the token limit allows, 0 if
-    unknown. join_s: from activation until the first rollout starts. hazard_per_hour: expected losses per hour (spot).
-    apply_s: from the last byte received until the version is live. swap_s: pause of generation per version.
-    egress_usd_per_gib: price of what it sends, by the period (`LearnerEstimate.sent_gib_per_hour`).
-    """
+    """One known worker. rollouts_per_s, tokens_per_s: while it generates with all slots full. rollout_s_mean, rollout_s_tail:
+    seconds of one rollout, mean and 95th percentile; rollout_s_max: seconds of the longest rollout that the token limit allows,
+    0 if unknown. join_s: from activation until the first rollout starts. hazard_per_hour: expected losses per hour (spot).
+    apply_s: from the last byte received until the version is live. swap_s: pause of generation per version. egress_usd_per_gib:
+    price of what it sends, by the period (`LearnerEstimate.sent_gib_per_hour`)."""
 
     worker_id: PeerId
     rollouts_per_s: float
@@ -149,15 +144,13 @@ class WorkerEstimate:
 @dataclass(frozen=True, slots=True)
 class LearnerEstimate:
     """The learner. `delta_bytes`: size of the artifact published if kappa is `delta_kappa`. A longer period changes more
-    weights (bytes ~ kappa ** delta_growth, measured 0.75), but never more than a full snapshot.
-
-    lengths: quantiles of the run's own rollout lengths at equal shares, ascending, in any unit; empty: a log-normal through the
-    workers' mean, 95th percentile and longest. reward_s: process seconds of one reward; reward_processes: how many are computed at
-    once; 0: rewards never wait. start_s: from the plan until the first step, apart from the workers' joins.
-
-    evaluation_rollouts: the part of `rollouts_per_step` that is for evaluation (spread over the steps between evaluations)
-    and not trained on. dropped_rollouts: the part in groups that dynamic sampling discards. idle_s: the part of `train_s`
-    in which the learner neither trains nor waits for rollouts: it copies checkpoints or waits for a publication."""
+    weights (bytes ~ kappa ** delta_growth, measured 0.75), but never more than a full snapshot. lengths: quantiles of the run's
+    own rollout lengths at equal shares, ascending, in any unit; empty: a log-normal through the workers' mean, 95th percentile
+    and longest. reward_s: process seconds of one reward; reward_processes: how many are computed at once; 0: rewards never
+    wait. start_s: from the plan until the first step, apart from the workers' joins. evaluation_rollouts: the part of
+    `rollouts_per_step` that is for evaluation (spread over the steps between evaluations) and not trained on. dropped_rollouts:
+    the part in groups that dynamic sampling discards. idle_s: the part of `train_s` in which the learner neither trains nor
+    waits for rollouts: it copies checkpoints or waits for a publication."""
 
     rollouts_per_step: int
     train_s: float
@@ -257,11 +250,9 @@ class FleetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What the user wants. fixed_kappa: 0 lets the planner choose; cap and budget: infinite means none.
-
-    preemption_loss_s: work lost with a worker, which is one report interval. add_margin: a chosen pool has so much more rate than
-    needed, and grows only when that is used up. dwell_s: a worker stays at least so long, and never less than its join time.
-    """
+    """What the user wants. fixed_kappa: 0 lets the planner choose; cap and budget: infinite means none. preemption_loss_s: work
+    lost with a worker, which is one report interval. add_margin: a chosen pool has so much more rate than needed, and grows
+    only when that is used up. dwell_s: a worker stays at least so long, and never less than its join time."""
 
     staleness_bound: int
     fixed_kappa: int = 0

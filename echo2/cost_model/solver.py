@@ -215,11 +215,9 @@ class Solver:
 
     def cheapest(self, goal: float) -> tuple[Evaluation | None, list[Evaluation]]:
         """The cheapest pool that keeps the relations and whose rehearsal reaches `goal`, and those whose rehearsal did not.
-
-        Takes each period's cheapest pool, cheapest first. A small fleet has its next pool by price tried after a rejection; a large
-        one, or one with many rejections, is asked for more rate, under periods up to twice as long or short as well: what the
-        relations overlook there is much the same.
-        """
+        Takes each period's cheapest pool, cheapest first. A small fleet has its next pool by price tried after a rejection; a
+        large one, or one with many rejections, is asked for more rate, under periods up to twice as long or short as well: what
+        the relations overlook there is much the same."""
         rejected: list[Evaluation] = []
         learner = self.fleet.snapshot.learner
         if learner.rewards_per_s * learner.train_s < goal * learner.rollouts_per_step:

@@ -1,7 +1,7 @@
 """OpenAI's API over HTTP, on Starlette: `chat/completions`, `completions`, `models`, and the sessions that agents' calls belong to.
 
-Guarantees: a session's key gives access to that session only; a refusal says why, and when to retry if a retry can help. Waits for
-each completion as long as its client does. Leaves to others: keys and body limits (access), calls and episodes (episodes).
+Guarantees: a session's key gives access to that session only; a refusal says why, and when to retry if a retry can help. Waits
+for each completion as long as its client does.
 """
 
 from __future__ import annotations

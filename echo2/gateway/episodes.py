@@ -5,10 +5,9 @@
        '-------- failed, given up, idle (restarts_max) --------> then dropped and counted, never scored 0
 
 Guarantees: a history that a client repeats maps back to the sampled token ids, or starts a new chain (tree); if a client
-disconnects, a retry of the same call gets its answer; a completion that no client received is not trained on; an episode that takes
-too long is scored, so that no policy gains by not finishing; every list has a limit, and a client that hits one is refused, with a
-time to retry if a retry can help. Leaves to others: HTTP (app), agents' programs (harness), leases and training (`Fleet`). Runs on
-one event loop.
+disconnects, a retry of the same call gets its answer; a completion that no client received is not trained on; an episode that
+takes too long is scored, so that no policy gains by not finishing; every list has a limit, and a client that hits one is
+refused, with a time to retry if a retry can help. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -51,16 +50,14 @@ def is_reward(told: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Limits of one gateway.
-
-    `vocabulary_size`: the model's; clients' token ids must be below it. `token_bytes_max`: length of the tokenizer's longest token;
-    a text longer than `context_tokens` times that cannot fit. `sessions_max`: open sessions. `calls_max`: calls per episode.
-    `session_bytes_max`: approximate memory per episode. `encoded_at_once_max`: longer texts, in characters of JSON, are encoded in
-    a thread, not on the event loop. `calls_at_once_max`: unanswered calls per episode. `calls_in_flight_max`: completions under way
-    in the whole gateway. `idle_s`: an outside harness without a call for this long is taken for dead. `episode_s`: most time of an
-    episode for its harness and tools; waiting for workers does not count. `restarts_max`: restarts of a lost episode before its
-    rollout is dropped. `harnesses_max`: episodes that echo2 runs at once. `retry_after_s`: what a refused client is told to wait.
-    """
+    """Limits of one gateway. `vocabulary_size`: the model's; clients' token ids must be below it. `token_bytes_max`: length of
+    the tokenizer's longest token; a text longer than `context_tokens` times that cannot fit. `sessions_max`: open sessions.
+    `calls_max`: calls per episode. `session_bytes_max`: approximate memory per episode. `encoded_at_once_max`: longer texts, in
+    characters of JSON, are encoded in a thread, not on the event loop. `calls_at_once_max`: unanswered calls per episode.
+    `calls_in_flight_max`: completions under way in the whole gateway. `idle_s`: an outside harness without a call for this long
+    is taken for dead. `episode_s`: most time of an episode for its harness and tools; waiting for workers does not count.
+    `restarts_max`: restarts of a lost episode before its rollout is dropped. `harnesses_max`: episodes that echo2 runs at once.
+    `retry_after_s`: what a refused client is told to wait."""
 
     context_tokens: int
     max_new_tokens: int

@@ -2,7 +2,7 @@
 
 Guarantees: an answer holds whole completions with the version of every token, none older than the request allows; the newest
 version only grows; a refusal says why, and when to retry if a retry can help. Waits for each completion as long as its client
-does; a client that leaves takes its request along. Leaves to others: keys and body limits (access), sampling (`Sampler`).
+does; a client that leaves takes its request along.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ VERSION_END = 1 << 53  # numbers below it are exact in JSON and in float64, as o
 SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
 WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
-NEWEST = "x-echo2-newest-version"
-"""Header of refused requests: which version there is to ask for."""
+NEWEST = "x-echo2-newest-version"  # header of refused requests: which version there is to ask for
 _REQUEST = frozenset({
     "request_id", "token_ids", "sampling_params", "model", "stream", "priority", "min_version", "exact_version",
     "stream_options", "cache_salt", "return_token_ids",

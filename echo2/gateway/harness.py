@@ -1,8 +1,7 @@
 """Runs agents: a user's function in this process, or a program in one process per episode.
 
-Guarantees: when an episode is over, its program is killed with its whole process group; an exception or a non-zero exit is reported
-as a failure, never taken as a reward. Leaves to others: which episodes to run, for how long, and rewards that the task computes
-(episodes).
+Guarantees: when an episode is over, its program is killed with its whole process group; an exception or a non-zero exit is
+reported as a failure, never taken as a reward.
 """
 
 from __future__ import annotations
@@ -60,11 +59,8 @@ class FunctionHarness:
 
 
 class ProgramHarness:
-    """Runs a command with OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment.
-
-    Of the learner's environment it gets only `_PASSED_ON`. Its last line of output may be the reward: a number or
-    {"reward": number}.
-    """
+    """Runs a command with OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment. Of the learner's
+    environment it gets only `_PASSED_ON`. Its last line of output may be the reward: a number or {"reward": number}."""
 
     def __init__(self, command: str) -> None:
         self._arguments = shlex.split(command)

@@ -4,8 +4,8 @@
     [agent]  harness = "echo2.gateway.openenv_agent:play"
 
 Guarantees: the reward is the sum of the environment's; an action that the environment refuses is answered to the model with its
-error and the episode goes on; an episode whose server fails is lost, not scored 0. Waits for: each answer of the server, ANSWER_S
-at most. Leaves to others: problems and their order (tasks/built_in), leases and tokens (the gateway), what actions do.
+error and the episode goes on; an episode whose server fails is lost, not scored 0. Waits for: each answer of the server,
+ANSWER_S at most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Operations that a client asks for and comes back for: their results by id, and the order in which they run.
 
-Guarantees: an operation that is asked for again, because an answer was lost, runs once; numbered operations run one at a time in
-the order of their numbers, whatever the order in which they come; results are kept until RESULTS_MAX newer ones are, those that
-were read until READ_MAX newer ones were. Runs on one event loop. Leaves to others: what an operation does, HTTP (tinker).
+Guarantees: an operation that is asked for again, because an answer was lost, runs once; numbered operations run one at a time
+in the order of their numbers, whatever the order in which they come; results are kept until RESULTS_MAX newer ones are, those
+that were read until READ_MAX newer ones were. Runs on one event loop.
 """
 
 from __future__ import annotations

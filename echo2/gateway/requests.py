@@ -1,7 +1,7 @@
 """Parses request bodies of OpenAI's `chat/completions` and `completions` into `CallRequest`.
 
 Guarantees: a returned request is within the limits; any other body raises `MalformedMessage`, which names the field, what was
-expected and what came. `CallRequest.ignored` lists fields that the gateway does not use. Leaves to others: tokens (tree), replies.
+expected and what came. `CallRequest.ignored` lists fields that the gateway does not use.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ _TAKEN = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """A parsed call: the `messages` of a chat, or the `prompt` of a text completion, as a string or as token ids.
-
-    `max_tokens` None: as many as the limits allow. `temperature`: obeyed in evaluations only; None: missing, or not a number from 0
-    to 100. `digest`: covers everything that determines the answer, so a retry has the same one. For a chat, `history` holds the key
-    of its tools, then the key of the chat up to each message; `sizes` holds the length of each as JSON, in characters.
-    """
+    """A parsed call: the `messages` of a chat, or the `prompt` of a text completion, as a string or as token ids. `max_tokens`
+    None: as many as the limits allow. `temperature`: obeyed in evaluations only; None: missing, or not a number from 0 to 100.
+    `digest`: covers everything that determines the answer, so a retry has the same one. For a chat, `history` holds the key of
+    its tools, then the key of the chat up to each message; `sizes` holds the length of each as JSON, in characters."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()

@@ -1,8 +1,8 @@
 """Append-only tree of one episode's tokens; finds the node that a request continues.
 
-Guarantees: sampled tokens appear in later prompts as the same ids; a history that does not repeat a completion word for word starts
-a new chain, which is counted. Nodes are added, never changed. A node stores only the tokens that it adds to its parent, four bytes
-a token; texts and lists of ids are recognised by digest, not kept. Leaves to others: templates (ChatCodec), leases.
+Guarantees: sampled tokens appear in later prompts as the same ids; a history that does not repeat a completion word for word
+starts a new chain, which is counted. Nodes are added, never changed. A node stores only the tokens that it adds to its parent,
+four bytes a token; texts and lists of ids are recognised by digest, not kept.
 
     opening --sampled--> node --between + sampled--> node --...      one chain: each call continues the one before
                            '-- another request continues it ------> a new chain (a branch)
@@ -66,11 +66,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What a request adds after its parent, before encoding: `token_ids`, a `text`, or chat `messages`.
-
-    A chat without `turn` starts with `tools`; otherwise the messages follow the sampled `turn`. `size`: length of the addition
-    (characters of JSON for a chat, bytes for a text), 0 for token ids.
-    """
+    """What a request adds after its parent, before encoding: `token_ids`, a `text`, or chat `messages`. A chat without `turn`
+    starts with `tools`; otherwise the messages follow the sampled `turn`. `size`: length of the addition (characters of JSON
+    for a chat, bytes for a text), 0 for token ids."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""

@@ -3,10 +3,9 @@
     [task]   name = "verifiers", args = {taskset = "...", agent = {max_turns = 8}}, trusted_rewards = true
     [agent]  harness = "echo2.gateway.verifiers_agent:play"
 
-Guarantees: rewards are the taskset's own; an episode in which anything but the model failed is lost, not scored 0; all episodes of
-a taskset share one set of servers, which run while any of them plays and restart after EPISODES_MAX episodes, since the library
-keeps what it allocates for each episode. Leaves to others: problems and their order (tasks), leases and tokens (the gateway),
-containment: verifiers' harness and tools run where `agent.runtime` says, by default on the learner's machine.
+Guarantees: rewards are the taskset's own; an episode in which anything but the model failed is lost, not scored 0; all episodes
+of a taskset share one set of servers, which run while any of them plays and restart after EPISODES_MAX episodes, since the
+library keeps what it allocates for each episode.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The tasks that echo2 brings along: digits to sort, sums, and the data sets of reasoning-gym; and which scorers execute text.
 
-Guarantees: the prompts of `sort_digits` (`52413>`, answered `12345`) are all 10^n distinct, so held-out prompts are never trained
-on; a character model learns it within minutes on a CPU from a checkpoint that knows only the answer format. It and `sums` are
-scored in microseconds. Leaves to others: the model and its character tokenizer, whose alphabet must hold `ALPHABET`; mathematics
-(mathematics), tools (tools).
+Guarantees: the prompts of `sort_digits` (`52413>`, answered `12345`) are all 10^n distinct, so held-out prompts are never
+trained on; a character model learns it within minutes on a CPU from a checkpoint that knows only the answer format. It and
+`sums` are scored in microseconds.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ DIGITS_MAX = 12  # the demo's character model is made for short prompts
 @dataclass(frozen=True, slots=True)
 class SortDigits:
     """Prompts of `digit_count` digits. Half of the reward is for a fully correct answer, half is the share of digits in place.
-
-    The share gives a weak policy a gradient; the other half rewards the complete answer beyond its parts. A checkpoint that repeats
-    the prompt's digits in random order earns about 0.13 with five digits. A completion of another length scores 0; blanks, which
-    some tokenizers put between characters, are ignored. The part `exact` logs the all-or-nothing score.
-    """
+    The share gives a weak policy a gradient; the other half rewards the complete answer beyond its parts. A checkpoint that
+    repeats the prompt's digits in random order earns about 0.13 with five digits. A completion of another length scores 0;
+    blanks, which some tokenizers put between characters, are ignored. The part `exact` logs the all-or-nothing score."""
 
     name: ClassVar[str] = "sort_digits"
     is_cheap: ClassVar[bool] = True
@@ -178,10 +175,9 @@ TURNS_MAX = 512  # as the gateway's GatewayLimits.calls_max
 
 
 class OpenEnvTask:
-    """Episodes of an OpenEnv server as problems: the one of index i is the server's environment, reset with seed i.
-
-    `url`: of the server, http(s) or ws(s). `instructions`: what the model is told before the first observation. `turns`: most
-    actions of an episode. `reset`: further arguments of the environment's reset."""
+    """Episodes of an OpenEnv server as problems: the one of index i is the server's environment, reset with seed i. `url`: of
+    the server, http(s) or ws(s). `instructions`: what the model is told before the first observation. `turns`: most actions of
+    an episode. `reset`: further arguments of the environment's reset."""
 
     is_cheap = False
 

@@ -1,8 +1,7 @@
 """Mathematics with a verified answer: rows of a data set, scored by math-verify.
 
-Guarantees: an answer is right if it equals the reference as mathematics (1/2 and 0.5, {1,2} and {2,1}), judged from
-the last boxed expression or, failing that, what math-verify finds. Leaves to others: reading files
-(data_files), limits: a hostile expression can keep a computer-algebra system busy, so this is never called cheap.
+Guarantees: an answer is right if it equals the reference as mathematics (1/2 and 0.5, {1,2} and {2,1}), judged from the last
+boxed expression or, failing that, what math-verify finds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes tasks and environments from their specifications: the built-in ones by name, a user's own as `module:Class`.
 
-Guarantees: the same specification makes the same task in every process; wrong names and arguments are `ConfigError`s
-that list what was expected. Leaves to others: what the tasks do.
+Guarantees: the same specification makes the same task in every process; wrong names and arguments are `ConfigError`s that list
+what was expected.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def limits_of(spec: TaskSpec) -> Limits:
 class Containment:
     """How rewards are contained. `is_trusted`: they are not; they run with the learner's own rights. `readable`: paths that
     contained rewards may read besides the task's own package and data. `hidden`: folders hidden from them even inside those. `ray`:
-    address of the Ray cluster that runs them; empty: this machine. `processes`: how many at once; 0: derived from the cores.
-    """
+    address of the Ray cluster that runs them; empty: this machine. `processes`: how many at once; 0: derived from the cores."""
 
     is_trusted: bool = False
     readable: tuple[str, ...] = ()
@@ -121,8 +120,7 @@ class RewardScorer(Protocol):
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
         """Asks for the reward of a completion of instance `index`. Raises `LimitExceeded` if the queue is full. `sender`: the
-        completion's sender; senders whose rewards take long are queued behind others.
-        """
+        completion's sender; senders whose rewards take long are queued behind others."""
         ...
 
     def close(self) -> None:
@@ -134,9 +132,7 @@ def make_scorer(
     task: Task, spec: TaskSpec, limits: Limits | None = None, containment: Containment | None = None
 ) -> RewardScorer:
     """Makes a scorer: in this process for echo2's own plain comparisons, else a pool. `spec` must be what `task` was made from.
-
-    A user's own task that says it is cheap is scored here only if rewards are trusted.
-    """
+    A user's own task that says it is cheap is scored here only if rewards are trusted."""
     containment = containment or Containment()
     if spec.name == "verifiers" and spec.args.get("agent") is not None and not containment.is_trusted:
         raise ConfigError(
@@ -149,11 +145,9 @@ def make_scorer(
 
 
 def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> None:
-    """Makes one reward process ready and scores a sample, so that a run whose rewards cannot work does not start.
-
-    Raises `TaskError` if none of SAMPLE_TEXTS and the sample's own answer gets a reward: one that does is enough, since a task may
-    refuse any text.
-    """
+    """Makes one reward process ready and scores a sample, so that a run whose rewards cannot work does not start. Raises
+    `TaskError` if none of SAMPLE_TEXTS and the sample's own answer gets a reward: one that does is enough, since a task may
+    refuse any text."""
     containment = replace(containment or Containment(), processes=1)
     scorer: RewardScorer
     texts: tuple[str, ...] = SAMPLE_TEXTS
@@ -307,8 +301,7 @@ class RewardPool:
 
     def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[Scored]:
         """Asks for the world's answer to the last of an episode's completions. Sends all of them, so that any process can
-        answer; the time limit grows with their number. The pool must have been made for environments.
-        """
+        answer; the time limit grows with their number. The pool must have been made for environments."""
         body = {"index": index, "completions": list(completions)}
         return self._pool.submit(body, partial(self._read, is_step=True), sender, max(1, len(completions)))
 

@@ -1,7 +1,7 @@
 """Runs inside the containment (contain/inside): computes rewards and steps environments.
 
-Guarantees: only the handler's `answer`, which runs in a fork of its own for each request, reads completions; instances are drawn
-and packages imported before the fork. Whatever a task raises becomes an answer. Leaves to others: limits, processes, frames.
+Guarantees: only the handler's `answer`, which runs in a fork of its own for each request, reads completions; instances are
+drawn and packages imported before the fork. Whatever a task raises becomes an answer.
 
 Request {index, text} asks for the reward of a completion; the answer is {value, parts}. With {stop} it asks for instances up to it
 as well, and the answer's value is -1 if one of them fails. Request {index, completions} asks for the

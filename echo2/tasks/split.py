@@ -19,10 +19,8 @@ from echo2.base.rng import derived_seed
 
 @dataclass(frozen=True, slots=True)
 class TaskSplit:
-    """Held-out and training indices of a task of `size` instances (None: unlimited).
-
-    `epochs_max` ends training on a finite task with a `TaskError`; None repeats it, in a new order each time.
-    """
+    """Held-out and training indices of a task of `size` instances (None: unlimited). `epochs_max` ends training on a finite
+    task with a `TaskError`; None repeats it, in a new order each time."""
 
     size: int | None
     held_out_count: int
@@ -65,11 +63,9 @@ class TaskSplit:
 
 
 def permuted(index: int, size: int, seed: int) -> int:
-    """A pseudo-random permutation of range(size), one value at a time and without a table.
-
-    Four Feistel rounds over the smallest even number of bits that holds `size`, walked until the value falls inside;
-    the domain is less than four times `size`, so the walk is short.
-    """
+    """A pseudo-random permutation of range(size), one value at a time and without a table. Four Feistel rounds over the
+    smallest even number of bits that holds `size`, walked until the value falls inside; the domain is less than four times
+    `size`, so the walk is short."""
     assert 0 <= index < size, "the index lies in the range that is permuted"
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
@@ -88,11 +84,8 @@ CYCLE_MAX = 1000  # largest number of places in a cycle, so weights are exact to
 
 
 def places(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the task of each place of a cycle.
-
-    The cycle is the shortest in which every task gets its exact share; if none of up to CYCLE_MAX places does, CYCLE_MAX places are
-    apportioned by largest remainder.
-    """
+    """Returns the task of each place of a cycle. The cycle is the shortest in which every task gets its exact share; if none of
+    up to CYCLE_MAX places does, CYCLE_MAX places are apportioned by largest remainder."""
     total = sum(weights)
     counts = next((exact for length in range(1, CYCLE_MAX + 1) if (exact := _exact(weights, total, length))), None)
     if counts is None:

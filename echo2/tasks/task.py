@@ -1,9 +1,8 @@
 """What a task is: prompts that can be drawn again by their index, and a score for a completion.
 
-Guarantees required of an implementation: `sample` is a pure function of the task's seed and the index, on every machine and after
-every restart; `score` is a pure function of the instance and the text. So the data plane's whole state is a cursor, and a reward
-can be computed anywhere. Leaves to others: which index comes next (split), time and memory limits on rewards
-(rewards), tokens (the learner's tokenizer).
+Guarantees required of an implementation: `sample` is a pure function of the task's seed and the index, on every machine and
+after every restart; `score` is a pure function of the instance and the text. So the data plane's whole state is a cursor, and a
+reward can be computed anywhere.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class Task(Protocol):
     @property
     def is_cheap(self) -> bool:
         """Whether scoring is a plain comparison, well under a millisecond, that needs no process of its own. For a user's task
-        this counts only if the operator trusts rewards.
-        """
+        this counts only if the operator trusts rewards."""
         ...
 
     def sample(self, index: int) -> TaskInstance:

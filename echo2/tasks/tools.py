@@ -1,9 +1,8 @@
 """Tool use: an environment in which the model may call tools before it answers, and a calculator as a real tool.
 
-Guarantees: a malformed, unknown or failing call is answered with an error message, and the episode continues; a completion without
-a call ends the episode and is scored by the underlying task; after `turns_max` turns the last completion is scored, calls or not.
-The calculator evaluates arithmetic and nothing else, in bounded time. Leaves to others: limits on what a user's own tools do
-(rewards).
+Guarantees: a malformed, unknown or failing call is answered with an error message, and the episode continues; a completion
+without a call ends the episode and is scored by the underlying task; after `turns_max` turns the last completion is scored,
+calls or not. The calculator evaluates arithmetic and nothing else, in bounded time.
 
 A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and Hermes models do.
 """

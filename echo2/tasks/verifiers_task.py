@@ -1,8 +1,7 @@
 """Tasksets of the verifiers library (0.4, its v1 API), with one completion each or played by its agents. An optional extra.
 
-Guarantees: prompts and rewards are the taskset's own; a taskset with rewards that need a container is refused by naming them, not
-silently scored 0. Leaves to others: verifiers' harnesses, tools, turns and sandboxes, which run their own model client through the
-gateway (gateway/verifiers_agent); limits on time and memory (rewards).
+Guarantees: prompts and rewards are the taskset's own; a taskset with rewards that need a container is refused by naming them,
+not silently scored 0.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ PLAYER = "echo2.gateway.verifiers_agent:play"  # the harness that plays tasksets
 
 class VerifiersTask:
     """Taskset `taskset` (the name of an installed package) with its own options; at most its first `size` tasks. `agent`: fields of
-    verifiers' AgentConfig for the agent that plays them; None: each task is answered by one completion.
-    """
+    verifiers' AgentConfig for the agent that plays them; None: each task is answered by one completion."""
 
     is_cheap = False
 

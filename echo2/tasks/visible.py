@@ -1,7 +1,7 @@
 """What the contained rewards of a user's own task must see of this machine: its modules and the files among its arguments.
 
 Guarantees: modules are found by reading source, so that imports inside functions count; nothing is executed but what importing
-`spec.name` has already executed. Leaves to others: showing them (contain/box).
+`spec.name` has already executed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How much each field of each message may hold, as its declaration in proto/ says, and the check that every receiver makes.
 
-Guarantees: what `check` accepts holds only numbers within their bounds (so no NaN), texts, bytes and lists within their sizes, and
-declared enum values; it visits each field once and keeps nothing. A field without a bound is a bug of ours, which a test finds
-before any message does. Leaves to others: consistency between fields (wire/rollout, wire/broadcast), what a
-sender may say (the services).
+Guarantees: what `check` accepts holds only numbers within their bounds (so no NaN), texts, bytes and lists within their sizes,
+and declared enum values; it visits each field once and keeps nothing. A field without a bound is a bug of ours, which a test
+finds before any message does.
 """
 
 from __future__ import annotations

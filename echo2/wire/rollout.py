@@ -1,9 +1,8 @@
 """Rollouts, groups, sampling parameters, verdicts, leases and the run's end <-> messages. All others are kept and shown as the
 messages that they are.
 
-Guarantees: of a message within its bounds (bounds.parsed, check), what `*_from_message` returns is self-consistent; for anything
-else it raises `MalformedMessage`, which names the field, what was expected and what came. Leaves to others: whether the sender may
-say it (tickets, learner), whether a token id is in the vocabulary (engine, learner).
+Guarantees: of a message within its bounds (bounds.parsed, check), what `*_from_message` returns is self-consistent; for
+anything else it raises `MalformedMessage`, which names the field, what was expected and what came.
 
 Log-probabilities and sampling parameters travel as float32: a value comes back rounded to float32.
 """

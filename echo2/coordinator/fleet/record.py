@@ -45,8 +45,7 @@ MOVING_S = 60.0  # loading a newer version takes seconds, longer on large models
 BAR_S_MIN, BAR_S_MAX, FORGIVEN_AFTER = 30.0, 1800.0, 64  # a hiccup costs little, a liar works an hour in a day
 UNHEARD_TIMEOUTS = 2.0  # lease timeouts without a new token at the learner after which a lease is taken back
 NO_VERSION = Version(-1)  # older than any
-COMPLETE = "complete"
-"""The reason with which the learner closes a group that it holds completely."""
+COMPLETE = "complete"  # the reason with which the learner closes a group that it holds completely
 HANDED_BACK, REFUSED, EXPIRED, MISSING, UNFINISHED, LOST = (
     "handed back", "said to be refused", "left to expire", "missing when it came back", "said to be finished and not",
     "lost with it",

@@ -21,8 +21,7 @@ LIFETIME_S_MAX = 366 * 86_400.0  # longer than any run
 USES_MAX = 1_000_000  # each use is a row of the state
 USES_DEFAULT = 10_000
 """Of a token made without a limit. A fleet has a few thousand workers, and each machine one identity."""
-HELLO_WITHIN_S = 3600.0
-"""A machine says hello at once, or after it has fetched its model."""
+HELLO_WITHIN_S = 3600.0  # a machine says hello at once, or after it has fetched its model
 SILENT_MAX = 1000
 """Peers of a token that have said no hello: the oldest gives way, so that whoever holds a link cannot use it up by enrolling."""
 ROLES = (Role.WORKER, Role.LEARNER, Role.OPERATOR)  # that join; each has a link of its own

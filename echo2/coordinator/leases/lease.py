@@ -41,11 +41,9 @@ class HeldLease:
     deadline: float
 
     def may_be_adopted(self, group: OpenGroup | None, now: float, lease_timeout_s: float) -> bool:
-        """Whether to adopt a lease that is missing from the book because an earlier process granted it just before it died.
-
-        The group must be queued and have had no attempt as late as this one. An old ticket does not win a group back: the lease is
-        not adopted once a whole lease timeout has passed since its deadline.
-        """
+        """Whether to adopt a lease that is missing from the book because an earlier process granted it just before it died. The
+        group must be queued and have had no attempt as late as this one. An old ticket does not win a group back: the lease is
+        not adopted once a whole lease timeout has passed since its deadline."""
         if (
             group is None
             or group.phase is not GroupPhase.QUEUED
@@ -76,14 +74,11 @@ class Lease:
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group that the learner wants and has not closed.
-
-    `avoid`: maps workers that must not get it to the time until which that holds. `preferred`: the worker for which it was
-    recalled, or that has the previous turn in its KV cache; `waits_until`: until then no other worker gets it. `moves`: how often
-    it was recalled for another worker; `made_by`: the worker that claims to have finished it; `last_worker`: holder of its newest
-    lease; `confirmed`: a lease, the tokens that the learner held under it, and when it first reported that number. These fields
-    are not saved.
-    """
+    """A group that the learner wants and has not closed. `avoid`: maps workers that must not get it to the time until which
+    that holds. `preferred`: the worker for which it was recalled, or that has the previous turn in its KV cache; `waits_until`:
+    until then no other worker gets it. `moves`: how often it was recalled for another worker; `made_by`: the worker that claims
+    to have finished it; `last_worker`: holder of its newest lease; `confirmed`: a lease, the tokens that the learner held under
+    it, and when it first reported that number. These fields are not saved."""
 
     spec: GroupSpec
     phase: GroupPhase
@@ -281,9 +276,8 @@ BLEND = 0.3  # the last five groups of a prompt make up five sixths of its avera
 @dataclass(slots=True)
 class ExpectedLength:
     """Guesses how many tokens a group will take. Longest first keeps the end of a step short, so the queue is ordered by this
-    guess.
-
-    Moving averages (exponential) of tokens per rollout, by prompt; the least recently used prompts are forgotten first."""
+    guess. Moving averages (exponential) of tokens per rollout, by prompt; the least recently used prompts are forgotten
+    first."""
 
     _by_prompt: OrderedDict[str, float] = field(default_factory=OrderedDict)
     _overall: float = 0.0
@@ -330,11 +324,9 @@ _Place = tuple[float, float, PeerId]
 
 
 class Ranking:
-    """Requests, iterated in the order in which they get groups. `place_of`: a worker's sort key, which changes only when the worker
-    is given a lease.
-
-    Sorting once serves many groups: a learner offers a hundred groups a second to a fleet of thousands.
-    """
+    """Requests, iterated in the order in which they get groups. `place_of`: a worker's sort key, which changes only when the
+    worker is given a lease. Sorting once serves many groups: a learner offers a hundred groups a second to a fleet of
+    thousands."""
 
     def __init__(self, members: dict[PeerId, LeaseRequest], place_of: Callable[[PeerId], _Place]) -> None:
         self.members = members
@@ -370,10 +362,8 @@ class Ranking:
 
 
 EVALUATION_SHARE = 0.3  # of the fleet: what delays the next version by little and ends an evaluation soon
-SLOW_TIMES = 4.0
-"""A multiple of the usual time that honest machines of one fleet stay below: their speeds differ less."""
-LEASES_KEPT, LEASES_MIN = 64, 4
-"""The usual time is the median of the newest finished leases, once there are so many."""
+SLOW_TIMES = 4.0  # a multiple of the usual time that honest machines of one fleet stay below: their speeds differ less
+LEASES_KEPT, LEASES_MIN = 64, 4  # the usual time is the median of the newest finished leases, once there are so many
 
 
 @dataclass(slots=True)
@@ -423,9 +413,7 @@ class Evaluators:
         self, version: Version, willing: Sequence[PeerId], fleet: Collection[PeerId], rate: Callable[[PeerId], float]
     ) -> list[PeerId]:
         """Chooses from `willing` (best first) those that already evaluate this version, and others until the share is reached.
-
-        `fleet`: all active workers. `rate`: a worker's rollouts per second; if no rate is known, all workers count the same.
-        """
+        `fleet`: all active workers. `rate`: a worker's rollouts per second; if no rate is known, all workers count the same."""
         rates = {worker_id: rate(worker_id) for worker_id in fleet}
         if not any(rates.values()):
             rates = dict.fromkeys(rates, 1.0)

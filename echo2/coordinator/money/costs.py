@@ -44,8 +44,7 @@ from echo2.cost_model.snapshot import is_spent
 BUDGET_HOURS = 1.0  # a run that lasts less is no run
 # Providers' prices of one kind of GPU differ by a factor of about four; beyond ten a price is a mistake or a try.
 TYPICAL_TIMES = 10.0
-IDLE_S = 30.0
-"""A worker on standby for less than this may just be between two plans."""
+IDLE_S = 30.0  # a worker on standby for less than this may just be between two plans
 GPUS_MAX = 8  # of the largest machine that a claim is believed for
 
 

@@ -32,10 +32,8 @@ from echo2.cost_model.snapshot import checked, is_spent
 @dataclass(frozen=True, slots=True)
 class MachineOffer:
     """A kind of machine that can be rented. `rollouts_per_s` 0: assume the speed of measured workers with this GPU.
-
     `hours_least`: the provider bills at least so many hours, so a machine is not released before, and the budget must pay for
-    them. `is_automatic`: whether the planner may rent it without asking. `settings`: provider-specific.
-    """
+    them. `is_automatic`: whether the planner may rent it without asking. `settings`: provider-specific."""
 
     name: str
     provider: str
@@ -133,7 +131,6 @@ class Provider(Protocol):
 
     async def rent(self, machine_id: str, join_link: str) -> str:
         """Makes the machine, which joins by `join_link`. Returns the command for a person to run, or an empty text.
-
         ResourceError if no machine is available, Unreachable if the provider does not answer."""
         ...
 
@@ -149,11 +146,9 @@ class Provider(Protocol):
 
 IDLE_RELEASE_S = 600.0  # longer than a rental takes: else machines come and go
 JOIN_S_MAX = 1800.0  # a slow boot, a large image and a model
-RENT_AT_ONCE = 4
-"""Most machines rented at once: the rate of these is measured before more are rented on a guess."""
+RENT_AT_ONCE = 4  # most machines rented at once: the rate of these is measured before more are rented on a guess
 NO_BOUND = "set coordinator.usd_per_hour_cap or coordinator.usd_budget: nothing that costs money is rented without one"
-BUDGET_HOURS_LEFT = 1.0
-"""A machine is rented only if the budget lasts at least so many hours with it."""
+BUDGET_HOURS_LEFT = 1.0  # a machine is rented only if the budget lasts at least so many hours with it
 
 
 @dataclass(frozen=True, slots=True)

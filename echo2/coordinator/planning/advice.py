@@ -30,22 +30,18 @@ from echo2.cost_model.snapshot import (
 )
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
-UTILISATION_SLACK = 0.05
-"""A utilisation below its target by no more than this is noise, not something to act on."""
+UTILISATION_SLACK = 0.05  # a utilisation below its target by no more than this is noise, not something to act on
 LONG_STEPS, LONG_S_MIN = 3.0, 15.0
 """A wait is unusual if it is longer than this many steps take, and this many seconds."""
-FIRST_STEP_S = 180.0
-"""Before the first step: workers load the model and generate whole rollouts from nothing."""
+FIRST_STEP_S = 180.0  # before the first step: workers load the model and generate whole rollouts from nothing
 MORE_REWARDS = (
     "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray, by "
     "task.ray)"
 )
 EQUAL_REWARD_STEPS_MAX = 3
 """Where one rollout in a hundred is rewarded, three steps of 64 have no reward one time in seven: still worth a word."""
-CUT_SHARE_MIN = 0.25
-"""Fewer cut completions are usual: a few prompts are hard."""
-MEASURED_STEPS = 5
-"""From so many steps on, the measured utilisation is told, not the predicted one."""
+CUT_SHARE_MIN = 0.25  # fewer cut completions are usual: a few prompts are hard
+MEASURED_STEPS = 5  # from so many steps on, the measured utilisation is told, not the predicted one
 
 
 class Act(enum.Enum):

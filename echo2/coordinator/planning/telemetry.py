@@ -232,8 +232,7 @@ class LearnerBoard:
 
 STEPS_A_LOOK = 5  # ten steps are two looks
 RATIO_LEAST, RATIO_MOST = 0.5, 1.1  # rates are too high rather than too low: nothing is added twice
-CLOSE = 0.01
-"""A utilisation this near to the promised one says that the estimates are right."""
+CLOSE = 0.01  # a utilisation this near to the promised one says that the estimates are right
 
 
 ERRORS_KEPT = 512  # the newest, of which the page shows the mean
@@ -400,9 +399,8 @@ def prior_speed(
     measured: Sequence[tuple[str, Speed]],
     catalogue: Mapping[str, GpuType],
 ) -> Speed:
-    """The assumed speed of an unmeasured worker with this GPU, from the measured ones, each with its GPU's name.
-
-    The median over workers with the same GPU; else over all workers whose GPU the catalogue knows, each scaled to this GPU
+    """The assumed speed of an unmeasured worker with this GPU, from the measured ones, each with its GPU's name. The median
+    over workers with the same GPU; else over all workers whose GPU the catalogue knows, each scaled to this GPU
     (`_brought_over`); else over all workers, unscaled."""
     own = kind_of_name(gpu, catalogue)
     named = [(kind_of_name(name, catalogue), speed) for name, speed in measured]
@@ -420,11 +418,10 @@ def prior_speed(
 
 
 def _brought_over(speed: Speed, of: tuple[str, int], to: tuple[str, int], catalogue: Mapping[str, GpuType]) -> Speed:
-    """Scales a speed from one GPU to another. `of` and `to`: a kind and the number of GPUs.
-
-    If reading the KV cache dominates a decode step, tokens/s scale with the bandwidth. If reading the weights dominates, they also
-    scale with the memory, because more memory holds more sequences per read of the weights. The square root of the memory ratio is
-    a compromise between the two."""
+    """Scales a speed from one GPU to another. `of` and `to`: a kind and the number of GPUs. If reading the KV cache dominates a
+    decode step, tokens/s scale with the bandwidth. If reading the weights dominates, they also scale with the memory, because
+    more memory holds more sequences per read of the weights. The square root of the memory ratio is a compromise between the
+    two."""
     source, target = catalogue[of[0]], catalogue[to[0]]
     quicker = target.bandwidth_gb_per_s / source.bandwidth_gb_per_s
     faster = quicker * (target.memory_gib / source.memory_gib) ** 0.5 * to[1] / of[1]
@@ -561,10 +558,9 @@ def pool_usd_per_s(members: Iterable[Member]) -> float:
 
 
 def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: Plan | None) -> Needs:
-    """Weights of the workers in `nodes`, and the share of the total that needs a version first.
-
-    An active worker's weight is its measured rate, or the median rate before it is measured; other workers weigh 0. The share is
-    what the plan's throughput term needs plus a margin (`RATE_MARGIN`); 1 without a plan."""
+    """Weights of the workers in `nodes`, and the share of the total that needs a version first. An active worker's weight is
+    its measured rate, or the median rate before it is measured; other workers weigh 0. The share is what the plan's throughput
+    term needs plus a margin (`RATE_MARGIN`); 1 without a plan."""
     active = [m for node in nodes[1:] if (m := members[node.peer_id]).last_activation is Activation.ACTIVE]
     rates = {m.peer_id: believed_rate(m) for m in active if is_measured(m) and not m.is_newcomer}
     usual = median(rates.values()) if rates else 1.0
@@ -601,8 +597,7 @@ def _node(peer_id: PeerId, name: str, access: Access, link: pb.Link) -> NodeLink
 # Leaves to others: making plans (broadcast/trees), sending parts (hub). The seed acts in every tree, so it gets the
 # whole plan.
 
-PART_NODES_MIN = DEGREE_MAX + 2
-"""One more than the largest plan whose nodes all connect to each other."""
+PART_NODES_MIN = DEGREE_MAX + 2  # one more than the largest plan whose nodes all connect to each other
 
 
 class PlanParts:
