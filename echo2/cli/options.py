@@ -146,8 +146,12 @@ def link_text(argument: str) -> str:
         return path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         raise ConfigError(f"join link: expected a file with a link at {path}, found nothing there") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"join link: {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"join link: expected a file with a link at {path}, got: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"join link: expected a file with a link at {path}, got something that is not UTF-8 text"
+        ) from None
 
 
 MODULES = {

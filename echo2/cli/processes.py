@@ -295,5 +295,6 @@ def stop(own: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _folder(folder: Path) -> Path:
     if not (folder / "run.toml").is_file():
-        raise StateError(f"{folder}: expected a run's folder (RUNS/NAME), found no run.toml in it")
+        seen = "no run.toml in it" if folder.is_dir() else "no such folder"
+        raise StateError(f"{folder}: expected a run's folder (RUNS/NAME), found {seen}")
     return folder

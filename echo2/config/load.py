@@ -137,8 +137,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: expected a TOML file, found nothing there") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a TOML file, got: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: expected a TOML file, got something that is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         hint = "; a text stands in quotes" if "Invalid value" in str(error) else ""
         raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}{hint}") from None

@@ -119,8 +119,12 @@ def kept(path: Path) -> Catalogue | None:
         return _FILE.validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(
+            f"offers: {path}: expected a kept catalogue (--record writes one), got another file"
+        ) from None
 
 
 def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:

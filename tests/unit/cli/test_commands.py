@@ -61,6 +61,13 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["offers", "--rows", "-1"], 2, "line: --rows: expected a whole number from 0, got '-1'"),
         (main, ["offers", "--max-age", "soon"], 2, "line: --max-age: expected .* got 'soon'"),
         (worker, ["status", "/nowhere"], 2, "expected no further argument, got '/nowhere'"),
+        (main, ["plan", "/proc"], 2, "/proc: expected a TOML file, got: Is a directory$"),
+        (main, ["plan", sys.executable], 2, "expected a TOML file, got something that is not UTF-8 text$"),
+        (worker, ["join", "@/proc"], 2, "expected a file with a link at /proc, got: Is a directory$"),
+        (worker, ["join", f"@{sys.executable}"], 2, "expected a file with a link at .* not UTF-8 text$"),
+        (main, ["samples", "runs/no"], 8, "runs/no: expected a run's folder .* found no such folder$"),
+        (main, ["tail", "/proc"], 8, "/proc: expected a run's folder .* found no run.toml in it$"),
+        (main, ["offers", "--billions", "4", "--recorded", "README.md"], 2, "expected a kept catalogue .* got another file$"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_one_line_that_says_what_was_meant(
