@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0  # for nvidia-smi or a connection: what takes longer is broken for a person who waits
 DISK_WANTED_BYTES = 8 << 30  # twice a 2-billion model in bf16: chunks
 SHOWN_LETTERS = 60  # of a prompt, to know it by
+DISK_PROBE_BYTES = 32 << 20  # beyond a disk's own cache of some MiB, yet a second on a slow one
+DISK_SLOW_BYTES_PER_S = 20e6  # a 150 Mbit/s downlink: a slower disk would be the limit
 WORDS = {True: "ok  ", False: "BAD ", None: "note"}  # a note: what cannot be told here, or is missing only for one role
 # By the finding's name.
 ADVICE = {
@@ -54,6 +57,8 @@ ADVICE = {
     "task": "correct task.name, task.args or the files that they name",
     "rewards": "remove task.trusted_rewards, unless nothing but your own models' text can ever reach this learner",
     "disk": "free space, or point --folder at another disk",
+    "folder": "point --folder at one that you may write in",
+    "disk speed": "point --folder at a local disk: chunks and the journal are written as they come",
     "clock": "switch time synchronisation on (timedatectl set-ntp true): certificates and leases go by the clock",
 }
 
@@ -100,6 +105,7 @@ def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Ite
         yield from model_findings(machine, config)
     if has_task:
         yield from task_findings(config)
+    yield _disk_speed(folder)
     yield _clock()
     if link:
         yield from coordinator_findings(JoinLink.parse(link), config)
@@ -250,6 +256,24 @@ def _torch(has_gpu: bool) -> Finding:
         return Finding("torch", f"{torch.__version__}, {built}: expected it to see the GPU", is_good=False)
     seen = f"sees {torch.cuda.device_count()} GPU" if torch.cuda.is_available() else "on the CPU"
     return Finding("torch", f"{torch.__version__}, {seen}")
+
+
+def _disk_speed(folder: Path) -> Finding:
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            began = time.perf_counter()
+            for _ in range(DISK_PROBE_BYTES >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = DISK_PROBE_BYTES / (time.perf_counter() - began)
+    except OSError as error:
+        return Finding("folder", f"{folder}: expected to be able to write there, got: {error}", is_good=False)
+    text = f"{format_bytes(int(rate))}/s written and synced"
+    if rate < DISK_SLOW_BYTES_PER_S:
+        return Finding("disk speed", f"{text}: expected at least {DISK_SLOW_BYTES_PER_S / 1e6:.0f} MB/s", is_good=False)
+    return Finding("disk speed", text)
 
 
 def _clock() -> Finding:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -237,13 +237,23 @@ class GatewayApp:
         return JSONResponse(reply_of(call, choices, self._model, now_s, self._bytes_of), headers=headers)
 
     async def _streamed(self, call: Call) -> AsyncIterator[str]:
-        """The whole answer as events once it is sampled; until then a comment every KEEP_ALIVE_S."""
+        now_s, sent, answer, pieces = int(unix_now()), "", call.answer, call.pieces
         try:
-            while not call.answer.done():
-                await asyncio.wait((call.answer,), timeout=KEEP_ALIVE_S)
-                if not call.answer.done():
-                    yield ": still sampling\n\n"
-            for piece in pieces_of(call, call.answer.result(), self._model, int(unix_now()), self._bytes_of):
+            while not answer.done():
+                coming = asyncio.ensure_future(pieces.get())
+                both: set[asyncio.Future[Any]] = {answer, coming}
+                await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if coming.done():
+                    yield piece_of(call, coming.result(), self._model, now_s, is_first=not sent)
+                    sent += coming.result()
+                else:
+                    coming.cancel()
+                    if not answer.done():
+                        yield ": still sampling\n\n"
+            choices = answer.result()
+            if not choices[0].text.startswith(sent):
+                raise sampled_anew()
+            for piece in pieces_of(call, choices, self._model, now_s, self._bytes_of, sent):
                 yield piece
         except CallRefused as refused:
             yield f"data: {json.dumps(error_body(refused))}\n\n"
@@ -427,16 +437,24 @@ def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byte
     return whole
 
 
-def pieces_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, bytes_of: BytesOf) -> Iterator[str]:
-    """Yields the answer as server-sent events."""
+def piece_of(call: Call, text: str, model: str, now_s: int, *, is_first: bool) -> str:
+    """Builds the server-sent event for the next piece of a single-choice stream."""
+    return _piece(call, model, now_s, 0, _content(call.request, text, is_first=is_first))
+
+
+def pieces_of(
+    call: Call, answers: Sequence[Choice], model: str, now_s: int, bytes_of: BytesOf, told: str = ""
+) -> Iterator[str]:
+    """Yields the answer as server-sent events. `told`: text of the single choice that was streamed already, and is left out."""
     request = call.request
     is_chat = request.prompt is None
     for number, choice in enumerate(answers):
         logprobs = _logprobs(choice, bytes_of, is_chat=is_chat) if request.wants_logprobs else None
-        delta: Json = {"role": "assistant", "content": choice.text}
-        if choice.tool_calls:
-            delta["tool_calls"] = [{"index": place, **one} for place, one in enumerate(_written(choice))]
-        yield _piece(call, model, now_s, number, {"delta": delta} if is_chat else {"text": choice.text}, logprobs)
+        content = _content(request, choice.text[len(told) :], is_first=not told)
+        if is_chat and choice.tool_calls:
+            written = _written(choice)
+            content["delta"]["tool_calls"] = [{"index": place, **one} for place, one in enumerate(written)]
+        yield _piece(call, model, now_s, number, content, logprobs)
         end: Json = {"delta": {}} if is_chat else {"text": ""}
         yield _piece(call, model, now_s, number, end, None, choice.finish_reason)
     if request.wants_usage:
@@ -447,6 +465,12 @@ def pieces_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byt
 def error_body(refused: CallRefused) -> Json:
     kind = "invalid_request_error" if refused.status in (400, 404, 413) else "api_error"
     return {"error": {"message": refused.message, "type": kind, "code": refused.code, "param": None}}
+
+
+def _content(request: CallRequest, text: str, *, is_first: bool) -> dict[str, Any]:
+    if request.prompt is not None:
+        return {"text": text}
+    return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
 
 def _piece(

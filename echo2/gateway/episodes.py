@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,9 @@ from echo2.gateway.requests import ID_BYTES, CallRequest
 from echo2.gateway.tree import ChatCodec, Node, TokenTree, TreePlace
 from echo2.outside.guard import MISHAPS, Refusals, cancel_all
 
+PIECES_S = 0.5  # least time between two pieces of one stream, in seconds: every piece decodes the whole text again
 TICK_S = 1.0  # episodes are timed in minutes, so a second late is early enough
+_INCOMPLETE = "\ufffd"  # the decoder ends the text with this while a character's bytes are not all sampled
 THREADS = 2  # one long job of a caller leaves the other thread to everybody else
 _log = logging.getLogger("echo2.gateway")
 _T = TypeVar("_T")
@@ -138,7 +141,7 @@ class Problem:
 @dataclass(slots=True, eq=False)
 class Call:
     """One request under way. `answer`: resolved when a client waits and every choice is sampled; a retry awaits the same one.
-    `places`: chain and depth by choice."""
+    `places`: chain and depth by choice. `streamed`: text already sent to a streaming client."""
 
     number: int
     session_id: str
@@ -149,6 +152,9 @@ class Call:
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
     completions: dict[int, Rollout] = field(default_factory=dict)
     has_client: bool = True
+    pieces: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    streamed: str = ""
+    streamed_at: float = -math.inf
 
     @property
     def name(self) -> str:
@@ -263,6 +269,20 @@ class Episodes:
         call.completions[choice] = completion
         if call.is_sampled and call.has_client:
             self._deliver(session, call)
+
+    def on_tokens(self, group_id: str, token_ids: tuple[int, ...]) -> None:
+        """Streams the part of an unfinished completion that no later token can take back."""
+        session, call, _ = self._of_group.get(group_id, (None, None, 0))
+        if session is None or call is None or not call.has_client or not call.request.is_streamed_in_pieces:
+            return
+        now = self._clock()
+        if now - call.streamed_at < PIECES_S:
+            return
+        call.streamed_at, stops = now, call.request.stops
+        text = certain_part(self.codec.decode(token_ids, stops, has_tools=False)[0], stops)
+        if len(text) > len(call.streamed) and text.startswith(call.streamed):
+            call.pieces.put_nowait(text[len(call.streamed) :])
+            call.streamed = text
 
     # ---- what clients ask
 
@@ -458,7 +478,7 @@ class Episodes:
     def _take_up(self, session: Session, call: Call) -> Call:
         """A retry takes over an abandoned call, and its answer if there is one."""
         self.counts.retried += 1
-        call.has_client = True
+        call.has_client, call.pieces, call.streamed = True, asyncio.Queue(), ""
         if call.is_sampled:
             self._deliver(session, call)
         return call
@@ -558,6 +578,17 @@ class Episodes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def certain_part(text: str, stops: Sequence[str]) -> str:
+    """Returns `text` without a trailing part that may begin a stop string, and without a trailing incomplete character."""
+    text = text.rstrip(_INCOMPLETE)
+    return text[: len(text) - max((_overlap(text, stop) for stop in stops), default=0)]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`, in characters."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class LongWork:

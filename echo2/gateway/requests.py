@@ -63,6 +63,12 @@ class CallRequest:
             return sum(self.sizes)
         return len(self.prompt) * (1 if isinstance(self.prompt, str) else ID_BYTES)
 
+    @property
+    def is_streamed_in_pieces(self) -> bool:
+        """One choice, and only its text is wanted. Tool calls are parsed from the whole text."""
+        is_plain = not (self.tools or self.wants_logprobs or self.wants_ids)
+        return self.is_streamed and self.choices == 1 and is_plain
+
     def with_digests(self) -> CallRequest:
         """Returns a copy with `digest`, `history` and `sizes` filled in. Slow for a large request."""
         said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]

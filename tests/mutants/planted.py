@@ -315,6 +315,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "                    again.append((group.cursor, group.retry + 1))", "                    again.append((group.cursor, group.retry))", (_UNIT + "learner/test_agents.py",)),
     Mutant("a version goes live between two calls of an evaluated agent", "worker/leases.py",
            "TURN_GRACE_S if warm_groups(lease.group.group_id) else EXACT_GRACE_S", "EXACT_GRACE_S", (_UNIT + "worker/test_leases.py",)),
+    Mutant("a stream tells the beginning of a stop string", "gateway/episodes.py",
+           "    return text[: len(text) - max((_overlap(text, stop) for stop in stops), default=0)]", "    return text", (_UNIT + "gateway/test_episodes.py",)),
     # clients of the gateway
     Mutant("gateway: a reward that is no number is trained on", _EPISODES, "        if wrong:\n", "        if False:\n",
            (_UNIT + "gateway/test_episodes.py",)),

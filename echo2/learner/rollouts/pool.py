@@ -171,8 +171,12 @@ class RolloutPool:
             self.journal.append(records.finished(rollout, group.senders.get(rollout.index, ())))
             if not is_driven(rollout.group_id):
                 self._scoring.start(self._score(rollout))
-        if is_driven(rollout.group_id) and self.agents is not None and is_admitted:
-            self.agents.episodes.on_completion(rollout.group_id, rollout)
+        # Not admitted but finished: a later segment of this report has finished it.
+        if is_driven(rollout.group_id) and self.agents is not None and rollout.is_finished == is_admitted:
+            if is_admitted:
+                self.agents.episodes.on_completion(rollout.group_id, rollout)
+            else:
+                self.agents.episodes.on_tokens(rollout.group_id, rollout.token_ids)
 
     async def _score(self, rollout: Rollout) -> None:
         """Gets the answer to a finished turn: a reward, or the environment's message that the next turn replies to."""

@@ -38,7 +38,7 @@ def on_ports(enrol_port: int = 0) -> list[str]:
 def test_every_finding_of_a_fit_machine_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--folder", str(tmp_path / "not" / "made" / "yet"), "--json", *on_ports()]) == 0
     found = rows(capsys)
-    asked = {"Python", "packages", "GPU", "torch", "memory", "disk", "clock", "ports", "containment"}
+    asked = {"Python", "packages", "GPU", "torch", "memory", "disk", "disk speed", "clock", "ports", "containment"}
     assert asked <= found.keys()
     assert all(row["is_good"] is not False for row in found.values())
     assert found["reach and rates"]["is_good"] is None, "what is not known is not ok"

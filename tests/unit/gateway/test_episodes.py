@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.rollout import FinishReason
-from echo2.gateway.episodes import Call, CallRefused
+from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
 from echo2.gateway.requests import CHOICES_MAX, chat_call, text_call, whole_number
 from tests.patience import WAIT_S
 from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, completion, texts_of
@@ -424,3 +426,59 @@ async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_
             _, (group,) = world.begin(session, chat(repr(temperature), temperature=temperature))
             assert world.fleet.leases[group].temperature == (obeyed if is_evaluation else None)
     assert chat("x", temperature=0.1, seed=4, model="m").ignored == ("seed", "temperature")
+
+
+# ---- streams: nothing is sent that a later token could take back
+
+letters = st.text("abc", max_size=12)
+
+
+@given(letters, st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_the_certain_part_of_any_beginning_stands_in_the_whole(text: str, stops: list[str]) -> None:
+    assert certain_part("caf\ufffd", ()) == "caf" and certain_part("so </ans", ("</answer>",)) == "so "
+    cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+    whole = text[:cut]  # what the client reads in the end
+    for length in range(len(text) + 1):
+        beginning = text[:length]
+        if not any(stop in beginning for stop in stops):  # then the completion has ended
+            assert whole.startswith(certain_part(beginning, stops))
+
+
+def pieces_of(world: World, call: Call, group_id: str, *texts: str) -> list[str]:
+    """The pieces streamed as the completion grows to each text."""
+    for text in texts:
+        world.now += PIECES_S
+        world.episodes.on_tokens(group_id, tuple(1000 + ord(c) for c in text))
+    return [call.pieces.get_nowait() for _ in range(call.pieces.qsize())]
+
+
+async def test_a_stream_sends_only_new_and_certain_text() -> None:
+    world, session = begun()
+    call, (group,) = world.begin(session, chat("hi", stream=True, stop=["END"]))
+    assert pieces_of(world, call, group, "he", "hel", "helloE", "hello EN") == ["he", "l", "lo", " "]
+    for length in range(2, 50):  # reported at once: the text is not decoded each time
+        world.episodes.on_tokens(group, (1000 + ord("h"),) * length)
+    assert call.pieces.empty()
+    world.sample(group, "hello END")
+    assert texts_of(call) == ["hello END"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stream": False}, {"n": 2}, {"logprobs": True}, {"return_token_ids": True}, {"tools": [{"type": "function"}]}],
+)
+async def test_what_is_read_from_the_whole_is_not_sent_in_pieces(options: dict[str, Any]) -> None:
+    world, session = begun()
+    call, (first, *_) = world.begin(session, chat("hi", **{"stream": True, **options}))
+    assert not pieces_of(world, call, first, "hello")
+
+
+async def test_a_retry_reads_the_stream_from_its_beginning() -> None:
+    world, session = begun()
+    request = chat("hi", stream=True)
+    call, (group,) = world.begin(session, request)
+    pieces_of(world, call, group, "he")
+    world.episodes.leave(call)
+    assert not pieces_of(world, call, group, "hell"), "no client reads it"
+    retry, groups = world.begin(session, request)
+    assert not groups and pieces_of(world, retry, group, "hello") == ["hello"]

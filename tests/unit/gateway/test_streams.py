@@ -1,4 +1,4 @@
-"""Streams as the stock client reads them."""
+"""Streams as the stock client reads them: pieces as they come, the whole in the end, and an error where it came out otherwise."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import asyncio
 import itertools
 from typing import Any
 
-import httpx
 import pytest
 
-from echo2.gateway import app
 from echo2.gateway.app import pieces_of, reply_of
-from echo2.gateway.episodes import Call, Choice
+from echo2.gateway.episodes import PIECES_S, Call, Choice, Episodes
 from echo2.gateway.requests import chat_call, text_call
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
@@ -20,27 +18,44 @@ from tests.unit.gateway.fakes import RecordingFleet, completion, letter_bytes, o
 openai = pytest.importorskip("openai")
 
 
-@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
-async def test_a_stream_sends_the_answer_once_it_is_whole_and_a_sign_of_life_before(
-    is_chat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.02)
-    loop, fleet = asyncio.get_running_loop(), RecordingFleet()
+async def sample(episodes: Episodes, group_id: str, whole: str) -> None:
+    """Reports a completion twice while it grows, then `whole`."""
+    for text in ("hel", "hello w"):
+        await asyncio.sleep(PIECES_S + 0.05)
+        episodes.on_tokens(group_id, tuple(map(ord, text)))
+    await asyncio.sleep(0.05)
+    episodes.on_completion(group_id, completion(whole))
 
-    def finish(group_id: str) -> None:
-        loop.call_later(0.1, lambda: episodes.on_completion(group_id, completion("hello world")))
 
-    fleet.on_lease = finish
+async def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
+    """The texts of the stream's pieces, and why they ended."""
+    loop, sampling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+    fleet = RecordingFleet(lambda group_id: sampling.append(loop.create_task(sample(episodes, group_id, whole))))
     async with on_port(fleet) as (episodes, port):
         episodes.open_problem("a1", 1, {})
         key = episodes.take_seat("").key
-        asked = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
-        path = "chat/completions" if is_chat else "completions"
-        async with httpx.AsyncClient(timeout=WAIT_S) as client:
-            body = {**asked, "model": "policy", "stream": True}
-            told = await client.post(f"{port.url}/v1/{path}", json=body, headers={"authorization": f"Bearer {key}"})
-        assert told.text.startswith(": still sampling") and told.text.count("hello world") == 1
-        assert told.text.rstrip().endswith("data: [DONE]")
+        client = openai.AsyncOpenAI(base_url=f"{port.url}/v1", api_key=key, timeout=WAIT_S, max_retries=0)
+        texts, reasons = list[str](), list[str | None]()
+        async with client:
+            made = client.chat.completions if is_chat else client.completions
+            asked = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+            async for piece in await made.create(model="policy", stream=True, **asked):
+                for choice in piece.choices:
+                    texts.append((choice.delta.content if is_chat else choice.text) or "")
+                    reasons.append(choice.finish_reason)
+        return [text for text in texts if text], reasons
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
+async def test_pieces_come_as_they_are_sampled_and_make_the_whole(is_chat: bool) -> None:
+    texts, reasons = await read("hello world", is_chat)
+    assert texts == ["hel", "lo w", "orld"]
+    assert [reason for reason in reasons if reason] == ["stop"]
+
+
+async def test_a_completion_that_another_worker_began_anew_ends_the_stream_with_an_error() -> None:
+    with pytest.raises(openai.APIError, match="began this completion anew"):
+        await read("other words", is_chat=True)
 
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])

@@ -169,6 +169,7 @@ class Stage:
         self.prompts.due.clear()
         self.driven: dict[GroupId, GroupSpec] = {}
         self.sampled: list[Rollout] = []
+        self.grown: list[tuple[int, ...]] = []
         groups, history = self.restored()
         groups.take_closures()
         groups.drop_stale()
@@ -304,6 +305,9 @@ class Stage:
     @property
     def episodes(self) -> Stage:
         return self
+
+    def on_tokens(self, group_id: GroupId, token_ids: tuple[int, ...]) -> None:
+        self.grown.append(token_ids)
 
     def on_completion(self, group_id: GroupId, rollout: Rollout) -> None:
         self.sampled.append(rollout)

@@ -291,11 +291,12 @@ def test_a_call_whose_prompt_all_chains_share_still_marks_where_its_turn_begins(
     assert insertions == (Insertion(0, ()), Insertion(2, ())) and senders == (SentTokens(ALICE, 2),) * 2
 
 
-def test_a_call_is_told_once_it_is_whole() -> None:
+def test_a_call_that_goes_on_is_told_as_it_grows() -> None:
     stage = new_stage()
     group_id = call(stage, PROBLEM, None, (5, 6))
     for offset, tokens in ((0, (10,)), (1, (11, 12)), (3, (1,))):
         stage.report(piece(group_id, 0, tokens, offset))
+    assert stage.grown == [(10,), (10, 11, 12)]
     assert [rollout.token_ids for rollout in stage.sampled] == [(10, 11, 12, 1)]
 
 
