@@ -71,6 +71,11 @@ def _finite(number: float, what: str) -> float:
     return number
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_bytes(count: float) -> str:
     """`12.3 MB`, in powers of ten, as links are sold."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -20,6 +20,7 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from echo2.base.errors import ConfigError, MalformedMessage, Unreachable
+from echo2.base.units import counted
 from echo2.cli.options import link_text
 from echo2.cli.processes import held_by_hand, holders_of
 from echo2.trust.enrolment import enrol, find_coordinator
@@ -100,6 +101,18 @@ def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _
     return asyncio.run(asked())
 
 
+def _trained(folder: Path) -> str:
+    """What a run at rest has reached, by the learner's files in it; empty without any."""
+    from echo2.cli.live import ScreenState
+
+    state = ScreenState("")
+    state.read(folder)
+    if not state.rewards:
+        return ""
+    held_out = f", held-out reward {state.evaluations[-1][1]:.2f}" if state.evaluations else ""
+    return f"{counted(len(state.rewards), 'step')} trained, reward {state.rewards[-1]:.2f}{held_out}; "
+
+
 def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
     from echo2.cli.live import ScreenState, draw, phase_of  # which asks by OperatorClient itself
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
@@ -109,7 +122,7 @@ def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
         print((folder / SUMMARY).read_text() if own.json else read_report(folder).text)
         return 0
     if (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder))):
-        raise Unreachable(f"{folder}: no process of the run is at work; the same `echo2 run` goes on")
+        raise Unreachable(f"{folder}: no process of the run is at work; {_trained(folder)}the same `echo2 run` goes on")
     status = answered(own.run, OperatorClient.status)
     if own.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.base.errors import ResourceError
-from echo2.base.units import format_bytes, format_seconds
+from echo2.base.units import counted, format_bytes, format_seconds
 from echo2.cli.process import COLUMNS_MAX, wrapped
 from echo2.cli.sizing import FIT_COLUMNS, fit_rows
 from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
@@ -205,7 +205,7 @@ def pool_offers(question: PlanQuestion, answer: Plan) -> list[PoolOffer]:
 def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
     gpus = question.prior(offer).gpu_count
     kind = f"{offer.provider}/{offer.gpu}" if offer.provider else offer.gpu
-    return f"{count} x {kind}" if gpus == 1 else f"{count} workers of {gpus} x {kind}"
+    return f"{count} x {kind}" if gpus == 1 else f"{counted(count, 'worker')} of {gpus} x {kind}"
 
 
 def _print_price(question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
@@ -213,11 +213,14 @@ def _print_price(question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
     busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
     total, steps = answer.usd_per_hour + learner_usd, "step" if answer.kappa == 1 else f"{answer.kappa} steps"
     low, high = costs["usd_low"], costs["usd_high"]
-    usd = f"${costs['usd']:,.2f}" + (f" (${low:,.0f} to ${high:,.0f} at such prices)" if low < high else "")
+    digits = 0 if low >= 100 else 2
+    usd = f"${costs['usd']:,.2f}" + (
+        f" (${low:,.{digits}f} to ${high:,.{digits}f} at such prices)" if low < high else ""
+    )
     print_lines(
         f"rent     {_pool(question, answer)}; publish every {steps}; {busy}\n"
         f"price    workers ${answer.usd_per_hour:.2f}/h + learner ${learner_usd:.2f}/h = ${total:.2f}/h\n"
-        f"the run  {run.steps} steps: about {format_seconds(3600 * costs['hours'])} and {usd}",
+        f"the run  {counted(run.steps, 'step')}: about {format_seconds(3600 * costs['hours'])} and {usd}",
         style="bold",
     )
 

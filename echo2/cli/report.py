@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from google.protobuf.json_format import ParseDict
 
 from echo2.base.errors import StateError
-from echo2.base.units import format_bytes, format_seconds
+from echo2.base.units import counted, format_bytes, format_seconds
 from echo2.cli.process import wrapped
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
@@ -186,7 +186,7 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     trackers = [str(link) for link in json.loads(links.read_text())] if links.is_file() else []
     trackers += [f"tensorboard --logdir {tensorboard}"] if tensorboard.is_dir() else []
     return [
-        ("held-out reward", f"{first} -> {last} in {facts['steps']} steps"),
+        ("held-out reward", f"{first} -> {last} in {counted(facts['steps'], 'step')}"),
         ("reward, last 10 steps", f"{facts['reward_last_10_steps']:.2f}"),
         ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
         ("cost", f"USD {usd:.4f}{each}"),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from echo2.base.clock import Clock
 from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed, RunFinished
 from echo2.base.ids import PeerId, RunId
+from echo2.base.units import counted
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
 from echo2.config.run import CoordinatorSection, RunConfig
@@ -170,8 +171,8 @@ class Hub:
                 del settings["staleness_bound"]  # the run goes on with a lower one of its own
             self.change_settings(settings)
         if saved.members or saved.groups:
-            self.note("start", f"state restored: {len(saved.members)} workers, {len(saved.leases)} leases, "
-                      f"{len(saved.groups)} groups, {len(saved.tokens)} tokens")  # fmt: skip
+            self.note("start", f"state restored: {counted(len(saved.members), 'worker')}, {counted(len(saved.leases), 'lease')}, "
+                      f"{counted(len(saved.groups), 'group')}, {counted(len(saved.tokens), 'token')}")  # fmt: skip
         else:
             self.note("start", f"run {self.options.run_id} begins")
 

@@ -215,13 +215,13 @@ class SqlStore:
             index_elements=[_rows.c.kind, _rows.c.key], set_={"json": upsert.excluded.json}
         )
         try:
-            counted = self._counted()
-            if counted and self._file is not None and not (self._file.exists() and self._file.stat().st_size):
+            is_there = self._file is None or (self._file.exists() and self._file.stat().st_size)
+            if not is_there and self._counted():
                 raise self._lost("the database that was there", "none")  # SQLite would open an empty one
             with self._engine.begin() as connection:
                 self._check_pages(connection)
                 self._lasting = self._claim(connection, run_id)
-            if self._lasting < counted:
+            if self._lasting < (counted := self._counted()):
                 raise self._lost(f"all of {counted} changes that must last", f"the first {self._lasting}")
             self._count()
         except BaseException as error:

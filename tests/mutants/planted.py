@@ -186,7 +186,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "        record.barred_at, record.barred_until, record.why = now, now + bar_s, why\n", "        record.why = why\n",
            (_UNIT + "coordinator/test_lease_book.py",)),
     Mutant("the database may lose what it has kept, and says nothing", "coordinator/store.py",
-           "            if self._lasting < counted:\n", "            if False:\n",
+           "            if self._lasting < (counted := self._counted()):\n", "            if False:\n",
            ("tests/contract/test_state_store.py",)),
     Mutant("the learner's lost chunks are not made up for", "broadcast/node.py",
            "                self.library.drop(key)\n                self._lost(str(artifact))\n",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
-from echo2.base.units import format_duration
+from echo2.base.units import counted, format_duration
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, OpenGroup
@@ -364,7 +364,7 @@ def lease_waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = 
     found: list[tuple[str, float]] = []
     first = book.first_queued
     if first is not None:
-        found.append((f"{book.queued} groups wait for a worker: {_why(book, first, now)}", first.since))
+        found.append((f"{counted(book.queued, 'group')} without a worker: {_why(book, first, now)}", first.since))
     for worker_id, leases in _slow(book, now)[:8]:
         text = (
             f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(one.tokens for one in leases)} tokens"
@@ -441,5 +441,5 @@ def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
     if exact is None and newest < need:
         return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
     if not book.open_requests():
-        return f"{len(allowed)} willing workers must deliver what they hold before they are given more"
+        return f"{counted(len(allowed), 'willing worker')} must deliver what they hold before they are given more"
     return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

@@ -12,6 +12,7 @@ from heapq import nsmallest
 from typing import Any
 
 from echo2.base.ids import PeerId
+from echo2.base.units import counted
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.leases.lease import GroupPhase
@@ -337,8 +338,8 @@ class StateView:
             text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
             found.append((text, board.heard_at))
         elif board.report.waits_for:
-            on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
-            text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
+            on = slowest(hub.book, now, self._name_of) or f"{counted(len(hub.book.leases), 'lease')} out"
+            text = f"the learner waits for {board.report.waits_for}: {on}, {counted(hub.book.queued, 'group')} queued"
             found.append((text, board.heard_at - board.report.waits_since_s))
         if hub.plan.waits_for:
             found.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))
@@ -349,7 +350,7 @@ class StateView:
         newest = board.newest
         if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
             names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
-            text = f"version {newest.published.version} is not live yet on {len(newest.waiting)} workers: {names}"
+            text = f"version {newest.published.version} is not live yet on {counted(len(newest.waiting), 'worker')}: {names}"
             found.append((text, newest.published_at))
         return sorted(found, key=lambda wait: wait[1])
 

@@ -80,6 +80,9 @@ def test_the_answer_names_the_pool_the_alternatives_and_the_whole_price(
     printed = capsys.readouterr().out
     assert f"= ${total:.2f}/h" in printed and f"and ${found['run']['usd']:,.2f}" in printed
     assert "100 steps: about" in printed
+    assert run("plan", *fleet, "--learner.steps=1") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 step: about" in printed and re.search(r"\(\$\d+\.\d\d to \$\d+\.\d\d at such prices\)", printed), printed
 
 
 def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(

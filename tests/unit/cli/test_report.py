@@ -113,4 +113,7 @@ def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, w
 def test_status_of_a_run_at_rest_says_so_and_asks_nobody(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (finished / "run.lock").write_text("echo2 999999999\n")
     assert main(["status", str(finished)]) == Unreachable.exit_code
-    assert "no process of the run is at work; the same `echo2 run` goes on" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "no process of the run is at work; 4 steps trained, reward " in said and "the same `echo2 run` goes on" in said
+    )
