@@ -142,7 +142,8 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
     except ResourceError as error:
         advice = "only workers' machines need it; `echo2 plan` lists the kinds that it fits"
         yield Finding("worker of it here", f"none: {error}", None, advice)
-    yield learner_finding(machine, config, size)
+    learner = learner_finding(machine, config, size)
+    yield replace(learner, is_good=None) if is_guess else learner  # a guess proves nothing, neither way
 
 
 def task_findings(config: RunConfig) -> Iterator[Finding]:

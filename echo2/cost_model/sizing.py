@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Literal
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.base.units import format_bytes
+from echo2.base.units import counted, format_bytes
 
 GPU_MEMORY_SHARE = 0.9  # share of GPU memory for weights and KV cache; the rest is for activations and the driver
 GPU_BYTES = 2  # bytes per weight and per cached value on a GPU: engines compute in bf16 there
@@ -268,7 +268,7 @@ def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -
     beside = f", {format_bytes(masters)} of masters in the host's memory" if masters else ""
     reason = (
         f"{format_bytes(size.card_bytes(run.quantisation))} of weights and {best.cache_tokens} tokens of cache on {each} of "
-        f"{format_bytes(least)}: {best.engine_count} engine{'s' if best.engine_count > 1 else ''} of "
+        f"{format_bytes(least)}: {counted(best.engine_count, 'engine')} of "
         f"{best.sequences} sequences, {best.whole_sequences} of them at the full {longest} tokens{beside}"
     )
     return Fit(best.engine_count, best.tensor_parallel, best.sequences, longest, best.cache_tokens, reason)

@@ -187,7 +187,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
         left = ". Nothing costs money any more"
         if run.open_machines:
             are = "is" if run.open_machines == 1 else "are"
-            left = f"; {_count(run.open_machines, 'rented machine')} {are} still being given back"
+            left = f"; {counted(run.open_machines, 'rented machine')} {are} still being given back"
         return ToDo(f"{run.finished[:1].upper()}{run.finished[1:]}{left}.", kind)
     if run.paused:
         return ToDo(f"Resume the run when you want it to go on: {run.paused}.", "warn", Act.RESUME, "Resume")
@@ -209,7 +209,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
         return ToDo(f"Look at the learner: {silent}.", "bad")
     if not run.active and not (run.wishes and not run.may_act):
         why = f" ({run.idle})" if run.idle else ""
-        return ToDo(f"Put a worker to work: {_count(run.alive, 'worker')} connected, none active{why}.", "bad")
+        return ToDo(f"Put a worker to work: {counted(run.alive, 'worker')} connected, none active{why}.", "bad")
     return None
 
 
@@ -282,6 +282,8 @@ def _nothing_to_do(run: RunNow) -> ToDo:
 
 def _limits(run: RunNow) -> str:
     """What limits the run, in words: each broken term, most limiting first; if all hold, the tightest."""
+    if run.finished:
+        return "nothing any more"
     if run.waits_for_rewards:
         return f"rewards: {run.report.rewards_due} are due"
     if run.plan is None:
@@ -302,13 +304,9 @@ def _assumed(run: RunNow) -> Iterable[str]:
     if run.corrected:
         yield run.corrected
     if run.unmeasured:
-        yield f"{_count(run.unmeasured, 'worker')} not measured yet: taken as fast as others, scaled by their data sheets"
+        yield f"{counted(run.unmeasured, 'worker')} not measured yet: taken as fast as others, scaled by their data sheets"
     if run.usd_per_hour > 0:
         yield "prices are what workers and offers declare (worker.price, offers file); traffic costs typical rates of mid 2026"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 # ---- what if
@@ -400,7 +398,7 @@ def why_no_lease(book: LeaseBook, member: Member, now: float) -> str:
     request = book.wanting.get(worker_id)
     if request is None:
         held = book.lease_count(worker_id)
-        return f"it asks for none: it is full with {_count(held, 'lease')}" if held else "it does not ask for any yet"
+        return f"it asks for none: it is full with {counted(held, 'lease')}" if held else "it does not ask for any yet"
     if limit := book.limit_of(worker_id):
         return limit
     if not book.queued:

@@ -114,6 +114,8 @@ def test_a_model_or_a_prompt_that_no_learner_could_use_is_bad_and_ends_a_run_bef
     assert "expected at most sampling.max_prompt_tokens = 2 tokens, got 3" in str(rows(capsys)["task"]["found"])
     (model / "model.safetensors").unlink()
     assert main(doctor) == 0 and rows(capsys)["weights"]["is_good"] is None, "a worker's machine does not need them"
+    main([*doctor, "--model.path=org/some-405B"])
+    assert rows(capsys)["learner of it here"]["is_good"] is None, "of a guessed size"
     (model / "model.safetensors").write_bytes(b"half")
     assert main(doctor) == 6 and "model.safetensors" in str(rows(capsys)["model"]["found"])
     assert main(["run", str(file)]) == 2 and "model.safetensors" in capsys.readouterr().err

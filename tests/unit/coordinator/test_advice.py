@@ -94,6 +94,7 @@ def test_the_first_sentence_says_what_to_do_now(run: RunNow, text: str) -> None:
     assert bool(told.label) is (act is not Act.NOTHING), "a button has a name, and only a button"
     is_well = run is LIVE or (bool(run.finished) and not run.open_machines) or "97% of the time" in told.text
     assert (told.kind == "good") is is_well, "green is a run that works, or one that is finished and paid"
+    assert (advise(run).limits == "nothing any more") is bool(run.finished)
 
 
 def test_when_rewards_are_the_limit_no_workers_are_advised() -> None:
