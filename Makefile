@@ -30,7 +30,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make demo        train a small model over three emulated rented machines: one to three minutes, no GPU"
 	@echo "make demo-llm    the same with a pretrained model of 135 M parameters: a quarter of an hour"
-	@echo "make test        all tests: ten minutes on two idle cores"
+	@echo "make test        all tests: nine minutes on two idle cores"
 	@echo "make test-extras what needs optional packages: TRL, verifiers, Tinker's SDK, Ray, bitsandbytes, trackers; five minutes"
 	@echo "make check       ruff, mypy and house rules"
 	@echo "make sim SEED=7  the real daemons in a simulated network with faults"

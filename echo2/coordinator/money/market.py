@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from echo2.base.errors import ConfigError, Unreachable
 from echo2.cost_model.machines import CPU, GpuType, MarketOffer, parse_catalogue
@@ -121,10 +121,10 @@ def kept(path: Path) -> Catalogue | None:
         return None
     except OSError as error:
         raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(
-            f"offers: {path}: expected a kept catalogue (--record writes one), got another file"
-        ) from None
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
+        got = f"one whose {field} is not as expected" if field else "another file"
+        raise ConfigError(f"offers: {path}: expected a kept catalogue (--record writes one), got {got}") from None
 
 
 def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
