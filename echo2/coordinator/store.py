@@ -4,8 +4,9 @@ A row is JSON under a kind and a key; the log (events, samples, paid actions) is
 synchronous=NORMAL: what `write` has written survives a kill of the process; a power cut may lose the last moments, which the
 learner's list of groups and the workers' held leases repair. Changes that no node would report again (`must_last`) are synced and
 counted in a file beside the database before `write` returns; a database that lacks one of them is refused, for bans, revoked tokens
-and money spent would be lost silently. `checkpoint`, on the thread that calls it, folds SQLite's log into the database file, and
-notices if that was removed. Guarantees: state of another schema or run is refused, and so is a damaged database.
+and money spent would be lost silently. `checkpoint`, on the thread that calls it, folds SQLite's log into the database file. If
+that was removed or replaced, what this process holds is saved beside it, and the store ends. Guarantees: state of another schema or
+run is refused, and so is a damaged database.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class SqlStore:
 
     def __init__(self, url: str, run_id: RunId, mark: Path | None = None) -> None:
         self._engine, self._mark, self._lasting = _engine_of(url), mark, 0
-        self._checkpointing, self._is_open = threading.Lock(), True
+        self._writing, self._checkpointing, self._is_open = threading.RLock(), threading.Lock(), True
         self._where = self._engine.url.render_as_string(hide_password=True)
         name = self._engine.url.database
         self._file = Path(name) if self._engine.dialect.name == "sqlite" and name else None
@@ -216,7 +217,7 @@ class SqlStore:
         )
         try:
             is_there = self._file is None or (self._file.exists() and self._file.stat().st_size)
-            if not is_there and self._counted():
+            if not is_there and mark is not None and mark.exists():
                 raise self._lost("the database that was there", "none")  # SQLite would open an empty one
             with self._engine.begin() as connection:
                 self._check_pages(connection)
@@ -224,6 +225,7 @@ class SqlStore:
             if self._lasting < (counted := self._counted()):
                 raise self._lost(f"all of {counted} changes that must last", f"the first {self._lasting}")
             self._count()
+            self._inode = self._file.stat().st_ino if self._file is not None else 0
         except BaseException as error:
             self._engine.dispose()
             if isinstance(error, _DRIVER_ERRORS):
@@ -252,12 +254,15 @@ class SqlStore:
             raise StateError(
                 f"{self._where}: expected a state of schema {SCHEMA_VERSION}, got {version}: use the echo2 that made it"
             )
-        return int(meta["lasting"])
+        return int(meta.get("lasting", "0"))
 
     def write(self, changes: StateChanges) -> None:
         """DiskFull or StateError if the changes cannot be written."""
-        if not (changes.rows or changes.log):
-            return
+        if changes.rows or changes.log:
+            with self._writing:
+                self._write(changes)
+
+    def _write(self, changes: StateChanges) -> None:
         rows, dropped = [], []
         for (kind, key), row in changes.rows.items():
             if row is None:
@@ -291,7 +296,7 @@ class SqlStore:
         try:
             here().files.sync_path(self._file.with_name(f"{self._file.name}-wal"))
         except FileNotFoundError:
-            raise self._removed() from None
+            raise self._rescued() from None
         except OSError as error:
             raise self._error(error) from None
 
@@ -301,7 +306,7 @@ class SqlStore:
             return 0
         try:
             return int(self._mark.read_bytes())
-        except ValueError:
+        except (OSError, ValueError):
             raise StateError(
                 f"{self._mark}: expected the count of the coordinator's changes, found it damaged. If the database beside it is "
                 "whole, remove it; else restore both from a backup"
@@ -347,7 +352,7 @@ class SqlStore:
 
     def prune(self, events_max: int, samples_max: int) -> None:
         try:
-            with self._engine.begin() as connection:
+            with self._writing, self._engine.begin() as connection:
                 for kind, count in (("events", events_max), ("samples", samples_max)):
                     is_it = _lines.c.kind == kind
                     newest = sa.select(_lines.c.id).where(is_it).order_by(_lines.c.id.desc()).offset(count).limit(1)
@@ -361,8 +366,8 @@ class SqlStore:
         with self._checkpointing:
             if self._file is None or not self._is_open:
                 return
-            if not self._file.exists():
-                raise self._removed()
+            if not self._file.exists() or self._file.stat().st_ino != self._inode:
+                raise self._rescued()
             try:
                 with self._engine.connect() as connection:
                     for _ in range(CHECKPOINT_TRIES):
@@ -377,9 +382,22 @@ class SqlStore:
             self._is_open = False
             self._engine.dispose()
 
-    def _removed(self) -> StateError:
-        text = "expected the coordinator's database to stay there, it was removed while it ran"
-        return StateError(f"{self._where}: {text}. Restore a backup of it (docs/runbook.md)")
+    def _rescued(self) -> DiskFull | StateError:
+        """The error of a database that was removed or replaced while it was open. Saves what it held beside it first, through a
+        connection that is open: a new one would make an empty database in its place."""
+        assert self._file is not None, "only files are removed"
+        whole = self._file.with_name(f"{self._file.name}.rescued")
+        try:
+            with self._writing, self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                whole.unlink(missing_ok=True)
+                connection.exec_driver_sql("VACUUM INTO ?", (str(whole),))
+            here().files.sync_path(whole)
+        except (OSError, SQLAlchemyError) as error:
+            return self._error(error)
+        return StateError(
+            f"{self._where}: expected the coordinator's database to stay there, it was removed or replaced while it ran. The run's "
+            f"state is in {whole}: to go on with it, rename it to {self._file.name}, without -wal and -shm files"
+        )
 
     def _damaged(self, what: str) -> StateError:
         return StateError(

@@ -224,23 +224,51 @@ def test_what_a_kill_leaves_is_whole(tmp_path: Path) -> None:
         assert (store.load().members, store.load().meta["n"]) == ((BANNED,), "59")
 
 
-def test_a_database_removed_under_an_open_store_ends_it_at_the_next_look_or_change_that_must_last(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("removed", ["state.sqlite", "state.sqlite-wal", "state.sqlite*", "state.*"])
+def test_files_removed_under_an_open_store_end_it_and_nothing_is_lost(tmp_path: Path, removed: str) -> None:
     with closing(kept_in(tmp_path)) as store:
-        store.write(rows(BANNED, must_last=True))
-        for path in tmp_path.glob("state.sqlite*"):
+        store.write(ALL)
+        store.checkpoint()
+        store.write(rows(n="before"))
+        for path in list(tmp_path.glob(removed)):
             path.unlink()
-        with pytest.raises(StateError, match="it was removed while it ran"):
-            store.write(rows(MEMBER, must_last=True))
-        with pytest.raises(StateError, match="it was removed while it ran"):
+        store.write(rows(n="after"))
+        told = r"removed or replaced while it ran.*state is in .*state\.sqlite\.rescued: .* rename it to state\.sqlite"
+        if removed != "state.sqlite":
+            with pytest.raises(StateError, match=told):
+                store.write(rows(BANNED, must_last=True))
+        else:
+            store.write(rows(BANNED, must_last=True))
+        if removed != "state.sqlite-wal":
+            with pytest.raises(StateError, match=told):
+                store.checkpoint()
+    # Not even an empty one is begun while the count is there.
+    if removed != "state.sqlite-wal" and (tmp_path / "state.mark").exists():
+        with pytest.raises(StateError, match="found none; bans"):
+            kept_in(tmp_path)
+    for left in tmp_path.glob("state.sqlite-*"):
+        left.unlink()
+    (tmp_path / "state.sqlite.rescued").rename(tmp_path / "state.sqlite")
+    with closing(kept_in(tmp_path)) as store:
+        state = store.load()
+        assert (state.members, state.meta["n"], state.paid) == ((BANNED,), "after", (PAID,))
+
+
+def test_another_file_in_the_databases_place_ends_the_store_and_the_runs_own_state_is_beside_it(tmp_path: Path) -> None:
+    with closing(kept_in(tmp_path)) as store:
+        store.write(ALL)
+        store.write(rows(BANNED))
+        with closing(SqlStore(f"sqlite:///{tmp_path / 'other.sqlite'}", RUN)):
+            pass
+        (tmp_path / "other.sqlite").replace(tmp_path / "state.sqlite")
+        with pytest.raises(StateError, match=r"removed or replaced while it ran.*state\.sqlite\.rescued"):
             store.checkpoint()
-    with pytest.raises(StateError, match="found none; bans"):
-        kept_in(tmp_path)
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite.rescued'}", RUN)) as rescued:
+        assert rescued.load().members == (BANNED,)
 
 
 async def test_a_coordinator_whose_database_is_removed_ends_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="it was removed while it ran"):
+    with pytest.raises(StateError, match="it was removed or replaced while it ran"):
         async with daemon_tests.running(daemon_tests.options(tmp_path)) as daemon:
             (tmp_path / "coordinator" / "state.sqlite").unlink()
             await daemon._stop.wait()
