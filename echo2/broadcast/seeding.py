@@ -326,12 +326,10 @@ class Seeding:
         return min(times, default=None)
 
     def _suspend(self, tree: SeedTree, now: float) -> None:
-        self._hand_out_again(tree.window.suspend(now))
-        tree.owed_by.clear()
-
-    def _hand_out_again(self, owed: list[Ref]) -> None:
+        owed = tree.window.suspend(now)
         known = set(self.fresh)
         for ref in reversed(owed):
             if ref in self._sizes and ref not in known:
                 self.fresh.appendleft(ref)
                 self.waiting[ref[0]] |= 1 << ref[1]
+        tree.owed_by.clear()

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from echo2.base.rollout import FinishReason, Rollout
 from echo2.gateway.harness import Episode, Harness, cause_of, past_proxies
 from echo2.gateway.requests import ID_BYTES, CallRequest
 from echo2.gateway.tree import ChatCodec, Node, TokenTree, TreePlace
-from echo2.outside.guard import MISHAPS, Refusals, cancel_all
+from echo2.outside.guard import MISHAPS, Refusals, Tasks
 
 PIECES_S = 0.5  # least time between two pieces of one stream, in seconds: every piece decodes the whole text again
 TICK_S = 1.0  # episodes are timed in minutes, so a second late is early enough
@@ -242,7 +242,7 @@ class Episodes:
         self.long_work = LongWork()
         self._of_group: dict[str, tuple[Session, Call, int]] = {}  # by leased group: its session, call and choice
         self._interned = tuple(range(limits.vocabulary_size))  # so that equal token ids share one int object
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._refusals = Refusals(_log)
 
     # ---- what the learner says
@@ -307,7 +307,12 @@ class Episodes:
         session.heard(self._clock())
         for call in session.calls:
             if call.request.digest == request.digest and not call.has_client:
-                return self._take_up(session, call)
+                # A retry takes over an abandoned call, and its answer if there is one.
+                self.counts.retried += 1
+                call.has_client, call.pieces, call.streamed = True, asyncio.Queue(), ""
+                if call.is_sampled:
+                    self._deliver(session, call)
+                return call
         self._check_limits(session, request)
         session.call_count += 1  # refused or not: to look at it costs time
         place = session.tree.place_of(request)
@@ -316,7 +321,7 @@ class Episodes:
         call = Call(session.call_count, session.session_id, request, place, asyncio.get_running_loop().create_future())
         session.calls.append(call)
         if place.wording.size > self.limits.encoded_at_once_max:
-            self._spawn(self._encode_aside(session, call))
+            self._tasks.start(self._encode_aside(session, call))
         else:
             with self._answering(session, call):
                 self._lease(session, call, place.wording.tokens(self.codec))
@@ -363,7 +368,7 @@ class Episodes:
             self.fail(session, "it made no call")
         elif session.session_id in self.sessions and not session.is_scored:
             session.is_scored = True
-            self._spawn(self._score(session, session.last.token_ids))
+            self._tasks.start(self._score(session, session.last.token_ids))
 
     def is_spent(self, session: Session) -> bool:
         """Whether every new call will be refused: the call limit is reached and no abandoned call is left to retry."""
@@ -378,12 +383,12 @@ class Episodes:
         free = [(problem, seat) for problem in self._by_urgency() for seat in problem.free_seats()]
         for problem, seat in free[: max(0, self.limits.harnesses_max - len(self.sessions))]:
             session = self._sit(problem, seat)
-            session.playing = self._spawn(self._play(self._harness, session))
+            session.playing = self._tasks.start(self._play(self._harness, session))
 
     async def _play(self, harness: Harness, session: Session) -> None:
         episode = Episode(self._base_url, session.key, session.problem.description)
         try:
-            reward = await harness.play(episode)
+            reward = await harness(episode)
         except Exception as error:  # noqa: BLE001 - the user's code
             return self.fail(session, cause_of(error)[:500])
         if reward is None:
@@ -475,14 +480,6 @@ class Episodes:
             self._of_group[group_id] = (session, call, choice)
         self.counts.branches += session.tree.branches - branches
 
-    def _take_up(self, session: Session, call: Call) -> Call:
-        """A retry takes over an abandoned call, and its answer if there is one."""
-        self.counts.retried += 1
-        call.has_client, call.pieces, call.streamed = True, asyncio.Queue(), ""
-        if call.is_sampled:
-            self._deliver(session, call)
-        return call
-
     def _deliver(self, session: Session, call: Call) -> None:
         """Answers the client. From now on the call counts for training, and later calls may continue it."""
         prompt, tree = call.request.prompt, session.tree
@@ -568,16 +565,10 @@ class Episodes:
     async def close(self) -> None:
         """Ends the agents' programs and answers every client that still waits."""
         self.long_work.close()
-        await cancel_all(self._tasks)
+        await self._tasks.end()
         for session in list(self.sessions.values()):
             for call in list(session.calls):
                 self._refuse(session, call, CallRefused(503, "run_ended", "the run has ended"))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def certain_part(text: str, stops: Sequence[str]) -> str:

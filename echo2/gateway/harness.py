@@ -13,11 +13,11 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from echo2.base.errors import TaskError
@@ -38,34 +38,36 @@ class Episode:
     problem: Mapping[str, Any]
 
 
-class Harness(Protocol):
-    async def play(self, episode: Episode) -> float | None:
-        """Plays one episode and returns its reward; None: the task scores it, or the agent has posted it. May raise anything; the
-        exception fails the episode."""
+Harness = Callable[[Episode], Awaitable[float | None]]
+"""Plays one episode and returns its reward; None: the task scores it, or the agent has posted it. May raise anything; the
+exception fails the episode."""
 
 
-class FunctionHarness:
+def make_harness(told: str, at_once: int) -> Harness | None:
+    """Makes the harness that `agent.harness` names: module:function or a command; None if it is empty."""
+    if not told:
+        return None
+    return _function_harness(told, at_once) if _FUNCTION.fullmatch(told) else _program_harness(told)
+
+
+def _function_harness(name: str, at_once: int) -> Harness:
     """Calls a user's `module:function`, async or not, with the `Episode`; it returns a number or None."""
+    function, threads = imported(name, "agent.harness"), ThreadPoolExecutor(at_once, thread_name_prefix="agent")
 
-    def __init__(self, name: str, at_once: int) -> None:
-        self._function = imported(name, "agent.harness")
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="agent")
+    async def play(episode: Episode) -> float | None:
+        if inspect.iscoroutinefunction(function):
+            return _number(await function(episode))
+        return _number(await asyncio.get_running_loop().run_in_executor(threads, function, episode))
 
-    async def play(self, episode: Episode) -> float | None:
-        if inspect.iscoroutinefunction(self._function):
-            return _number(await self._function(episode))
-        loop = asyncio.get_running_loop()
-        return _number(await loop.run_in_executor(self._threads, self._function, episode))
+    return play
 
 
-class ProgramHarness:
+def _program_harness(command: str) -> Harness:
     """Runs a command with OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment. Of the learner's
     environment it gets only `_PASSED_ON`. Its last line of output may be the reward: a number or {"reward": number}."""
+    arguments = shlex.split(command)
 
-    def __init__(self, command: str) -> None:
-        self._arguments = shlex.split(command)
-
-    async def play(self, episode: Episode) -> float | None:
+    async def play(episode: Episode) -> float | None:
         pipe, problem = asyncio.subprocess.PIPE, json.dumps(dict(episode.problem))
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment |= {
@@ -74,7 +76,7 @@ class ProgramHarness:
             "ECHO2_PROBLEM": problem,
         }
         process = await asyncio.create_subprocess_exec(
-            *self._arguments, env=environment | past_proxies(episode.base_url), stdin=asyncio.subprocess.DEVNULL,
+            *arguments, env=environment | past_proxies(episode.base_url), stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe, stderr=pipe, start_new_session=True,
         )  # fmt: skip
         try:
@@ -86,15 +88,10 @@ class ProgramHarness:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if status != 0:
-            raise TaskError(f"agent {self._arguments[0]}: expected it to exit with 0, got {status}: {told[-400:]}")
+            raise TaskError(f"agent {arguments[0]}: expected it to exit with 0, got {status}: {told[-400:]}")
         return _printed(said)
 
-
-def make_harness(told: str, at_once: int) -> Harness | None:
-    """Makes the harness that `agent.harness` names: module:function or a command; None if it is empty."""
-    if not told:
-        return None
-    return FunctionHarness(told, at_once) if _FUNCTION.fullmatch(told) else ProgramHarness(told)
+    return play
 
 
 def past_proxies(url: str) -> dict[str, str]:

@@ -544,7 +544,8 @@ class Learner:
         self.auditor.consider((group,))
 
     def on_evaluation(self, row: Mapping[str, object]) -> None:
-        self.loop.write_evaluation(row)
+        for sink in self.loop.sinks[1:]:  # metrics.jsonl, the first, has only rows of steps
+            sink.write({**row, "step": self.loop.step, "eval/version": row["step"]})
 
     def _on_step(self) -> None:
         self.tell(report=self.report())

@@ -328,11 +328,6 @@ class TrainingLoop:
             parts.append(f"{format_seconds((steps - step) * step_s)} left")
         _log.info("%s", "  ".join(parts))
 
-    def write_evaluation(self, row: Mapping[str, object]) -> None:
-        """Writes an evaluation's row to all sinks except metrics.jsonl, which has only rows of steps."""
-        for sink in self.sinks[1:]:
-            sink.write({**row, "step": self.step, "eval/version": row["step"]})
-
     def write(self, row: Mapping[str, object]) -> None:
         self.last_row = row
         for sink in self.sinks:

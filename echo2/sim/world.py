@@ -389,7 +389,10 @@ class World:
         await self._begin()
         while self.loop.time() < faults_until_s and self.failure is None:
             await asyncio.sleep(1.0)
-        await self._await_progress()
+        wanted = self.truth.step + PROGRESS_STEPS
+        is_there = await self._until(lambda: self.truth.step >= wanted, PROGRESS_S)
+        late = f"no {PROGRESS_STEPS} steps within {PROGRESS_S:.0f} s"
+        self._check(is_there, f"{late}: at step {self.truth.step}, {self._waits()}")
         await self._await_newest()
 
     def _links_written(self) -> dict[str, str]:
@@ -404,12 +407,6 @@ class World:
         while not holds() and self.loop.time() < until and self.failure is None:
             await asyncio.sleep(0.5)
         return holds() or self.failure is not None
-
-    async def _await_progress(self) -> None:
-        wanted = self.truth.step + PROGRESS_STEPS
-        is_there = await self._until(lambda: self.truth.step >= wanted, PROGRESS_S)
-        late = f"no {PROGRESS_STEPS} steps within {PROGRESS_S:.0f} s"
-        self._check(is_there, f"{late}: at step {self.truth.step}, {self._waits()}")
 
     async def _await_newest(self) -> None:
         """Pauses training; then every worker must reach the newest version, and no admitted rollout may be lost."""

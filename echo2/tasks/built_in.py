@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.task import ChatMessage, Reward, TaskInstance, checked_index
@@ -96,14 +96,6 @@ DEFAULT_SIZE = 1_000_000  # more than a run draws; reasoning-gym makes problems 
 _ANSWER_OPEN, _ANSWER_CLOSE = "<answer>", "</answer>"  # as reasoning-gym's own system prompt asks
 
 
-class _DataSet(Protocol):
-    """The part of reasoning-gym's data set interface that echo2 uses."""
-
-    def __getitem__(self, index: int) -> dict[str, object]: ...
-    def __len__(self) -> int: ...
-    def score_answer(self, answer: str | None, entry: dict[str, object]) -> float: ...
-
-
 class ReasoningGym:
     """Data set `dataset` with its own options (`args`). It has `size` problems, generated on demand."""
 
@@ -129,7 +121,7 @@ def answer_in(completion_text: str) -> str:
     return rest.partition(_ANSWER_CLOSE)[0].strip() if opening else completion_text.strip()
 
 
-def _created(dataset: str, seed: int, size: int, args: dict[str, object]) -> _DataSet:
+def _created(dataset: str, seed: int, size: int, args: dict[str, object]) -> Any:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -139,7 +131,7 @@ def _created(dataset: str, seed: int, size: int, args: dict[str, object]) -> _Da
         known = ", ".join(sorted(DATASETS))
         raise ConfigError(f"reasoning_gym: expected a data set among {known}; got {dataset!r}")
     try:
-        return cast(_DataSet, reasoning_gym.create_dataset(dataset, seed=seed, size=size, **args))
+        return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **args)
     except (TypeError, AssertionError, ValueError) as error:
         raise ConfigError(f"reasoning_gym/{dataset}: expected options of that data set, got {args}: {error}") from error
 
@@ -154,19 +146,12 @@ PLAIN_TASKS = frozenset({"sort_digits", "sums"})
 """Tasks that echo2 scores by plain comparison, in the learner's process."""
 
 
-def text_executing_scorer(task_name: str, args: Mapping[str, object]) -> str:
-    """Returns the name of the task's scorer if it is known to execute text, else an empty string."""
-    data_set = args.get("dataset")
-    if task_name == "reasoning_gym" and data_set in EXECUTING_DATA_SETS:
-        return f"reasoning_gym/{data_set}"
-    return ""
-
-
 def trusted_text(task_name: str, args: Mapping[str, object]) -> str:
-    executing = text_executing_scorer(task_name, args)
+    data_set = args.get("dataset")
+    is_executing = task_name == "reasoning_gym" and data_set in EXECUTING_DATA_SETS
     return (
         "task.trusted_rewards is on: rewards are not contained, and what a completion makes them do is done with the "
-        "learner's rights" + (f"; {executing} EXECUTES text of completions" if executing else "")
+        "learner's rights" + (f"; reasoning_gym/{data_set} EXECUTES text of completions" if is_executing else "")
     )
 
 

@@ -9,7 +9,6 @@ Log-probabilities and sampling parameters travel as float32: a value comes back 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echo2.base.errors import BadSignature, MalformedMessage, NotAllowed
@@ -87,10 +86,6 @@ def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 
     )
 
 
-def _spans_to_messages(spans: Iterable[VersionSpan]) -> list[rollout_pb2.VersionSpan]:
-    return [rollout_pb2.VersionSpan(version=span.version, count=span.count) for span in spans]
-
-
 def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
     return rollout_pb2.RolloutSegment(  # written out for speed: thousands a second
         group_id=rollout.group_id,
@@ -100,7 +95,9 @@ def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
         logprobs=rollout.logprobs,
         raw_logprobs=rollout.raw_logprobs,
         expected_remaining_tokens=rollout.expected_remaining_tokens,
-        version_spans=_spans_to_messages(rollout.version_spans),
+        version_spans=[
+            rollout_pb2.VersionSpan(version=span.version, count=span.count) for span in rollout.version_spans
+        ],
         finish_reason=_FINISH_TO_WIRE[rollout.finish_reason],
         routing=rollout.routing.tokens,
         prompt_routing=rollout.routing.prompt,

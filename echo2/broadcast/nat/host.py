@@ -176,7 +176,11 @@ class P2pHost:
             async with host.run(listens), background_trio_service(relay), background_trio_service(puncher):
                 await relay.event_started.wait()
                 await puncher.event_started.wait()
-                self._members_first(host)
+                # Makes the library's handlers (identify, push, ping, holes) serve only members of the run, as ours do.
+                mux = host.get_mux()
+                for protocol, handler in list(mux.handlers.items()):
+                    if protocol is not None and handler is not None and protocol not in OWN_PROTOCOLS:
+                        mux.add_handler(protocol, self._for_members(handler))
                 async with trio.open_nursery() as nursery:
                     self._nursery = nursery
                     nursery.start_soon(self._drop_strangers)
@@ -191,13 +195,6 @@ class P2pHost:
                 await self._host.get_network().close_peer(peer)
 
     # ---- membership
-
-    def _members_first(self, host: BasicHost) -> None:
-        """Makes the library's handlers (identify, push, ping, holes) serve only members of the run, as ours do."""
-        mux = host.get_mux()
-        for protocol, handler in list(mux.handlers.items()):
-            if protocol is not None and handler is not None and protocol not in OWN_PROTOCOLS:
-                mux.add_handler(protocol, self._for_members(handler))
 
     def _for_members(self, handler: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
         async def serve(stream: Any) -> None:

@@ -501,19 +501,16 @@ class PipeMember:
                 self._take(SocketCaller(raw, remote[0]), way)
                 raw = None
             elif self.grpc_at is not None:
-                await self._carry_on(raw, self.grpc_at)
+                port = _socket_to(self.grpc_at[0])
+                with contextlib.closing(port):
+                    await asyncio.get_running_loop().sock_connect(port, self.grpc_at)
+                    keep_alive(raw)
+                    await carry(raw, port, lambda count: None)
         except (OSError, TimeoutError, EchoError) as error:
             _members_log.debug("byte pipes: a caller did not come through: %s", error or "too slow")
         finally:
             if raw is not None:
                 raw.close()
-
-    async def _carry_on(self, raw: socket.socket, own: Remote) -> None:
-        port = _socket_to(own[0])
-        with contextlib.closing(port):
-            await asyncio.get_running_loop().sock_connect(port, own)
-            keep_alive(raw)
-            await carry(raw, port, lambda count: None)
 
     async def close(self) -> None:
         await cancel_all(self._places.values())

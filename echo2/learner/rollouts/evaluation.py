@@ -326,7 +326,7 @@ class Evaluations:
         asked, place = self.at(group.cursor)
         if place >= EXAMPLES_KEPT:
             return
-        text_of = self._prompts.text_of
+        text_of = self._prompts.chat.text_of
         head = {
             "step": evaluated_version(group.spec.group_id),
             "set": asked.name,

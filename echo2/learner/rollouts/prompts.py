@@ -306,9 +306,6 @@ class Prompts:
         except ConfigError as error:
             raise ConfigError(f"prompt {instance.index} of task {self.name_of(instance.index)}: {error}") from error
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        return self.chat.text_of(token_ids)
-
     # ---- answers
 
     async def answer(

@@ -133,7 +133,7 @@ class PlayedByHand:
     def __init__(self) -> None:
         self.begun: list[Episode] = []
 
-    async def play(self, episode: Episode) -> float | None:
+    async def __call__(self, episode: Episode) -> float | None:
         self.begun.append(episode)
         await asyncio.Event().wait()
         return None

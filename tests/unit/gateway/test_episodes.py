@@ -136,7 +136,7 @@ async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -
     plays: list[Any] = [0.25, None, None, OSError("no such tool")]
 
     class Harness:
-        async def play(self, episode: Any) -> float | None:
+        async def __call__(self, episode: Any) -> float | None:
             (session,) = world.episodes.sessions.values()
             world.ask(session, "hi")
             outcome = plays.pop(0)

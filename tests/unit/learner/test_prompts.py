@@ -260,7 +260,7 @@ def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Pat
         right = tuple(prompts.tokenizer.encode(own.answer))
         scored = asyncio.run(prompts.answer(cursor, [right], 10))
         assert scored is not None and scored.reward is not None
-        assert scored.reward.value == task.score(own, prompts.text_of(right)).value
+        assert scored.reward.value == task.score(own, prompts.chat.text_of(right)).value
     prompts.close()
 
 

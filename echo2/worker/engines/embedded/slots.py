@@ -407,18 +407,15 @@ class SlotTable:
         while not self.blocks.reserve(sequence.slot, tokens):
             if not self._drop_oldest_kept():
                 youngest = next(reversed(self.running.values()))
-                self._put_back(youngest)
+                # Preempts a running sequence: it returns to the head of the queue with the tokens it has sampled.
+                self._leave(youngest)
+                self.blocks.keep(youngest.slot, 0)
+                done = tuple(youngest.tokens[len(youngest.request.prompt_token_ids) :])
+                self.waiting[youngest.request.request_id] = replace(youngest.request, token_ids=done)
+                self.waiting.move_to_end(youngest.request.request_id, last=False)
                 if youngest is sequence:
                     return False
         return True
-
-    def _put_back(self, sequence: SlotSequence) -> None:
-        """Preempts a running sequence: it returns to the head of the queue with the tokens it has sampled."""
-        self._leave(sequence)
-        self.blocks.keep(sequence.slot, 0)
-        done = tuple(sequence.tokens[len(sequence.request.prompt_token_ids) :])
-        self.waiting[sequence.request.request_id] = replace(sequence.request, token_ids=done)
-        self.waiting.move_to_end(sequence.request.request_id, last=False)
 
     def _drop_oldest_kept(self) -> bool:
         row = self._kept.oldest
