@@ -164,8 +164,6 @@ async def measure(
     outcome: Outcome, workers: int, seconds: float, groups_per_s: float, kills: int, doing: Callable[[str], None]
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
-        doing("joining")
-        outcome.join_cpu_ms = await _joins(Path(name) / "joins", min(workers, JOINS_MAX))
         folder, ledger = Path(name) / "run", Ledger()
         served = Served(folder)
         load: asyncio.Task[None] | None = None
@@ -356,6 +354,9 @@ def main() -> None:
 
     async def limited() -> None:
         async with asyncio.timeout(own.limit_s):
+            doing.append("joining")
+            with tempfile.TemporaryDirectory() as name:
+                outcome.join_cpu_ms = await _joins(Path(name), min(own.workers, JOINS_MAX))
             await measure(outcome, own.workers, own.seconds, own.groups_per_s, own.kills, doing.append)
 
     try:

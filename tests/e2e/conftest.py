@@ -1,27 +1,25 @@
 from __future__ import annotations
 
 import fcntl
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tests.e2e.cluster import ROOT, environment_of, made_models, small_run
-from tests.patience import WAIT_S
+from echo2.cli.demo.model import ModelRecipe
+from echo2.cli.demo.run import _make_base_model
+from echo2.config.load import load_config
+from tests.e2e.cluster import made_models, small_run
 
 
 @pytest.fixture(scope="session")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made once for a checkout."""
-    folder = made_models() / "of-80-steps"
+def base_model() -> Path:
+    """The demo's, as it makes it, once for a checkout."""
+    folder = made_models() / f"sort-digits-{ModelRecipe().digest()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of the processes that test, one makes it and the others wait
-        if not folder.exists():
-            command = [sys.executable, "-m", "echo2.cli.demo.model", str(folder), "--recipe", '{"warmup_steps": 80}']
-            environment = environment_of(tmp_path_factory.mktemp("home"))
-            subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=WAIT_S)
+        _make_base_model(load_config((), "local", {"model.path": str(folder)}), False, Console())
     return folder
 
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from benchmarks import bench_coordinator
 from benchmarks.bench_coordinator import RECOVERY_S_MAX, Outcome, measure
 from tests.patience import WAIT_S
 
 
-def test_kills_under_load_lose_no_join_no_lease_and_no_group_and_double_none() -> None:
+def test_kills_under_load_lose_no_join_no_lease_and_no_group_and_double_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_coordinator, "HEARTBEAT_S", 1.0)  # the load is settled after three
+    monkeypatch.setattr(bench_coordinator, "STATES", 0)  # nobody asks for the page
     outcome = Outcome()
     asyncio.run(
         asyncio.wait_for(measure(outcome, workers=16, seconds=2, groups_per_s=10, kills=2, doing=print), WAIT_S)

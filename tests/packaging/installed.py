@@ -38,6 +38,10 @@ class Environment:
     def scripts(self) -> Path:
         return self.folder / "bin"
 
+    @property
+    def site(self) -> Path:
+        return next((self.folder / "lib").glob("python3*/site-packages"))
+
     def variables(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         return kept | {
@@ -62,8 +66,8 @@ def build(target: Path) -> tuple[Path, Path]:
     return next(target.glob("*.whl")), next(target.glob("*.tar.gz"))
 
 
-def install(wheel: Path, folder: Path, extras: Iterable[str] = ()) -> Environment:
-    """A new environment with the wheel, `extras` chosen, and the closure of what it then requires."""
+def install(wheel: Path, folder: Path) -> Environment:
+    """A new environment with the wheel and the closure of what it requires."""
     home = folder.with_name(folder.name + "-home")
     home.mkdir()
     venv.EnvBuilder().create(folder)  # a pip of its own takes seconds
@@ -71,12 +75,15 @@ def install(wheel: Path, folder: Path, extras: Iterable[str] = ()) -> Environmen
     done = subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     environment = Environment(folder, home)
-    site = next((folder / "lib").glob("python3*/site-packages"))
-    metadata = next(site.glob("echo2-*.dist-info"))
-    wanted = Distribution.at(metadata).requires or []
-    link_libraries(wanted, extras, site)
-    share_kernels(site / "echo2")
+    add_extras(environment, ())
+    share_kernels(environment.site / "echo2")
     return environment
+
+
+def add_extras(environment: Environment, extras: Iterable[str]) -> None:
+    """What the installed wheel requires with `extras` chosen, and the closure of that."""
+    metadata = next(environment.site.glob("echo2-*.dist-info"))
+    link_libraries(Distribution.at(metadata).requires or [], extras, environment.site)
 
 
 def share_kernels(installed: Path) -> None:

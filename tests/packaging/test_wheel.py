@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from echo2.coordinator.money.providers.machine_setup import running_wheel
-from tests.e2e.cluster import made_models
-from tests.packaging.installed import Environment, build, install
+from tests.packaging.installed import Environment, add_extras, build, install
 
 COMMANDS = ("echo2", "echo-coordinator", "echo-learner", "echo-worker")
 
@@ -30,9 +29,10 @@ def plain(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def whole(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The extras learner and engine: what a laptop gets that runs everything."""
-    return install(built[0], tmp_path_factory.mktemp("whole") / "env", ("learner", "engine"))
+def whole(plain: Environment) -> Environment:
+    """With the extras learner and engine: what a laptop gets that runs everything. From here on nothing is plain."""
+    add_extras(plain, ("learner", "engine"))
+    return plain
 
 
 def test_wheel_holds_the_package_and_what_it_reads(built: tuple[Path, Path]) -> None:
@@ -82,12 +82,10 @@ def test_planner_and_config_work_without_torch(plain: Environment) -> None:
     assert json.loads(done.stdout)
 
 
-def test_loopback_run_from_the_wheel(whole: Environment) -> None:
-    """The demo's real processes, all started from the installed wheel, to the last step; the model that it makes is kept for the
-    next tests of this checkout."""
+def test_loopback_run_from_the_wheel(whole: Environment, base_model: Path) -> None:
+    """The demo's real processes, all started from the installed wheel, to the last step; it finds its model made."""
     (whole.home / ".cache" / "echo2").mkdir(parents=True)
-    made_models().mkdir(parents=True, exist_ok=True)
-    (whole.home / ".cache" / "echo2" / "demo").symlink_to(made_models())
+    (whole.home / ".cache" / "echo2" / "demo").symlink_to(base_model.parent)
     options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
                "--learner.prompts_per_step", "8", "--task.eval_prompts", "32")  # fmt: skip
     done = whole.run("echo2", "demo", "--plain", *options)

@@ -1,0 +1,3 @@
+from tests.e2e.conftest import base_model
+
+__all__ = ["base_model"]
