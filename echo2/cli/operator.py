@@ -207,5 +207,10 @@ def advice_lines(advice: dict[str, Any]) -> list[str]:
     lines = [f"{number}. {step['text']}" for number, step in enumerate(advice["steps"], 1)]
     lines.append(f"limits   {advice['limits']}")
     ends = f"ends in {end:.1f} h" if end else "its end is not known"
-    lines.append(f"trains   {advice['utilisation'] or 0.0:.0%} of the time; {ends}")
+    share = (
+        f"{advice['utilisation']:.0%} of the time"
+        if advice["utilisation"]
+        else "for too short to say how much of the time"
+    )
+    lines.append(f"trains   {share}; {ends}")
     return [*lines, *(f"assumed  {one}" for one in advice["assumed"])]

@@ -23,6 +23,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
 SUMMARY, PAGE = "summary.json", "report.html"  # in the run's folder
+PLOTS = ("reward.png", "utilisation.png", "lag.png")
 PARTS = ("dom.js", "format.js", "rollouts.js")  # of the dashboard, in the order in which they need one another
 RAMP_STEPS = 5  # machines still start and their rates are being measured
 
@@ -213,7 +214,8 @@ def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str
     plots = "".join(
         f'<section class="panel span4"><img style="width:100%" alt="{path.stem}" src="data:image/png;base64,'
         f'{base64.b64encode(path.read_bytes()).decode()}"></section>'
-        for path in sorted((run_folder / "plots").glob("*.png"), reverse=True)
+        for path in (run_folder / "plots" / name for name in PLOTS)
+        if path.is_file()
     )
     samples = "".join(
         f"<tr><td class=completion>{escape(one.prompt)}<td class=completion>{escape(one.answer)}"
@@ -227,7 +229,8 @@ def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{name}"
         f"</title><style>{style}</style><header class=bar><h1>{name}</h1></header>{problems}<main>"
         f"<section class=panel><table class=totals>{rows}</table></section>{plots}<section class=panel><h2>Held-out prompts"
-        f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section>{rollouts}\n",
+        "</h2><div class=scroll><table><tr><th>Prompt<th>Expected<th>Before<th class=n>Reward<th>After<th class=n>Reward"
+        f"{samples}</table></div></section>{rollouts}\n",
         encoding="utf-8",
     )
 
@@ -290,7 +293,8 @@ def _plot(folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[t
 
     def utilisation(axes: Any) -> None:
         axes.plot(numbers, [row.get("utilisation", float("nan")) for row in steps], label="measured")
-        axes.plot(numbers, [row.get("utilisation/predicted", float("nan")) for row in steps], "--", label="predicted")
+        predicted = [row.get("utilisation/predicted") or float("nan") for row in steps]  # 0: not yet
+        axes.plot(numbers, predicted, "--", label="predicted")
 
     def lags(axes: Any) -> None:
         axes.bar(range(len(lag_counts)), lag_counts)

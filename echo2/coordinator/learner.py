@@ -213,7 +213,7 @@ class LearnerStream:
             hub.plan.on_step(report, money.usd_useful, now)
         point = CurvePoint(
             now, report.step, report.reward_mean if report.train_s > 0 else None, hub.board.eval_reward, report.utilisation,
-            hub.plan.now.predicted_utilisation if hub.plan.now is not None else 0.0, money.usd_spent, money.usd_per_hour,
+            hub.plan.predicted_utilisation, money.usd_spent, money.usd_per_hour,
         )  # fmt: skip
         last = hub.state.samples[-1] if hub.state.samples else None
         if is_step or last is None or last.measures != point.measures:

@@ -65,10 +65,11 @@ class Term:
     def text(self) -> str:
         value = f"{self.value:.3g}" if math.isfinite(self.value) else "for ever"
         match self.limit_kind:
-            case Limit.THROUGHPUT:
-                return f"workers make {value} of the {self.limit:.3g} rollouts/s that the learner needs"
-            case Limit.REWARDS:
-                return f"reward processes judge {value} of the {self.limit:.3g} rollouts/s that the learner needs"
+            case Limit.THROUGHPUT | Limit.REWARDS:
+                does = "workers make" if self.limit_kind is Limit.THROUGHPUT else "reward processes judge"
+                if self.is_met:
+                    return f"{does} {value} rollouts/s, enough for the {self.limit:.3g} that the learner needs"
+                return f"{does} {value} of the {self.limit:.3g} rollouts/s that the learner needs"
             case Limit.BROADCAST:
                 return f"a version takes {value} s on the links and the next comes after {self.limit:.3g} s"
             case Limit.STALENESS:

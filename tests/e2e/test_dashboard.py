@@ -424,6 +424,8 @@ async def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_a
         text = await page.locator("main").text_content()
         assert "Run a-run is finished after 20 steps. Nothing costs money any more." in text
         assert "learner away" not in text and "Nothing trained yet" not in text and "The run is finished." in text
+        seen = await page.locator("main").inner_text()
+        assert "yet" not in seen and "What if" not in seen, "nothing is to come any more"
         assert await page.locator("#terms .chip").count() == 0, "no term is met by nobody"
         await shoot(page, name)
 
@@ -480,7 +482,7 @@ async def test_the_report_of_a_finished_run_shows_tokens_from_its_file_alone(tmp
         page.on("request", lambda sent: None if sent.url.startswith(("file:", "data:")) else troubles.append(sent.url))
         await page.goto((tmp_path / "report.html").as_uri())
         await page.click("#rollouts-body button", timeout=WAIT_MS)
-        assert "600 tokens, ended by stop · v3 – v4 · sampled on berlin, w2" in await page.inner_text("#rollout-facts")
+        assert "600 tokens, ended by stop · v3 to v4 · sampled on berlin, w2" in await page.inner_text("#rollout-facts")
         await page.focus(".token")
         assert "id 0, log-probability 0 (100.00 %), sampled by version 3 on berlin" in await page.inner_text(
             "#rollout-token"

@@ -103,6 +103,10 @@ class WorkerMeasures:
         """The estimate of a quantity in `OF_BEAT` or `OF_LINK`; 0 if it was not measured."""
         return self._values.get(name, 0.0)
 
+    def count(self, name: str) -> int:
+        """Of how many heartbeats the estimate is made, up to `WINDOW`."""
+        return len(self._estimators[name].seen) if name in self._estimators else 0
+
 
 @dataclass(frozen=True, slots=True)
 class LivenessRule:

@@ -68,13 +68,15 @@ class ToDo:
 @dataclass(frozen=True, slots=True)
 class RunAdvice:
     """`steps`: what to do, most urgent first; the first is the headline. `limits`: what stops or limits the run. `hours_left`: None
-    if it is not known. `assumed`: what is assumed rather than measured, each with how to set it."""
+    if it is not known. `assumed`: what is assumed rather than measured, each with how to set it. `is_measured`: the utilisation is
+    not the predicted one."""
 
     steps: tuple[ToDo, ...]
     limits: str
     utilisation: float
     hours_left: float | None
     assumed: tuple[str, ...] = ()
+    is_measured: bool = False
 
     @property
     def headline(self) -> ToDo:
@@ -87,7 +89,8 @@ class RunNow:
     `silent_s`: since its last message. `train_s`: what a step takes without waiting. `waits_s`: for how long it has waited for
     what its next step lacks. `tokens_max`: sampling.max_new_tokens. `plan_waits_for`: what a first plan lacks. `idle`: why
     connected workers get no work, if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together.
-    `surplus`: active workers that the plan would put on standby. `wishes`: machines to rent or release that wait for the
+    `predicted`: the utilisation, 0 while too little was measured. `surplus`: active
+    workers that the plan would put on standby. `wishes`: machines to rent or release that wait for the
     operator's approval. `corrected`: why estimates are corrected. `unmeasured`: active workers whose rate is not known."""
 
     finished: str = ""
@@ -105,6 +108,7 @@ class RunNow:
     open_leases: int = 0
     tokens_max: int = 0
     plan: Plan | None = None
+    predicted: float = 0.0
     plan_waits_for: str = ""
     target: float = 0.98
     alive: int = 0
@@ -148,19 +152,28 @@ class RunNow:
         return tuple(sorted(terms, key=lambda term: (*(term.limit_kind is not cause for cause in causes), term.slack)))
 
     @property
+    def is_measured(self) -> bool:
+        return self.report.step >= MEASURED_STEPS and self.report.utilisation > 0
+
+    @property
     def utilisation(self) -> float:
-        if self.report.step >= MEASURED_STEPS and self.report.utilisation > 0:
-            return self.report.utilisation
-        return self.plan.predicted_utilisation if self.plan is not None else 0.0
+        return self.report.utilisation if self.is_measured else self.predicted
 
     @property
     def is_short(self) -> bool:
         """Whether the learner trains so much less than it should that something is to be done."""
-        return self.report.step > 0 and self.report.utilisation < self.target - UTILISATION_SLACK
+        return self.is_measured and self.report.utilisation < self.target - UTILISATION_SLACK
 
     @property
     def trains(self) -> str:
         return f"the learner trains {self.report.utilisation:.0%} of the time"
+
+    def said(self, term: Term) -> str:
+        """A broken term in words, by what was measured rather than predicted where that is the same fact."""
+        if term.limit_kind is not Limit.THROUGHPUT or not self.is_short or self.train_s <= 0 or self.hello is None:
+            return term.text
+        most = self.hello.rollouts_per_step / self.train_s
+        return f"workers make {most * self.report.utilisation:.3g} of the {most:.3g} rollouts/s that it could train on"
 
 
 def advise(run: RunNow) -> RunAdvice:
@@ -168,7 +181,9 @@ def advise(run: RunNow) -> RunAdvice:
     steps = [stopped] if stopped is not None else [*_what_helps(run)]
     if not steps:
         steps = [_nothing_to_do(run)]
-    return RunAdvice(tuple(steps), _limits(run), run.utilisation, _hours_left(run), tuple(_assumed(run)))
+    return RunAdvice(
+        tuple(steps), _limits(run), run.utilisation, _hours_left(run), tuple(_assumed(run)), run.is_measured
+    )
 
 
 def idle_text(members: Iterable[Member]) -> str:
@@ -192,7 +207,8 @@ def _what_stops(run: RunNow) -> ToDo | None:
     if run.paused:
         return ToDo(f"Resume the run when you want it to go on: {run.paused}.", "warn", Act.RESUME, "Resume")
     if run.hello is None:
-        return ToDo("Start the learner: no learner has joined yet.", "info", Act.MAKE_LINK, "Make a join link")
+        text = "Start the learner: none has joined yet. One that was started loads its model first."
+        return ToDo(text, "info", Act.MAKE_LINK, "Make a join link")
     if not run.is_connected:
         why = "Start the learner again with the same command: it is away. It goes on from its last checkpoint."
         if run.left_because:
@@ -216,7 +232,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
 def _what_helps(run: RunNow) -> Iterable[ToDo]:
     """What the operator can do for a run that goes on, most urgent first. Rewards and prompts come before workers: more workers
     would only wait with the others."""
-    report, same = run.report, f"at the same utilisation ({run.utilisation:.0%})"
+    report, same = run.report, "at the same utilisation" + (f" ({run.utilisation:.0%})" if run.utilisation else "")
     if report.prompts_exhausted:
         limit = run.hello.step_limit if run.hello is not None else 0
         yield ToDo(
@@ -254,7 +270,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
             is_rate = term.limit_kind is Limit.THROUGHPUT
             what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
             button = (Act.MAKE_LINK, "Make a join link") if is_rate else (Act.NOTHING, "")
-            yield ToDo(f"{what[:1].upper()}{what[1:]}: {run.trains}; {term.text}.", "warn", *button)
+            yield ToDo(f"{what[:1].upper()}{what[1:]}: {run.trains}; {run.said(term)}.", "warn", *button)
 
 
 def _equal_rewards(run: RunNow) -> ToDo:
@@ -277,6 +293,8 @@ def _nothing_to_do(run: RunNow) -> ToDo:
     if not run.report.step:
         waits = f": the learner waits for {run.report.waits_for}" if run.report.waits_for else ""
         return ToDo(f"Nothing to do: the first step is on its way{waits}.", "info")
+    if not run.is_measured:
+        return ToDo(f"Nothing to do: the learner makes its first steps at ${run.usd_per_hour:.2f}/h.", "good")
     return ToDo(f"Nothing to do: {run.trains} at ${run.usd_per_hour:.2f}/h.", "info" if run.is_short else "good")
 
 
@@ -289,8 +307,8 @@ def _limits(run: RunNow) -> str:
     if run.plan is None:
         return f"not known before {run.plan_waits_for or 'a first plan'}"
     if run.broken:
-        return "; ".join(term.text for term in run.broken)
-    return f"nothing: all terms hold; the tightest: {run.plan.binding_term.text}"
+        return "; ".join(run.said(term) for term in run.broken)
+    return f"nothing; nearest to its limit: {run.plan.binding_term.text}"
 
 
 def _hours_left(run: RunNow) -> float | None:

@@ -34,7 +34,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
 from echo2.cost_model.machines import EGRESS_USD_PER_GIB, GpuType, kind_of_name
 from echo2.cost_model.plan import Limit, Plan
-from echo2.cost_model.relations import DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
+from echo2.cost_model.relations import CHANGE_OBSERVATIONS, DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
 from echo2.cost_model.snapshot import (
     BROADCAST_EFFICIENCY,
     DROPPED_SHARE_MAX,
@@ -224,11 +224,11 @@ class LearnerBoard:
 
 # The pool's plan, what happened against what it predicted, and the correction of the estimates that follows. It ends with the run.
 #
-# Every `STEPS_A_LOOK` steps of one plan, the share of the wall clock's time in which the learner trained is compared with what the
-# plan promised. The workers' rates that plans are made of are multiplied by `rate_ratio`, which moves half of the way (in the
-# logarithm) at each look, within `RATIO_LEAST` and `RATIO_MOST`: what the model leaves out is so learned within some ten steps, and
-# one bad stretch moves it by little. Waiting for rewards or prompts is no fault of the workers and corrects nothing. Guarantees:
-# bounded memory.
+# Every `STEPS_A_LOOK` steps of one plan, the share of the time in which the learner trained, by its own reports, is compared with
+# what the plan promised. The workers' rates that plans are made of are multiplied by `rate_ratio`. A look moves it half of the way
+# (in the logarithm) from the ratio that the plan was made with, within `RATIO_LEAST` and `RATIO_MOST`: what the model leaves out is
+# so learned within some plans, one bad stretch moves it by little, and several looks at one plan move it no further than one.
+# Waiting for rewards or prompts is no fault of the workers and corrects nothing. Guarantees: bounded memory.
 
 STEPS_A_LOOK = 5  # ten steps are two looks
 RATIO_LEAST, RATIO_MOST = 0.5, 1.1  # rates are too high rather than too low: nothing is added twice
@@ -252,8 +252,10 @@ class CurrentPlan:
     errors: dict[str, deque[float]] = field(default_factory=dict)  # measured minus predicted, the newest
     rate_ratio: float = 1.0
     reason: str = ""
-    _began: tuple[int, float] | None = None  # step and time since which it has been looked at
+    _ratio_carried_out: float = 1.0  # `rate_ratio` as `carried_out` was made with it
+    _began: int | None = None  # the step since which it has been looked at
     _busy_s: float = 0.0
+    _whole_s: float = 0.0
     _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
     _compared: VersionRow | None = None
 
@@ -272,16 +274,25 @@ class CurrentPlan:
             return None
         return pb.PlanUpdate(
             kappa=plan.kappa, in_flight_cap_rollouts=min(plan.in_flight_cap_rollouts, (1 << 31) - 1),
-            predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
+            predicted_utilisation=self.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
             usd_per_hour=plan.usd_per_hour, reason=plan.reason,
         )  # fmt: skip
 
-    def adopt(self, plan: Plan, is_acted_on: bool) -> None:
-        """The same pool and period as before leave the comparison as it is."""
+    @property
+    def predicted_utilisation(self) -> float:
+        """0 while too little was measured for a prediction."""
+        return self.predicted.get("utilisation", 0.0)
+
+    def adopt(self, plan: Plan, is_acted_on: bool, rate_ratio: float = 1.0, is_settled: bool = True) -> None:
+        """The same pool and period as before leave the comparison as it is. `rate_ratio`: as the plan was made with it.
+        `is_settled`: enough was measured for its prediction to be told."""
         self.now, self.waits_for = plan, ""
-        self.predicted["utilisation"] = plan.predicted_utilisation
+        self.predicted.pop("utilisation", None)
+        if is_settled:
+            self.predicted["utilisation"] = plan.predicted_utilisation
         if not is_acted_on:
             return
+        self._ratio_carried_out = rate_ratio
         # The meter counts machines only: no provider reports here what the traffic costs.
         self.predicted["usd_per_hour"] = plan.usd_per_hour - plan.egress_usd_per_hour
         before, self.carried_out = self.carried_out, plan
@@ -298,22 +309,24 @@ class CurrentPlan:
         self._spent = now, spent_usd
         if self.carried_out is None:
             return
-        if self._began is None or report.rewards_due or report.prompts_exhausted or report.step < self._began[0]:
-            self._began, self._busy_s = (report.step, now), 0.0
+        is_begun = self._began is not None and report.step >= self._began
+        if not is_begun or report.rewards_due or report.prompts_exhausted:
+            self._began, self._busy_s, self._whole_s = report.step, 0.0, 0.0
             return
         self._busy_s += report.train_s
-        if report.step - self._began[0] >= STEPS_A_LOOK and now > self._began[1]:
-            self._correct(min(1.0, self._busy_s / (now - self._began[1])), self.carried_out.predicted_utilisation)
-            self._began, self._busy_s = (report.step, now), 0.0
+        self._whole_s += report.train_s + report.wait_s + report.idle_s
+        if self._began is not None and report.step - self._began >= STEPS_A_LOOK and self._whole_s > 0:
+            self._correct(self._busy_s / self._whole_s, self.carried_out.predicted_utilisation)
+            self._began, self._busy_s, self._whole_s = report.step, 0.0, 0.0
 
     def _correct(self, measured: float, promised: float) -> None:
         if promised <= 0 or abs(measured - promised) <= CLOSE:
             return
-        ratio = self.rate_ratio * math.sqrt(max(measured, 1e-3) / promised)
+        ratio = self._ratio_carried_out * math.sqrt(max(measured, 1e-3) / promised)
         self.rate_ratio = min(RATIO_MOST, max(RATIO_LEAST, ratio))
         self.reason = (
-            f"workers' rates are taken {self.rate_ratio:.2f} times as measured, because the learner trained {measured:.0%} of "
-            f"the time where {promised:.0%} was promised"
+            f"workers' rates are taken {self.rate_ratio:.2f} times as measured: plans predict better so (last {promised:.0%}, "
+            f"and the learner trained {measured:.0%} of the time)"
         )
 
     def on_spread(self, row: VersionRow | None) -> None:
@@ -361,6 +374,13 @@ def _link(link: pb.Link) -> LinkEstimate:
 
 def is_measured(member: Member) -> bool:
     return member.measures.value("rollouts_per_s") > RATE_MIN and member.measures.value("rollout_s_mean") > 0
+
+
+def is_settled(board: LearnerBoard, pool: Sequence[Member]) -> bool:
+    """Whether a prediction rests on more than the first measurements, which a start or a swap falsifies: a few steps, and a few
+    heartbeats of most of the pool."""
+    well_known = sum(member.measures.count("rollouts_per_s") >= CHANGE_OBSERVATIONS for member in pool)
+    return len(board.train_time.seen) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
 
 
 def _state(member: Member) -> WorkerState:

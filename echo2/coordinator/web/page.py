@@ -212,7 +212,7 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     ),
     "echo2_learner_utilisation_predicted": (
         "The plan's prediction of it.",
-        lambda h: h.plan.now.predicted_utilisation if h.plan.now is not None else 0.0,
+        lambda h: h.plan.predicted_utilisation,
     ),
     "echo2_train_seconds": ("Seconds that a step trains, smoothed.", lambda h: h.board.train_s),
     "echo2_broadcast_seconds": (

@@ -6,6 +6,7 @@ Guarantees: valid JSON (no infinities or NaN). A fact that the message has is re
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from heapq import nsmallest
@@ -42,11 +43,13 @@ def finite(value: float | None, digits: int = 6) -> float | None:
 
 EVENTS_SHOWN = 200  # what a person scrolls through; the CSV and the log have all
 SILENT_BEATS = 3  # as many as make a worker suspect
+PEER_ID = re.compile(r"\b12D3Koo\w{45}\b")  # in texts of the lease book, which knows no names
 SETTLING_S = 5.0  # until the next plan
 TREES_SHOWN_NODES_MAX = 200  # beyond, the picture is a blot
 VERSIONS_SHOWN = 16  # rows of the table
 MACHINES_SHOWN = 50  # newest first
 PAID_SHOWN = 30  # newest last
+NAMES_SHOWN = 3  # of workers that wait for the same
 
 
 class StateView:
@@ -83,7 +86,7 @@ class StateView:
             artifact_bytes_published=board.totals.artifact_bytes, full_bytes_published=board.totals.full_bytes,
             measured_utilisation=board.report.utilisation, learner=board.report, learner_hello=board.hello,
             events=[
-                pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text)
+                pb.Event(unix_s=event.unix_s, kind=event.kind, text=PEER_ID.sub(self._named, event.text))
                 for event in list(hub.state.events)[-EVENTS_SHOWN:]
             ],
             waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self._waits()],
@@ -107,7 +110,9 @@ class StateView:
             "money": self._money(status, money),
             "machines": self._machines(wishes),
             "advice": advice,
-            "plan": plan_value(*self._plan_now()) | {"errors": _errors(hub.plan)},
+            "plan": plan_value(*self._plan_now()) | {
+                "errors": _errors(hub.plan), "utilisation": finite(hub.plan.predicted_utilisation or None, 4),
+            },
             "broadcast": self._broadcast(status),
             "leases": self._leases(status),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in status.waits],
@@ -304,7 +309,7 @@ class StateView:
                 hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
                 silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
-                tokens_max=hub.config.sampling.max_new_tokens, plan=plan,
+                tokens_max=hub.config.sampling.max_new_tokens, plan=plan, predicted=hub.plan.predicted_utilisation,
                 plan_waits_for=hub.plan.waits_for, target=plan_config(hub.config, board).target_utilisation,
                 alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
@@ -325,6 +330,9 @@ class StateView:
         member = self._hub.membership.members.get(PeerId(whom))
         return f"{kind}{member.name}" if member else whom
 
+    def _named(self, peer_id: re.Match[str]) -> str:
+        return self._name_of(peer_id[0], "")
+
     def _waits(self) -> list[tuple[str, float]]:
         """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""
         hub, board, now = self._hub, self._hub.board, self._hub.clock.now()
@@ -343,10 +351,13 @@ class StateView:
             found.append((text, board.heard_at - board.report.waits_since_s))
         if hub.plan.waits_for:
             found.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))
+        waiting: dict[str, list[Member]] = {}
         for member in hub.membership.living():
             if member.heartbeat.waits_for:
-                text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
-                found.append((text, member.heartbeat_at - member.heartbeat.waits_since_s))
+                waiting.setdefault(member.heartbeat.waits_for, []).append(member)
+        for what, members in waiting.items():
+            since = min(member.heartbeat_at - member.heartbeat.waits_since_s for member in members)
+            found.append((f"{_names(members)} for {what}", since))
         newest = board.newest
         if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
             names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
@@ -364,6 +375,15 @@ class StateView:
             "usd": [finite(s.usd_spent, 4) for s in samples],
             "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
         }  # fmt: skip
+
+
+def _names(waiting: list[Member]) -> str:
+    """`worker a waits`, `4 workers wait (a, b, c and others)`: the first few by name."""
+    names = [member.name for member in waiting[:NAMES_SHOWN]]
+    if len(waiting) == 1:
+        return f"worker {names[0]} waits"
+    others = " and others" if len(waiting) > len(names) else ""
+    return f"{len(waiting)} workers wait ({', '.join(names)}{others})"
 
 
 def _newest_line(beat: pb.Heartbeat) -> dict[str, Any]:

@@ -19,7 +19,7 @@ CONTRAST_LEAST = 4.5  # WCAG AA
 LIVE = RunNow(
     hello=pb.LearnerHello(step_limit=100, rollouts_per_step=256),
     report=pb.LearnerReport(step=40, wait_s=0.4, utilisation=0.97), train_s=3.6, silent_s=1.0, open_leases=12,
-    plan=plan(5.0, 5.0), alive=50, active=50, workers=50, usd_per_hour=52.05,
+    plan=plan(5.0, 5.0), predicted=0.98, alive=50, active=50, workers=50, usd_per_hour=52.05,
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ BUTTONS = {
 }  # fmt: skip
 """What the first words of an advice give a button for."""
 SAYS = [
-    (RunNow(), "Start the learner: no learner has joined yet."),
+    (RunNow(), "Start the learner: none has joined yet. One that was started loads its model first."),
     (with_learner(is_connected=False), "Start the learner again with the same command: it is away."),
     (with_learner(is_connected=False, left_because="DiskFull: no room"),
      "Mend what ended the learner, then start it again with the same command: DiskFull: no room"),
@@ -73,7 +73,8 @@ SAYS = [
     (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),
     (replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
-     "Add workers or raise S: the learner trains 40% of the time; workers make 2 of the 5 rollouts/s"),
+     "Add workers or raise S: the learner trains 40% of the time; workers make 28.4 of the 71.1 rollouts/s that it"),
+    (replace(with_learner(step=4, utilisation=0.4), plan=plan(2.0, 5.0)), "Nothing to do: the learner makes its first steps at"),
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),
     (with_learner(step=0, waits_for=LACKS, waits_s=300.0), "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4"),
@@ -92,7 +93,8 @@ def test_the_first_sentence_says_what_to_do_now(run: RunNow, text: str) -> None:
     act = next((act for words, act in BUTTONS.items() if text.startswith(words)), Act.NOTHING)
     assert told.text.startswith(text) and told.act is act
     assert bool(told.label) is (act is not Act.NOTHING), "a button has a name, and only a button"
-    is_well = run is LIVE or (bool(run.finished) and not run.open_machines) or "97% of the time" in told.text
+    is_well = run is LIVE or (bool(run.finished) and not run.open_machines)
+    is_well = is_well or "97% of the time" in told.text or "first steps" in told.text
     assert (told.kind == "good") is is_well, "green is a run that works, or one that is finished and paid"
     assert (advise(run).limits == "nothing any more") is bool(run.finished)
 
@@ -131,8 +133,11 @@ def test_steps_come_in_order_with_one_utilisation_one_end_and_what_is_assumed() 
     assert told.steps[1].text.startswith("Raise S to 6: the learner trains 50% of the time;")
     assert told.utilisation == 0.5 and told.hours_left == pytest.approx(60 * 3.6 / 0.5 / 3600)
     assert told.assumed[0] == "halved" and told.assumed[1].startswith("2 workers not measured yet")
-    early = advise(replace(with_learner(step=2, utilisation=0.1), paused=""))
-    assert early.utilisation == 0.98, "before anything is measured, what the plan promises"
+    early = advise(with_learner(step=2, utilisation=0.1))
+    assert early.utilisation == 0.98 and not early.is_measured, "before anything is measured, what the plan promises"
+    assert told.is_measured
+    limits = "nothing; nearest to its limit: workers make 5 rollouts/s, enough for the 5 that the learner needs"
+    assert advise(LIVE).limits == limits
 
 
 def test_a_paused_run_is_to_be_resumed_and_nothing_else() -> None:

@@ -116,6 +116,32 @@ async def test_page_and_status_of_a_run_that_starves_is_over_its_budget_or_finis
     assert page["run"]["finished"] == fleet.hub.ending.text != "" and not status.waits
 
 
+async def test_what_waits_for_the_same_is_one_line_and_events_name_workers_by_their_names(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 2.0, 3.0, 4.0)
+    for member in fleet.hub.membership.members.values():
+        member.heartbeat.waits_for = "the learner to join the run"
+    lines = [one.what for one in fleet.commands.view.status().waits if "to join the run" in one.what]
+    assert lines == ["4 workers wait (w0, w1, w2 and others) for the learner to join the run"]
+    for member in [*fleet.hub.membership.members.values()][1:]:
+        member.heartbeat.waits_for = ""
+    assert "worker w0 waits for the learner to join the run" in [one.what for one in fleet.commands.view.status().waits]
+    worker = PeerId("12D3Koo" + "W" * 45)
+    fleet.hub.membership.on_hello(worker, pb.WorkerHello(name="oregon"), fleet.clock.now())
+    fleet.hub.note("lease", f"{worker} hands back group g1: it is among the last of its step")
+    page, _ = same_facts(fleet)
+    assert page["events"][-1]["text"] == "oregon hands back group g1: it is among the last of its step"
+
+
+async def test_no_prediction_is_shown_while_too_little_was_measured(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0)
+    with_learner(fleet)
+    fleet.hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True)
+    page, status = same_facts(fleet)
+    assert page["plan"]["is_known"] and page["plan"]["utilisation"] is None and not status.plan.predicted_utilisation
+    assert page["advice"].utilisation == 0.0 and not page["advice"].is_measured
+    assert status.headline == "Nothing to do: the learner makes its first steps at $1.00/h."
+
+
 async def test_the_learner_is_told_a_plan_once_and_the_log_of_a_new_period(tmp_path: Path) -> None:
     fleet, told = Fleet(tmp_path, 1.0), list[pb.LearnerOrder]()
     fleet.hub.learner.send = lambda order: bool(told.append(order)) or True  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ import { drawTotals } from "./totals.js";
 import { openWorker } from "./worker.js";
 const rows = new Map(), chosen = new Set();
 let nowSeen = Date.now() / 1000;
-let sortBy = "name", descending = false, filter = "", newest = null, showsGone = false;
+let sortBy = "name", descending = false, filter = "", newest = null, showsGone = false, isFinished = false;
 const lagText = (w) => { if (w.version == null || newest == null) return ""; const lag = Math.max(0, newest - w.version); return lag === 0 ? "newest" : `${lag} behind`; };
 const good = { alive: "good", suspect: "warn", gone: "bad" };
 const works = { active: "good", standby: "", draining: "warn", quarantined: "bad", banned: "bad" };
@@ -98,7 +98,8 @@ function fill(row, now) {
   row.drain.disabled = w.setting === "draining" || w.state === "gone" || isBarred(w); row.activate.disabled = isBarred(w);
   for (const button of [row.activate, row.drain, row.banned]) { const told = `${button.textContent} ${w.name}`; if (button.ariaLabel !== told) button.ariaLabel = told; }
 }
-export function updateFleet(changes, now) {
+export function updateFleet(changes, now, finished) { // of a finished run its gone workers are shown: they are what is left of it
+  if (finished !== isFinished) { isFinished = finished; if (finished) showsGone = $("fleet-gone").checked = true; }
   for (const [peerId, worker] of Object.entries(changes)) {
     if (worker === null) { mark(peerId, false); rows.get(peerId)?.tr.remove(); rows.delete(peerId); continue; }
     if (!rows.has(peerId)) rows.set(peerId, newRow(peerId));
@@ -123,7 +124,7 @@ function order() {
   setText($("fleet-count"), known.length ? `${active} active · ${alive} alive${gone ? ` · ${gone} gone` : ""}` : "");
   const empty = $("fleet-empty");
   empty.hidden = shown.length > 0;
-  if (!shown.length) empty.replaceChildren(...(known.length ? [make("strong", {}, filter ? "No worker matches the filter" : "Every worker has gone")] : [make("strong", {}, "No worker has joined yet"), "Make a join token below and run its command on a machine."]));
+  if (!shown.length) empty.replaceChildren(...(known.length ? [make("strong", {}, filter ? "No worker matches the filter" : "Every worker has gone"), filter ? "" : "Tick “show gone” to list them."] : isFinished ? [make("strong", {}, "No worker is left"), "The run is finished."] : [make("strong", {}, "No worker has joined yet"), "Make a join token below and run its command on a machine."]));
 }
 export const fleet = () => Object.fromEntries([...rows].map(([id, row]) => [id, row.worker]));
 order();

@@ -1,8 +1,8 @@
 // Machines: offers, what is rented, what the planner advises, and the journal of paid actions.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { clock, dash, joined, seconds, usd } from "./format.js";
+import { clock, count, dash, joined, seconds, usd } from "./format.js";
 const kinds = { wanted: "info", starting: "info", running: "good", ending: "warn", releasing: "warn", gone: "" };
-const perHour = (x) => x ? `${usd(x)}/h` : "no price";
+const perHour = (x) => x ? `${usd(x)}/h` : "no price", change = (sign, x) => x ? `${sign}${perHour(x)}` : "at no price";
 export function showCommand(command, text) {
   $("link-command").textContent = command; $("link-text").textContent = text;
   $("link-copy").onclick = async () => {
@@ -30,9 +30,9 @@ export async function rent(offer, reason) { // the machine, or null where it is 
 const askRent = (offer) => confirm(`Rent one ${offer.name}?`, `From ${offer.provider}, at ${perHour(offer.price)}, until it is released.`, "Rent", (reason) => rent(offer, reason));
 const askRelease = (machine) => confirm(`Release ${machine.machine_id}?`, "Its workers hand their leases to others, then the machine ends.", "Release", (reason) => act("/api/machines/release", { machine_id: machine.machine_id, reason }).then((ok) => ok && toast("released")));
 function drawAdvice(advice, mode) {
-  const wishes = [...advice.rent.map((w) => [`Rent ${w.count} × ${w.offer}`, `+${perHour(w.per_hour)}`, w.reason]), ...advice.release.map((w) => [`Release ${w.machine}`, `−${perHour(w.per_hour)}`, w.reason])];
+  const wishes = [...advice.rent.map((w) => [`Rent ${w.count} x ${w.offer}`, change("+", w.per_hour), w.reason]), ...advice.release.map((w) => [`Release ${w.machine}`, change("-", w.per_hour), w.reason])];
   if (!wishes.length) { $("advice").replaceChildren(make("p", { class: "quiet" }, `Nothing to rent or release: ${advice.reason}.`)); return; }
-  const button = make("button", { type: "button", class: "primary", id: "approve", onclick: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${ok.count} machines: done`)) }, mode === "approve" ? "Approve" : "Do it");
+  const button = make("button", { type: "button", class: "primary", id: "approve", onclick: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${count(ok.count, "machine")}: done`)) }, mode === "approve" ? "Approve" : "Do it");
   $("advice").replaceChildren(make("div", { class: "wish" }, make("div", { class: "grow" }, ...wishes.map(([what, cost, why]) => make("p", {}, make("b", {}, what), ` ${cost} `, make("span", { class: "quiet" }, why)))), button));
 }
 function offerRow(offer) {

@@ -27,14 +27,14 @@ function drawTiles() {
   const tokens = workers.reduce((sum, w) => sum + (w.running ? w.tokens_per_s || 0 : 0), 0);
   const end = toTheEnd();
   $("tiles").replaceChildren(
-    tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
+    tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", r.finished ? "the run is finished" : l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
     tile("Reward", number(l.reward), "", l.eval_reward == null ? "held out: not yet" : `held out: ${number(l.eval_reward)}`),
-    tile("Utilisation", percent(state.advice.utilisation || null), "", p.is_known ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.utilisation ?? 0 }),
-    tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.buffered)} of at most ${count(p.cap, "rollout")} buffered` : "no plan yet"),
+    tile("Utilisation", state.advice.is_measured ? percent(state.advice.utilisation) : "not yet", "", r.finished ? "of the last steps" : p.is_known && p.utilisation ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.is_measured ? state.advice.utilisation : 0 }),
+    tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", r.finished ? "" : p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.buffered)} of at most ${count(p.cap, "rollout")} buffered` : "no plan yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
-    tile("Pool", `${active}`, `of ${count(workers.length, "worker")}`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
-    tile("To the end", end ? seconds(end.left) : r.finished ? "done" : dash, "", end ? `about ${usd(end.usd)} more` : r.finished ? "all steps are trained" : "not known yet"),
-    tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} on work · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} / M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
+    tile("Pool", `${active}`, `of ${count(workers.length, "worker")}`, tokens ? `${number(tokens)} tokens/s now` : r.finished ? "the run is finished" : "none generates now"),
+    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not yet", "", end ? `about ${usd(end.usd)} more` : !r.finished ? "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
+    tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} for active workers · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} per M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
   );
 }
 const USUAL_S = 5; // what waits no longer than this is life, not news
@@ -42,6 +42,7 @@ function drawHeader() {
   const { run, learner: l } = state;
   setText($("run-name"), run.run_id || "echo2"); document.title = `${run.run_id || "echo2"}${l.step != null ? ` · step ${l.step}` : ""}`;
   setText($("model"), l.is_known ? `${l.model} · version ${l.version} · batches of ${l.rollouts_per_step} rollouts in groups of ${l.rollouts_per_group}` : "waiting for the learner to join");
+  $("what-if-panel").hidden = !!run.finished; // nothing is planned any more
   const isWell = state.advice.steps[0]?.kind === "good", waits = !isWell && state.waits.some((w) => w.what.startsWith("the learner waits") && now() - w.since > USUAL_S);
   const isSilent = state.waits.some((w) => w.what.startsWith("nothing is heard of the learner"));
   const [text, kind] = run.finished ? ["finished", "good"] : !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finishing", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : state.advice.steps[0]?.kind === "bad" ? ["needs attention", "bad"] : l.step ? ["training", "good"] : ["first rollouts", "info"];
@@ -128,7 +129,8 @@ function resetSliders() {
   touched = false; showSliders(); askWhatIf();
 }
 function askWhatIf() {
-  if (!state.plan.is_known) { $("what-if-answer").replaceChildren(make("div", { class: "empty" }, "Answers come with the first plan.")); return; } clearTimeout(whatIfTimer); whatIfTimer = setTimeout(answerWhatIf, 180); }
+  if (!state.plan.is_known) { $("what-if-answer").replaceChildren(make("div", { class: "empty" }, "Answers come with the first plan.")); return; } clearTimeout(whatIfTimer); whatIfTimer = setTimeout(answerWhatIf, 180);
+  if (!$("what-if-answer").childElementCount) $("what-if-answer").replaceChildren(make("div", { class: "empty" }, "The planner is asked…")); }
 async function answerWhatIf() {
   const query = new URLSearchParams({ staleness_bound: sliders.s.value, uplink_factor: 10 ** Number(sliders.up.value), fleet_size: sliders.fleet.value });
   const host = $("what-if-answer");
@@ -167,7 +169,7 @@ const planKey = () => { const p = state.plan; return [p.kappa, p.pool_size, p.us
 function take(message) {
   offset = message.now - Date.now() / 1000; lastHeard = Date.now();
   for (const name of Object.keys(state)) if (message[name] !== undefined) state[name] = message[name];
-  if (message.workers) updateFleet(message.workers, now());
+  if (message.workers || message.run) updateFleet(message.workers || {}, now(), !!state.run.finished);
   if (message.run || message.learner || message.waits || message.advice) drawHeader();
   if (message.advice || message.run || message.learner || message.money || message.plan || message.workers || message.broadcast) drawTiles();
   if (message.waits || message.run || message.advice) drawWaits();
@@ -178,9 +180,9 @@ function take(message) {
   else if (message.plan?.is_known && planShown !== planKey()) touched ? askWhatIf() : resetSliders(); // the answer beside it is of now, too
   if (message.plan && planShown !== planKey()) { planShown = planKey(); }
   if (message.learner || message.run) drawLagsNow();
-  if (message.learner) { rolloutsAt(state.learner); drawAuditCost(state.learner); }
+  if (message.learner || message.run) { rolloutsAt(state.learner, state.run.finished); drawAuditCost(state.learner); }
   if (message.advice || message.money || message.run) drawBudget(state.money, toTheEnd());
-  if (message.broadcast || message.workers) { drawTree(state.broadcast, fleet(), state.learner); drawVersions(state.broadcast); }
+  if (message.broadcast || message.workers || message.run) { drawTree(state.broadcast, fleet(), state.learner, state.run.finished); drawVersions(state.broadcast); }
   if (message.leases) drawLeases();
   if (message.machines || message.run) state.machines && drawMachines(state.machines, state.run.planner_mode, now());
   if (message.money) drawJournal(state.money);

@@ -2,14 +2,14 @@
 import { $, ask, make, setText } from "./dom.js";
 import { number, whole } from "./format.js";
 const AGAIN_MS = 5000, PAGE = 512;
-let askedAt = 0, isAsking = false, isSeen = false, stepShown = -1, shown = null;
-const versions = (r) => r.oldest_version === r.newest_version ? `v${r.newest_version}` : `v${r.oldest_version} – v${r.newest_version}`;
+let askedAt = 0, isAsking = false, isSeen = false, stepShown = -1, shown = null, isFinished = false;
+const versions = (r) => r.oldest_version === r.newest_version ? `v${r.newest_version}` : `v${r.oldest_version} to v${r.newest_version}`;
 const turnsOf = (r) => r.turns > 1 ? `, ${whole(r.turns)} turns` : "";
 const label = (text) => text.trim() ? text : "(nothing but spaces)";
 function row(r) {
   const open = make("button", { type: "button", class: "link", "aria-label": `Tokens of rollout ${r.id}`, onclick: () => openRollout(r.id, 0) }, label(r.completion));
   const cell = (name, text, kind) => make("td", { class: kind, "data-label": name }, make("span", {}, text));
-  return make("tr", {}, make("td", { class: "wide name completion", "data-label": "Completion" }, open), cell("Reward", number(r.reward), "n"), cell("Step", whole(r.step), "n"), cell("Tokens", `${whole(r.token_count)}${turnsOf(r)}${r.finish_reason === "length" ? " (cut)" : ""}`, "n"), cell("Versions", versions(r)), cell("Worker", r.workers.join(", ") || "–"));
+  return make("tr", {}, make("td", { class: "wide name completion", "data-label": "Completion" }, open), cell("Reward", number(r.reward), "n"), cell("Step", whole(r.step), "n"), cell("Tokens", `${whole(r.token_count)}${turnsOf(r)}${r.finish_reason === "length" ? " (cut)" : ""}`, "n"), cell("Versions", versions(r)), cell("Worker", r.workers.join(", ") || "unknown"));
 }
 const kept = $("rollouts-kept"); // in the report of a finished run the answers lie beside, for there is no server
 async function fetched(path) {
@@ -18,21 +18,23 @@ async function fetched(path) {
   if (!response.ok) throw new Error(answer.error || response.statusText);
   return answer;
 }
+const AWAY = "The learner keeps them, and it is not connected.", ENDED = "The learner kept them, and the run is finished: report.html in the learner's run folder shows the newest.";
 function tell(text) { $("rollouts-table").hidden = true; $("rollouts-empty").hidden = false; setText($("rollouts-empty"), text); setText($("rollouts-note"), ""); }
 async function load() {
   if (isAsking) return;
   isAsking = true; askedAt = Date.now();
   try {
     const { rollouts, problem } = await fetched("/api/rollouts");
-    if (!rollouts.length) { tell(problem || "Rollouts are shown once a step has trained on them, since the learner was started."); return; }
+    if (!rollouts.length) { tell(isFinished ? ENDED : problem || "Rollouts are shown once a step has trained on them, since the learner was started."); return; }
     $("rollouts-table").hidden = false; $("rollouts-empty").hidden = true;
     setText($("rollouts-note"), `the ${rollouts.length} newest that were trained on`);
     $("rollouts-body").replaceChildren(...rollouts.map(row));
   } catch (error) { tell(error instanceof TypeError ? "The coordinator does not answer." : error.message); }
   finally { isAsking = false; }
 }
-export function rolloutsAt(learner) { // called with each change of the learner
-  if (!learner.is_connected) { if (learner.is_known && stepShown < 0) tell("The learner keeps them, and it is not connected."); return; }
+export function rolloutsAt(learner, finished) { // called with each change of the learner
+  isFinished = !!finished;
+  if (!learner.is_connected) { if (learner.is_known && stepShown < 0) tell(isFinished ? ENDED : AWAY); return; }
   if (!isSeen || learner.step === stepShown || !learner.step || Date.now() - askedAt < AGAIN_MS) return;
   stepShown = learner.step; load();
 }

@@ -1,19 +1,19 @@
 // How the newest version travels: the seed, then each worker with the share it relays and what it holds of it.
-import { $, make } from "./dom.js";
+import { $, make, setText } from "./dom.js";
 import { bytes, percent, seconds } from "./format.js";
 const SHOWN = 12;
 function times(broadcast, index, isNarrow) {
   const predicted = broadcast.predicted_s?.[index - 1], actual = broadcast.actual_s?.[index - 1];
-  if (actual != null) return isNarrow ? seconds(actual) : `took ${seconds(actual)}${predicted != null ? `, ~${seconds(predicted)}` : ""}`;
-  return predicted != null ? `${isNarrow ? "~" : "predicted "}${seconds(predicted)}` : "";
+  if (actual != null) return isNarrow ? seconds(actual) : `took ${seconds(actual)}${predicted != null ? `, predicted ${seconds(predicted)}` : ""}`;
+  return predicted != null ? `${isNarrow ? "in " : "predicted "}${seconds(predicted)}` : "";
 }
-export function drawTree(broadcast, workers, learner) {
+export function drawTree(broadcast, workers, learner, finished) {
   const host = $("tree"), nodes = broadcast.nodes || [];
   $("broadcast-topology").textContent = broadcast.topology ? broadcast.topology.replaceAll("_", " ") : "";
   $("broadcast-reason").textContent = broadcast.reason || "";
   if (nodes.length < 2) {
     const many = broadcast.node_count > 2;
-    host.replaceChildren(make("div", { class: "empty" }, make("strong", {}, many ? `${broadcast.node_count} nodes` : "Nobody to send to yet"), many ? "The trees of so large a fleet are not drawn." : "The plan appears with the learner and the first worker."));
+    host.replaceChildren(make("div", { class: "empty" }, make("strong", {}, many ? `${broadcast.node_count} nodes` : finished ? "Nobody to send to" : "Nobody to send to yet"), many ? "The trees of so large a fleet are not drawn." : finished ? "The run is finished." : "The plan appears with the learner and the first worker."));
     return;
   }
   const newest = broadcast.versions?.at(-1);
@@ -45,7 +45,8 @@ export function drawTree(broadcast, workers, learner) {
 export function drawVersions(broadcast) {
   const versions = [...(broadcast.versions || [])].reverse();
   $("versions-empty").hidden = versions.length > 0;
+  setText($("versions-empty"), broadcast.full_bytes ? "None was published since the coordinator was started." : "No version has been published yet.");
   const saved = broadcast.full_bytes ? `${bytes(broadcast.artifact_bytes)} sent for ${bytes(broadcast.full_bytes)} of snapshots` : "";
   $("versions-note").textContent = saved;
-  $("versions").replaceChildren(...versions.slice(0, 10).map((v) => make("tr", {}, make("td", {}, `v${v.version}`, make("span", { class: "sub" }, v.parent == null ? "keyframe" : `from v${v.parent}`)), make("td", { class: "n" }, bytes(v.bytes)), make("td", { class: "n" }, v.full_bytes ? percent(v.bytes / v.full_bytes) : "–"), make("td", { class: "n" }, v.predicted_s ? seconds(v.predicted_s) : "–"), make("td", { class: "n" }, v.actual_s == null ? "on its way" : seconds(v.actual_s)), make("td", { class: "n" }, `${v.live}/${v.pool}`))));
+  $("versions").replaceChildren(...versions.slice(0, 10).map((v) => make("tr", {}, make("td", {}, `v${v.version}`, make("span", { class: "sub" }, v.parent == null ? "keyframe" : `from v${v.parent}`)), make("td", { class: "n" }, bytes(v.bytes)), make("td", { class: "n" }, v.full_bytes ? percent(v.bytes / v.full_bytes) : "unknown"), make("td", { class: "n" }, v.predicted_s ? seconds(v.predicted_s) : "none"), make("td", { class: "n" }, v.actual_s == null ? "on its way" : seconds(v.actual_s)), make("td", { class: "n" }, `${v.live} of ${v.pool}`))));
 }
