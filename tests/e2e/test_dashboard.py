@@ -481,6 +481,9 @@ async def test_the_report_of_a_finished_run_shows_tokens_from_its_file_alone(tmp
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", lambda sent: None if sent.url.startswith(("file:", "data:")) else troubles.append(sent.url))
         await page.goto((tmp_path / "report.html").as_uri())
+        for width in (390, 1440):
+            await page.set_viewport_size({"width": width, "height": 900})
+            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{width} px"
         await page.click("#rollouts-body button", timeout=WAIT_MS)
         assert "600 tokens, ended by stop · v3 to v4 · sampled on berlin, w2" in await page.inner_text("#rollout-facts")
         await page.focus(".token")

@@ -377,10 +377,12 @@ def is_measured(member: Member) -> bool:
 
 
 def is_settled(board: LearnerBoard, pool: Sequence[Member]) -> bool:
-    """Whether a prediction rests on more than the first measurements, which a start or a swap falsifies: a few steps, and a few
-    heartbeats of most of the pool."""
+    """Whether a prediction rests on more than the first measurements, which a start or a swap falsifies: on a few steps, on a few
+    heartbeats of most of the pool, and on a delta, unless none is published: before the first one, plans reckon with whole
+    snapshots."""
     well_known = sum(member.measures.count("rollouts_per_s") >= CHANGE_OBSERVATIONS for member in pool)
-    return len(board.train_time.seen) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
+    has_size = bool(board.delta_bytes) or len(board.versions) >= CHANGE_OBSERVATIONS
+    return has_size and len(board.train_time.seen) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
 
 
 def _state(member: Member) -> WorkerState:

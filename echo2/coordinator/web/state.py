@@ -149,7 +149,8 @@ class StateView:
         return {
             "spent": finite(status.usd_spent, 4), "per_hour": finite(status.usd_per_hour, 4),
             "per_mtok": finite(1e6 * status.usd_spent / tokens, 4) if tokens else None,
-            "chosen": finite(money.usd_chosen, 4), "useful": finite(status.usd_useful, 4),
+            "chosen": finite(money.usd_chosen, 4), "chosen_per_hour": finite(money.usd_chosen_per_hour, 4),
+            "useful": finite(status.usd_useful, 4),
             "cap_per_hour": finite(hub.config.coordinator.usd_per_hour_cap), "budget": finite(hub.config.coordinator.usd_budget),
             "journal": [
                 {

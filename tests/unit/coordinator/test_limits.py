@@ -18,6 +18,7 @@ from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.service import snapshot_of
 from echo2.coordinator.planning.telemetry import RATIO_LEAST, CurrentPlan, LearnerBoard, broadcast_nodes, needs_of
 from echo2.cost_model.plan import Plan
+from echo2.cost_model.relations import DeltaSizeEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_planner_input import beat, board, fleet, link
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
@@ -178,8 +179,9 @@ def test_a_plan_that_is_not_carried_out_is_shown_and_told_and_corrects_nothing()
     assert kept.message is not None and kept.message.in_flight_cap_rollouts == 64
 
 
-async def test_a_prediction_waits_for_three_steps_and_three_heartbeats_of_most_workers(tmp_path: Path) -> None:
-    """A first step and first rates are those of a start: after a resume 4 % were predicted where nine tenths were trained."""
+async def test_a_prediction_waits_for_three_steps_a_delta_and_three_heartbeats_of_most_workers(tmp_path: Path) -> None:
+    """A first step and first rates are those of a start, and before the first delta plans reckon with snapshots: after a resume 4 %
+    were predicted where nine tenths were trained."""
     hub = Scene(tmp_path, Cloud()).hub
     hub.board, hub.membership = board(1.0, 1.0), fleet("A100", "A100", "A100")
     workers = [*hub.membership.members]
@@ -195,7 +197,14 @@ async def test_a_prediction_waits_for_three_steps_and_three_heartbeats_of_most_w
 
     assert predicted(beats=3) == 0.0
     hub.board.on_report(pb.LearnerReport(step=3, train_s=1.0), 3.0)
+    assert predicted(beats=0) == 0.0
+    hub.board.on_publish(pb.VersionPublished(version=1, parent=0, has_parent=True, artifact_bytes=9), 1.0, workers, 3.0)
     assert predicted(beats=0) == 0.98
+    hub.board.delta_size = DeltaSizeEstimator()
+    assert predicted(beats=0) == 0.0
+    for version in (2, 3):
+        hub.board.on_publish(pb.VersionPublished(version=version, artifact_bytes=9), 1.0, workers, 3.0)
+    assert predicted(beats=0) == 0.98, "only snapshots are published"
     for peer_id in workers:
         hub.membership.members[peer_id].measures = WorkerMeasures()
     assert predicted(beats=2) == 0.0

@@ -62,5 +62,5 @@ export function drawMachines(state, mode, now) {
 }
 export function drawJournal(money) {
   const all = joined([...(money.journal || [])].reverse(), (one) => `${one.action} ${one.reason}`);
-  $("journal").replaceChildren(...(all.length ? all.map(({ first: one, count, all: few }) => make("li", {}, make("time", {}, clock(one.at)), make("span", { class: "n" }, count > 1 ? `${count} times` : perHour(one.per_hour)), make("span", {}, make("b", {}, `${one.action} ${few.map((each) => each.whom).join(", ")}${count > few.length ? ` and ${count - few.length} more` : ""}`), count === 1 && one.spent ? ` ${usd(one.spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for yet.")]));
+  $("journal").replaceChildren(...(all.length ? all.map(({ first: one, count, all: few }) => make("li", {}, make("time", {}, clock(one.at)), make("span", { class: "n" }, count > 1 ? `${count} times` : perHour(one.per_hour)), make("span", {}, make("b", {}, `${one.action} ${few.map((each) => each.whom).join(", ")}${count > few.length ? ` and ${count - few.length} more` : ""}`), count === 1 && one.spent ? ` ${usd(one.spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for.")]));
 }

@@ -18,22 +18,22 @@ function tile(title, value, unit, note, more = {}) {
 }
 function toTheEnd() { // seconds and USD until the last step, as the coordinator tells them
   const hours = state.advice.hours_left;
-  return hours == null ? null : { left: 3600 * hours, usd: hours * (state.money.per_hour || 0) };
+  return hours == null ? null : { left: 3600 * hours, usd: hours * (state.money.per_hour || 0), chosen: hours * (state.money.chosen_per_hour || 0) };
 }
 function drawTiles() {
   const { learner: l, plan: p, money: m, run: r } = state;
   const workers = Object.values(fleet()).filter((w) => w.state !== "gone");
   const active = workers.filter((w) => w.activation === "active").length;
   const tokens = workers.reduce((sum, w) => sum + (w.running ? w.tokens_per_s || 0 : 0), 0);
-  const end = toTheEnd();
+  const end = toTheEnd(), unmeasured = r.finished ? "not measured" : "not yet";
   $("tiles").replaceChildren(
     tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", r.finished ? "the run is finished" : l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
-    tile("Reward", number(l.reward), "", l.eval_reward == null ? "held out: not yet" : `held out: ${number(l.eval_reward)}`),
-    tile("Utilisation", state.advice.is_measured ? percent(state.advice.utilisation) : "not yet", "", r.finished ? "of the last steps" : p.is_known && p.utilisation ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.is_measured ? state.advice.utilisation : 0 }),
+    tile("Reward", number(l.reward), "", l.eval_reward == null ? `held out: ${unmeasured}` : `held out: ${number(l.eval_reward)}`),
+    tile("Utilisation", state.advice.is_measured ? percent(state.advice.utilisation) : unmeasured, "", r.finished ? "of the last steps" : p.is_known && p.utilisation ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.is_measured ? state.advice.utilisation : 0 }),
     tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", r.finished ? "" : p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.buffered)} of at most ${count(p.cap, "rollout")} buffered` : "no plan yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
     tile("Pool", `${active}`, `of ${count(workers.length, "worker")}`, tokens ? `${number(tokens)} tokens/s now` : r.finished ? "the run is finished" : "none generates now"),
-    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not yet", "", end ? `about ${usd(end.usd)} more` : !r.finished ? "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
+    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not yet", "", end ? `about ${usd(end.usd)} more${m.chosen_per_hour < m.per_hour ? ", standby included" : ""}` : !r.finished ? "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
     tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} for active workers · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} per M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
   );
 }

@@ -30,13 +30,14 @@ export function drawAuditCost(l) {
 export function drawBudget(m, end) { // `end`: what is left until the last step, or null
   $("budget").hidden = !m.budget;
   if (!m.budget) return;
-  const spent = Math.min(1, m.chosen / m.budget), left = Math.max(0, m.budget - m.chosen), ahead = end ? Math.min(1 - spent, end.usd / m.budget) : 0;
+  // active workers and rented machines: what stands by without being rented is on the bill alone
+  const spent = Math.min(1, m.chosen / m.budget), left = Math.max(0, m.budget - m.chosen), ahead = end ? Math.min(1 - spent, end.chosen / m.budget) : 0;
   const [done, next] = $("budget-bar").children;
   done.style.width = `${100 * spent}%`; next.style.width = `${100 * ahead}%`;
-  const isShort = end && end.usd > left;
+  const isShort = end && end.chosen > left;
   $("budget").className = "panel budget" + (left <= 0 || isShort ? " bad" : "");
-  const lasts = m.per_hour > 0 ? `, ${usd(left)} left: ${seconds(left / m.per_hour * 3600)} at ${usd(m.per_hour)}/h` : `, ${usd(left)} left`;
-  const need = end ? isShort ? `. The last step is about ${usd(end.usd)} away: the budget ends before it` : `. The last step is about ${usd(end.usd)} away` : "";
+  const lasts = m.chosen_per_hour > 0 ? `, ${usd(left)} left: ${seconds(left / m.chosen_per_hour * 3600)} at ${usd(m.chosen_per_hour)}/h` : `, ${usd(left)} left`;
+  const need = end ? isShort ? `. The last step is about ${usd(end.chosen)} away: the budget ends before it` : `. The last step is about ${usd(end.chosen)} away` : "";
   setText($("budget-text"), `Budget: ${usd(m.chosen)} of ${usd(m.budget)} spent (${percent(spent, 0)})${lasts}${need}.`);
   $("budget-bar").setAttribute("aria-label", $("budget-text").textContent);
 }

@@ -45,7 +45,7 @@ export function drawTree(broadcast, workers, learner, finished) {
 export function drawVersions(broadcast) {
   const versions = [...(broadcast.versions || [])].reverse();
   $("versions-empty").hidden = versions.length > 0;
-  setText($("versions-empty"), broadcast.full_bytes ? "None was published since the coordinator was started." : "No version has been published yet.");
+  setText($("versions-empty"), broadcast.full_bytes ? "None was published since the coordinator was started." : "No version has been published.");
   const saved = broadcast.full_bytes ? `${bytes(broadcast.artifact_bytes)} sent for ${bytes(broadcast.full_bytes)} of snapshots` : "";
   $("versions-note").textContent = saved;
   $("versions").replaceChildren(...versions.slice(0, 10).map((v) => make("tr", {}, make("td", {}, `v${v.version}`, make("span", { class: "sub" }, v.parent == null ? "keyframe" : `from v${v.parent}`)), make("td", { class: "n" }, bytes(v.bytes)), make("td", { class: "n" }, v.full_bytes ? percent(v.bytes / v.full_bytes) : "unknown"), make("td", { class: "n" }, v.predicted_s ? seconds(v.predicted_s) : "none"), make("td", { class: "n" }, v.actual_s == null ? "on its way" : seconds(v.actual_s)), make("td", { class: "n" }, `${v.live} of ${v.pool}`))));
