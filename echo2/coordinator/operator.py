@@ -56,11 +56,11 @@ class Commands:
         providers: Mapping[str, Provider],
     ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
-        self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
+        self.provisioner = Provisioner(
+            hub, offers, providers,
+            lambda label: self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, 1),
+        )  # fmt: skip
         self.view = StateView(hub, self.provisioner)
-
-    def _machine_link(self, label: str) -> tuple[Token, str]:
-        return self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, 1)
 
     def join_link(self, secret: str) -> str:
         return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))

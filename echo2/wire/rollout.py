@@ -235,10 +235,8 @@ def leaving_reason(cause: str, is_over: bool) -> str:
 
 def cause_of_end(reason: str) -> str | None:
     """What ended the run, given the reason with which its learner leaves: empty if that is its last step; None: it goes on."""
-    word, colon, cause = reason.partition(": ")
-    if word != FINISHED:
-        return None
-    return cause if colon else ""
+    word, _, cause = reason.partition(": ")
+    return cause if word == FINISHED else None
 
 
 # Message to core type.

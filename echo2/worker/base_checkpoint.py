@@ -136,11 +136,6 @@ def find_base(model_path: str, model_name: str) -> Path | None:
     return _cached(model_path, model_name)
 
 
-def is_at_hub(model_path: str) -> bool:
-    """Whether `model_path` is a hub id and the hub may be asked."""
-    return _HUB_ID.fullmatch(model_path) is not None and os.environ.get("HF_HUB_OFFLINE") != "1"
-
-
 def load_base(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> HostWeights | None:
     """Loads all tensors as bf16 under their names, tied ones once. None if `is_wanted` becomes false between two files."""
     from safetensors.torch import load_file
@@ -213,7 +208,8 @@ class BaseCheckpointLoader:
         except OSError as error:  # such as a folder that may not be read
             folder = None
             _log.warning("base checkpoint: this machine cannot be searched for it (%s); peers have it", error)
-        if folder is None and self._keyframe_s is not None and is_at_hub(self._names[0]):
+        is_at_hub = _HUB_ID.fullmatch(self._names[0]) and os.environ.get("HF_HUB_OFFLINE") != "1"
+        if folder is None and self._keyframe_s is not None and is_at_hub:
             folder = await download(self._names[0], self._keyframe_s)
         self._folder = folder
         if folder is not None and self._loads_ahead:

@@ -244,11 +244,6 @@ class GenerationPort(Protocol):
         ...
 
 
-def lease_of(request_id: str) -> LeaseId:
-    """The lease of a request, whose id is the lease's and the rollout's index."""
-    return LeaseId(request_id.rpartition("/")[0])
-
-
 class Leases:
     """One per worker. `report_interval_s`: the coordinator's. No port calls a method before it returns."""
 
@@ -468,10 +463,11 @@ class Leases:
 
     def _take(self, chunk: TokenChunk) -> bool:
         """Keeps one sequence's tokens; returns whether something follows at once."""
-        now, lease = self._clock.now(), self._leases.get(lease_of(chunk.request_id))
+        lease_id, _, index = chunk.request_id.rpartition("/")
+        now, lease = self._clock.now(), self._leases.get(LeaseId(lease_id))
         if lease is None:
             return False  # ended meanwhile; its sequences were aborted
-        rollout = lease.rollouts[int(chunk.request_id.rpartition("/")[2])]
+        rollout = lease.rollouts[int(index)]
         if rollout.is_settled or rollout.finish_reason is not FinishReason.UNFINISHED:
             return False  # the engine continued past a stop string before the abort reached it
         if lease.group.exact_version not in (None, chunk.version):  # the engine swapped before the abort reached it

@@ -226,13 +226,11 @@ class Provisioner:
         if self._hub.ending.finish is not None:
             await self._give_all_back(self._hub.ending.text)
             return
-        may_act = self._hub.config.coordinator.planner_mode == "auto" or self.budget().is_spent
-        if not may_act:
-            return
-        try:
-            await self.carry_out("the planner", only_automatic=True)
-        except EchoError as error:
-            self.problems["the planner's rental"] = str(error)
+        if self._hub.config.coordinator.planner_mode == "auto" or self.budget().is_spent:
+            try:
+                await self.carry_out("the planner", only_automatic=True)
+            except EchoError as error:
+                self.problems["the planner's rental"] = str(error)
 
     async def _give_all_back(self, reason: str) -> None:
         """Releases all open machines. An error of one provider does not stop the others; the next look tries again."""
@@ -364,10 +362,9 @@ class Provisioner:
         return provider
 
     def _check_room(self, offer: MachineOffer, count: int = 1) -> None:
-        open_ones = [machine for machine in self.machines.values() if machine.is_open]
         if len(self.machines) + count > MACHINES_MAX:
             raise LimitExceeded(f"machines: expected {MACHINES_MAX} at most in a run's journal")
-        rented = sum(machine.offer == offer.name for machine in open_ones)
+        rented = sum(machine.is_open and machine.offer == offer.name for machine in self.machines.values())
         if rented + count > offer.machines_max:
             left = max(0, offer.machines_max - rented)
             told = f"{left} of them are left" if left else "all are rented"

@@ -316,9 +316,12 @@ class VersionPublisher:
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         self.journal.append(published(version))
         await self.journal.commit()
+        has_changed = self.choice.choose(_bytes_of(tensors), self.broadcaster.spread_bytes_per_s)
+        if has_changed or not self.bytes.versions:
+            _log.info("deltas are coded %s", self.choice.reason)
         header = DeltaHeader(
             target_version=version, parent_version=self.newest_version, parent_fingerprint=self.newest_fingerprint,
-            fingerprint_key=self.key, setting=self._choose_setting(tensors),
+            fingerprint_key=self.key, setting=self.choice.setting,
         )  # fmt: skip
         encoding = self._coder.delta(self.newest_tensors, tensors, header, self._executor)
         artifact = await self._send(encoding, version, tensors, self.newest_version)
@@ -336,12 +339,6 @@ class VersionPublisher:
         self.schedule.delta_published(version, artifact.artifact_bytes)
         if self.schedule.is_keyframe_due or self._is_something_lost:
             await self.publish_keyframe()
-
-    def _choose_setting(self, tensors: Mapping[str, Tensor]) -> CodecSetting:
-        has_changed = self.choice.choose(_bytes_of(tensors), self.broadcaster.spread_bytes_per_s)
-        if has_changed or not self.bytes.versions:
-            _log.info("deltas are coded %s", self.choice.reason)
-        return self.choice.setting
 
     async def _merge(self, tensors: Mapping[str, Tensor], header: DeltaHeader, artifact: pb.VersionPublished) -> None:
         """Publishes the merged deltas that this version's delta completes."""

@@ -53,7 +53,11 @@ class ModuleWeights(LiveTensors):
         known = library_config(config)
         self.model_type = str(known.model_type)
         text = known.get_text_config(decoder=True)
-        _refuse_other_models(self.model_type, text)
+        for name in ("num_attention_heads", "max_position_embeddings", "vocab_size"):
+            if not isinstance(getattr(text, name, None), int):
+                raise ConfigError(
+                    f"model_type {self.model_type}: expected a decoder with attention, its config has no {name}"
+                )
         positions, rope = int(text.max_position_embeddings), getattr(text, "rope_parameters", None)
         self.context_tokens, self.vocab_count = exact_positions(positions, rope, self.model_type), int(text.vocab_size)
         self.carries_state = not set(getattr(text, "layer_types", None) or []) <= set(_WINDOWS)
@@ -81,12 +85,6 @@ class ModuleWeights(LiveTensors):
     def apply(self, updates: Iterable[TensorUpdate]) -> None:
         super().apply(updates)
         self.changes += 1
-
-
-def _refuse_other_models(model_type: str, config: Any) -> None:
-    for name in ("num_attention_heads", "max_position_embeddings", "vocab_size"):
-        if not isinstance(getattr(config, name, None), int):
-            raise ConfigError(f"model_type {model_type}: expected a decoder with attention, its config has no {name}")
 
 
 TRIAL_TOKENS, TRIAL_DECODED = 70, 4
