@@ -91,6 +91,8 @@ def _advice(finding: Finding) -> str:
 
 def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Iterator[Finding]:
     folder = folder.expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--folder: expected a folder, there or not, got the file {folder}")
     folder = next(path for path in (folder, *folder.parents) if path.is_dir())
     machine = machines.look(folder)
     yield Finding("Python", f"{sys.version.split()[0]} at {sys.executable}")

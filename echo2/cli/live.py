@@ -148,11 +148,14 @@ def plain_line(state: ScreenState) -> str:
         loads = f"the learner loads what it saved after step {step}" if step else "the learner loads its model"
         return f"{state.elapsed_s:4.0f} s  {status.finished or loads}"
     learner, predicted = status.learner, status.plan.predicted_utilisation
-    versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)
+    versions = ", ".join(
+        f"{w.name} at {w.heartbeat.version}" if w.heartbeat.has_version else f"{w.name} without a version yet"
+        for w in status.workers
+    )
     parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}/{status.learner_hello.step_limit}"]
     if state.rewards:
         parts.append(f"reward {sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}")
-    parts += [f"version {learner.newest_version}", f"workers {versions or 'none yet'}"]
+    parts += [f"version {learner.newest_version}", f"workers: {versions or 'none yet'}"]
     if learner.step:
         parts.append(f"utilisation {learner.utilisation:.0%}{f' (predicted {predicted:.0%})' if predicted else ''}")
     parts.append(f"buffered {learner.buffered_rollouts}")

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import TypeAlias
 
 import echo2
-from echo2.base.errors import EchoError, ResourceError, StateError
+from echo2.base.errors import ConfigError, EchoError, ResourceError
 from echo2.cli import options
 from echo2.cli.options import Parser, add_config_arguments, check_options, config_of, require_extra, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, ended_by_interrupt, report_error
@@ -212,7 +212,7 @@ def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
 def export(own: argparse.Namespace, _: Sequence[str]) -> int:
     folder = inner if (inner := own.run / "learner").is_dir() else own.run
     if not (folder / "checkpoints").is_dir():
-        raise StateError(f"{own.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
+        raise ConfigError(f"{own.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
     from echo2.learner.startup import export_run  # imports torch
 
     step = export_run(folder, own.target, own.model)

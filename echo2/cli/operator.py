@@ -19,7 +19,8 @@ import grpc.aio
 from google.protobuf import json_format
 from rich.console import Console
 
-from echo2.base.errors import ConfigError, MalformedMessage, Unreachable
+from echo2.base import errors
+from echo2.base.errors import ConfigError, EchoError, MalformedMessage, Unreachable
 from echo2.base.units import counted
 from echo2.cli.options import link_text
 from echo2.cli.processes import held_by_hand, holders_of
@@ -76,6 +77,12 @@ class OperatorClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            name, _, text = (error.details() or "").partition(": ")
+            kind = getattr(errors, name, None)
+            if (
+                text and isinstance(kind, type) and issubclass(kind, EchoError)
+            ):  # what the coordinator says of the request
+                raise (ConfigError if kind is MalformedMessage else kind)(text) from None
             raise error_of(error, self._whose) from None
 
 

@@ -145,7 +145,10 @@ def link_text(argument: str) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise ConfigError(f"join link: expected a file with a link at {path}, found nothing there") from None
+        raise ConfigError(
+            f"join link: expected a file with a link at {path}, found nothing there: echo-coordinator writes RUNS/NAME/links "
+            "when it starts"
+        ) from None
     except OSError as error:
         raise ConfigError(f"join link: expected a file with a link at {path}, got: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -36,6 +36,8 @@ from echo2.cost_model.sizing import CHECKPOINT_BYTES_PER_S, ModelSize, checkpoin
 from echo2.cost_model.snapshot import JOIN_S, LearnerEstimate, LinkEstimate, PlanConfig
 from echo2.outside import unix_now
 
+BILLIONS_MAX = 10_000  # ten times the largest model that anybody has published
+
 MARKET_COUNT = 48  # more of one kind than a run of the documented sizes rents, so that price decides, not stock
 DROPPED_GROUPS = 0.25
 """Assumed share of groups that dynamic sampling, if on, discards: those that the model always or never solves."""
@@ -174,10 +176,10 @@ def question_of(
         billions = own if billions is None else billions
     if billions is None:
         size, origin = sizing.model_of(config.model.path)
-    elif billions > 0:
+    elif 0 < billions <= BILLIONS_MAX:
         size, origin = size_by_billions(built_in_models(), billions), "as given"
     else:
-        raise ConfigError(f"billions: expected a number above 0, got {billions:g}")
+        raise ConfigError(f"billions: expected a number above 0 and up to {BILLIONS_MAX:,}, got {billions:g}")
     lengths = Fields("lengths", fleet.get("lengths", {}))
     longest = float(config.sampling.max_new_tokens)
     tokens = TokenCounts(

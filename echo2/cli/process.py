@@ -162,7 +162,9 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def report_error(error: EchoError) -> int:
-    print(f"error: {type(error).__name__}:", *str(error).split(), file=sys.stderr, flush=True)
+    """Prints it as one line; what ends a command without a failure is no error."""
+    kind = [f"error: {type(error).__name__}:"] if error.exit_code else ["stopping:"]
+    print(*kind, *str(error).split(), file=sys.stderr, flush=True)
     return error.exit_code
 
 

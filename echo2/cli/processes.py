@@ -20,9 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from echo2.base.errors import EchoError, StateError, Unreachable
+from echo2.base.errors import ConfigError, EchoError, StateError, Unreachable
 from echo2.cli.process import FORCED_EXIT_CODE, PARENT, wrapped
-from echo2.cli.report import samples_of
+from echo2.cli.report import samples_of, shared_lines
 
 READY_WITHIN_S = 60.0  # imports on a cold disk
 STOP_WITHIN_S = 10.0  # a daemon's own graceful end
@@ -255,6 +255,8 @@ def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
         raise StateError(
             f"{own.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
         )
+    if shared := shared_lines(own.run):
+        print(wrapped(f"each prompt begins {shared!r}", 4), end="\n\n")
     print("\n\n".join("\n".join(wrapped(line, 4) for line in one.lines()) for one in found))
     return 0
 
@@ -262,6 +264,10 @@ def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
 def tail(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 tail`: follows the logs until Ctrl-C, or until no process of the run is left; returns the exit code."""
     folder = _folder(own.run)
+    if not (folder / "logs").is_dir():
+        raise StateError(
+            f"{folder}: expected logs of `echo2 run`, found none: programs started by hand log to their own terminals"
+        )
     read: dict[Path, int] = {}
     while True:
         goes_on = bool(holders_of(folder))
@@ -294,7 +300,8 @@ def stop(own: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _folder(folder: Path) -> Path:
-    if not (folder / "run.toml").is_file():
-        seen = "no run.toml in it" if folder.is_dir() else "no such folder"
-        raise StateError(f"{folder}: expected a run's folder (RUNS/NAME), found {seen}")
+    """`echo2 run` keeps run.toml in it; programs started by hand have folders of their own there."""
+    if not any((folder / part).exists() for part in ("run.toml", "coordinator", "learner")):
+        seen = "neither run.toml nor coordinator nor learner in it" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"{folder}: expected a run's folder (RUNS/NAME), found {seen}")
     return folder

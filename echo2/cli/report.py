@@ -8,8 +8,10 @@ import importlib.resources
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -88,14 +90,24 @@ class HeldOutSample:
 
 
 def samples_of(run_folder: Path) -> list[HeldOutSample]:
-    """The held-out prompts that were answered by the base model, too."""
+    """The held-out prompts that were answered by the base model, too; without the lines that all begin with (`shared_lines`)."""
     rows = rows_of(run_folder / "learner" / "samples.jsonl")
-    last = {row["prompt"]: (row["completion"], row["reward"]) for row in rows}
+    last, cut = {row["prompt"]: (row["completion"], row["reward"]) for row in rows}, len(shared_lines(run_folder))
     return [
-        HeldOutSample(row["prompt"], str(row.get("answer", "")), row["completion"], row["reward"], *last[row["prompt"]])
+        HeldOutSample(
+            row["prompt"][cut:], str(row.get("answer", "")), row["completion"], row["reward"], *last[row["prompt"]]
+        )
         for row in rows
         if row["step"] == 0
     ]
+
+
+def shared_lines(run_folder: Path) -> str:
+    """The lines with which every prompt of samples.jsonl begins, as a chat template's system text; empty if there is one prompt."""
+    prompts = {row["prompt"] for row in rows_of(run_folder / "learner" / "samples.jsonl")}
+    lines = zip(*(prompt.splitlines(keepends=True)[:-1] for prompt in prompts), strict=False)
+    shared = takewhile(lambda line: len(set(line)) == 1, lines)
+    return "".join(line[0] for line in shared) if len(prompts) > 1 else ""
 
 
 def _facts(
@@ -107,7 +119,8 @@ def _facts(
     """What summary.json holds. Every worker fetches the deltas; keyframes and merged deltas serve workers that join late or fall
     behind."""
     learner, measured, predicted = status.learner, *steady_utilisation(steps)
-    last = steps[-1] if steps else {}
+    encoded = {kind: _encoded(steps, f"bytes/{kind}") for kind in ("deltas", "keyframes", "merged", "full_snapshots")}
+    names = Counter(worker.name for worker in status.workers)
     return {
         "elapsed_s": elapsed_s and round(elapsed_s, 1),
         "training_s": round(sum(row["step_s"] + row["phase/wait_s"] for row in steps), 1),
@@ -123,16 +136,27 @@ def _facts(
         "lag_histogram": list(learner.lag_histogram),
         "utilisation_measured": measured,
         "utilisation_predicted": predicted,
-        "delta_bytes": int(last.get("bytes/deltas", 0)),
-        "keyframe_bytes": int(last.get("bytes/keyframes", 0)),
-        "merged_delta_bytes": int(last.get("bytes/merged", 0)),
-        "full_snapshot_bytes": int(last.get("bytes/full_snapshots", 0)),
+        "delta_bytes": encoded["deltas"],
+        "keyframe_bytes": encoded["keyframes"],
+        "merged_delta_bytes": encoded["merged"],
+        "full_snapshot_bytes": encoded["full_snapshots"],
         "audit_own_s_per_step": round(learner.audit_s, 4),
         "usd_spent": round(status.usd_spent, 6),
         "usd_useful": round(status.usd_useful, 6),
-        "versions_equal": {one.name: one.heartbeat.fingerprint == learner.fingerprint for one in status.workers},
+        "versions_equal": {
+            one.name if names[one.name] == 1 else f"{one.name} {one.peer_id}": one.heartbeat.fingerprint
+            == learner.fingerprint
+            for one in status.workers
+            if learner.fingerprint
+        },
         "fingerprint": learner.fingerprint,
     }
+
+
+def _encoded(steps: Sequence[dict[str, Any]], name: str) -> int:
+    """Bytes that all of the learner's processes have encoded: each counts from 0, so a smaller count begins the next one's."""
+    counts = [int(row[name]) for row in steps if name in row]
+    return sum(count for count, after in pairwise([*counts, -1]) if after < count)
 
 
 def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
@@ -177,9 +201,10 @@ def _problems(status: pb.RunStatus) -> list[str]:
 
 def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     ends = (facts["held_out_reward_first"], facts["held_out_reward_last"])
-    first, last = ("not measured" if reward is None else f"{reward:.2f}" for reward in ends)
+    held_out = "not measured" if None in ends else f"{ends[0]:.2f} -> {ends[1]:.2f}"
+    model = run_folder / "learner" / "model"
     equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
-    whole = facts["full_snapshot_bytes"]
+    whole, compared = facts["full_snapshot_bytes"], len(facts["versions_equal"])
     percent = 100 * facts["delta_bytes"] / whole if whole else 0.0
     tokens, usd = facts["trained_tokens"], facts["usd_spent"]
     each = f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
@@ -187,7 +212,7 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     trackers = [str(link) for link in json.loads(links.read_text())] if links.is_file() else []
     trackers += [f"tensorboard --logdir {tensorboard}"] if tensorboard.is_dir() else []
     return [
-        ("held-out reward", f"{first} -> {last} in {counted(facts['steps'], 'step')}"),
+        ("held-out reward", f"{held_out} in {counted(facts['steps'], 'step')}"),
         ("reward, last 10 steps", f"{facts['reward_last_10_steps']:.2f}"),
         ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
         ("cost", f"USD {usd:.4f}{each}"),
@@ -195,14 +220,15 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
          "after the first plan" if facts["utilisation_measured"] is not None else "too few steps to measure"),
         ("tokens trained above S", f"{facts['tokens_over_bound']} of {facts['trained_tokens']}; rollouts dropped as "
          f"stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}"),
-        ("published", f"deltas of {format_bytes(facts['delta_bytes'])}, {percent:.2g}% of full snapshots ({format_bytes(whole)}); "
+        ("published", f"deltas of {format_bytes(facts['delta_bytes'])}"
+         f"{f', {percent:.2g}% of full snapshots ({format_bytes(whole)})' if whole else ''}; "
          f"for workers that come late: keyframes of {format_bytes(facts['keyframe_bytes'])}, merged deltas of "
          f"{format_bytes(facts['merged_delta_bytes'])}"),
         ("audit", f"the learner scored {facts['audit_own_s_per_step']:.3g} s a step on its own device"),
-        ("final weights", f"equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers"),
+        ("final weights", f"equal to the learner's bit for bit at {len(equal)} of {counted(compared, 'worker')}"),
         *(("tracker", where) for where in trackers),
         ("page", f"{run_folder / PAGE} (opens without a server)"),
-        ("model", str(run_folder / "learner" / "model")),
+        ("model", str(model) if model.is_dir() else f"not written; echo2 export {run_folder} FOLDER writes the newest checkpoint"),
     ]  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def _tested(program: str) -> Bubblewrap | str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return shown(error)
     if done.returncode:
-        return shown(done.stderr.decode(errors="replace") or f"exit {done.returncode}")
+        return shown(done.stderr.decode(errors="replace") or f"exit {done.returncode}").rstrip(".")
     return Bubblewrap(program, done.stdout.strip() == b"True")
 
 

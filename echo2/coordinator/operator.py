@@ -266,8 +266,12 @@ ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] |
 def _text(body: Body, name: str, default: str | None = None) -> str:
     value = body.get(name, default)
     if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
-        raise MalformedMessage(f"{name}: expected a text of up to {TEXT_CHARS_MAX} characters")
+        raise MalformedMessage(f"{name}: expected a text of up to {TEXT_CHARS_MAX} characters, got {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else repr(value)[:80]
 
 
 def _line(text: str, whose: str) -> str:
@@ -283,7 +287,7 @@ def _reason(body: Body, default: str = "") -> str:
 def _number(body: Body, name: str, default: float | None = None) -> float:
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
-        raise MalformedMessage(f"{name}: expected a number")
+        raise MalformedMessage(f"{name}: expected a number, got {_shown(value)}")
     return float(value)
 
 

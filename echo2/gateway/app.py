@@ -281,7 +281,10 @@ class GatewayApp:
         body = await self._bodies.parsed(request, session.session_id, dict)
         value, parts = body.get("reward"), body.get("parts") or {}
         if not isinstance(parts, dict) or len(parts) > 64 or not all(map(is_reward, (value, *parts.values()))):
-            text = f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
+            text = (
+                f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers, got "
+            )
+            text += repr({name: body.get(name) for name in ("reward", "parts") if name in body} or "neither")[:200]
             raise MalformedMessage(text)
         assert isinstance(value, int | float), "checked above"
         self._episodes.reward(session, float(value), {str(k)[:64]: float(v) for k, v in parts.items()})
@@ -355,7 +358,9 @@ async def error_answer(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=499)
         case HTTPException():
-            text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+            path = request.url.path[:200]
+            hint = "" if "/v1" in path else f"; base URLs end in /v1: expected /v1{path}"
+            text = f"{request.method} {path}: {error.detail}{hint}"
             return error_response(CallRefused(error.status_code, "not_supported", text))
     return error_response(CallRefused(500, "internal_error", f"{type(error).__name__}; see the learner's log"))
 

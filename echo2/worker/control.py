@@ -50,7 +50,9 @@ class ControlServer:
     async def start(self) -> None:
         """Starts listening; StateError if another worker runs in the folder."""
         if await _is_answered(self._path):
-            raise StateError(f"{self._folder}: another worker runs in this folder; give each its own")
+            raise StateError(
+                f"{self._folder}: another worker runs in this folder; give this one another --name or --folder"
+            )
         self._path.unlink(missing_ok=True)
         old_mask = os.umask(0o077)
         try:

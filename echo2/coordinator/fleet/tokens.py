@@ -111,7 +111,8 @@ class TokenBook:
         token = self._known(secret, peer_id)
         if token.role != role:
             raise NotAllowed(
-                f"join token {token.token_id} of {peer_id}: it is for the role {token.role}, not {role[:40]!r}"
+                f"join token {token.token_id} of {peer_id}: it is for the role {token.role}, not {role[:40]!r}; "
+                f"the link of that role is in RUNS/NAME/links"
             )
         for silent in token.outdated(now):
             self._forget(token, silent)

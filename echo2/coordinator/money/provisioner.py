@@ -30,6 +30,7 @@ from echo2.coordinator.money.providers.command import CommandProvider, LocalProv
 from echo2.coordinator.money.providers.machine_setup import ManualProvider, base_arguments
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
 from echo2.coordinator.money.provisioning import (
+    BUDGET_HOURS_LEFT,
     NO_BOUND,
     Budget,
     FleetAdvice,
@@ -373,10 +374,15 @@ class Provisioner:
         if offer.usd_per_hour > 0 and not budget.is_bounded:
             raise LimitExceeded(f"offer {offer.name}: {NO_BOUND}")
         if offer.usd_per_hour > 0 and budget.affordable(offer.usd_per_hour, offer.hours_least) < count:
+            is_capped = count * offer.usd_per_hour + budget.usd_per_hour > budget.usd_per_hour_cap
             raise LimitExceeded(
                 f"offer {offer.name}: {count * offer.usd_per_hour:g} USD/h more than the {budget.usd_per_hour:g} USD/h of now "
-                f"would go beyond the cap ({budget.usd_per_hour_cap:g} USD/h) or the budget ({budget.usd_budget:g} USD, "
-                f"{budget.usd_spent:.2f} spent)"
+                + (
+                    f"would go beyond the cap of {budget.usd_per_hour_cap:g} USD/h"
+                    if is_capped
+                    else f"would spend what is left of the budget of {budget.usd_budget:g} USD ({budget.usd_spent:.2f} spent) "
+                    f"within {max(offer.hours_least, BUDGET_HOURS_LEFT):g} h"
+                )
             )
 
 

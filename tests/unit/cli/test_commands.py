@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import BadToken, ConfigError, PortBusy, TaskError
+from echo2.base.errors import BadToken, ConfigError, PortBusy, RunFinished, TaskError
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
@@ -41,10 +41,10 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["plan", "--config", "x.toml"], 2, "no such option: --config is another command's"),
         (main, ["demo", "--steps", "many"], 2, "command line: --steps: expected a whole number, got 'many'"),
         (main, ["export"], 2, "expected RUN, FOLDER, got none; echo2 export --help explains it"),
-        (main, ["export", "/proc/nope", "/tmp/x"], 8, "/proc/nope"),
+        (main, ["export", "/proc/nope", "/tmp/x"], 2, "/proc/nope"),
         (worker, ["join", "LINK", "--nmae", "x"], 2, "no such option: --nmae \\(did you mean --name\\?\\)"),
         (worker, ["joyn"], 2, "got 'joyn' \\(did you mean join\\?\\)"),
-        (worker, ["join", "@no.link"], 2, "expected a file with a link at no.link, found nothing there"),
+        (worker, ["join", "@no.link"], 2, "a file with a link at no.link, found nothing there: echo-coordinator writes"),
         (worker, ["join", "http://example"], 2, "expected echo2://"),
         (worker, ["join", LINK, *NOWHERE], 6, "/proc/nope"),
         (worker, ["join", LINK, "--name", "../../x y"], 2, "--name: expected up to 63 letters"),
@@ -56,8 +56,10 @@ NOWHERE = ["--folder", "/proc/nope"]
         (learner, ["join", LINK, "--model.path", "./no"], 2, "model ./no: expected a folder with config.json, found none"),
         (learner, ["join", LINK, "--model.path", "x", "--task.name", "maths"], 2, "expected one of sort_digits, .*got 'maths'"),
         (main, ["status", "runs/no"], 2, "runs/no: expected a run's folder .* found no such folder"),
-        (main, ["plan", "--billions", "-4"], 2, "billions: expected a number above 0, got -4"),
-        (main, ["offers", "--offline", "--billions", "0"], 2, "billions: expected a number above 0, got 0"),
+        (main, ["plan", "--billions", "-4"], 2, "billions: expected a number above 0 and up to 10,000, got -4"),
+        (main, ["plan", "--billions", "1e30"], 2, "billions: expected a number above 0 and up to 10,000, got 1e\\+30"),
+        (main, ["doctor", "--folder", sys.executable], 2, f"a folder, there or not, got the file {sys.executable}"),
+        (main, ["offers", "--offline", "--billions", "0"], 2, "billions: expected a number above 0 and up to 10,000, got 0"),
         (main, ["offers", "--rows", "-1"], 2, "line: --rows: expected a whole number from 0, got '-1'"),
         (main, ["offers", "--max-age", "soon"], 2, "line: --max-age: expected .* got 'soon'"),
         (worker, ["status", "/nowhere"], 2, "expected no further argument, got '/nowhere'"),
@@ -65,8 +67,9 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["plan", sys.executable], 2, "expected a TOML file, got something that is not UTF-8 text$"),
         (worker, ["join", "@/proc"], 2, "expected a file with a link at /proc, got: Is a directory$"),
         (worker, ["join", f"@{sys.executable}"], 2, "expected a file with a link at .* not UTF-8 text$"),
-        (main, ["samples", "runs/no"], 8, "runs/no: expected a run's folder .* found no such folder$"),
-        (main, ["tail", "/proc"], 8, "/proc: expected a run's folder .* found no run.toml in it$"),
+        (main, ["samples", "runs/no"], 2, "runs/no: expected a run's folder .* found no such folder$"),
+        (main, ["tail", "/proc"], 2, "/proc: expected a run's folder .* found neither run.toml nor coordinator nor learner in it$"),
+        (main, ["stop", "runs/no"], 2, "runs/no: expected a run's folder .* found no such folder$"),
         (main, ["offers", "--billions", "4", "--recorded", "README.md"], 2, "expected a kept catalogue .* got another file$"),
     ],
 )  # fmt: skip
@@ -221,6 +224,11 @@ def test_an_error_is_one_line_and_its_exit_code(
     assert run_daemon(lambda: Failing(error)) == code
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {name}: ")
+
+
+def test_an_end_without_a_failure_is_called_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_daemon(lambda: Failing(RunFinished("run x ended at step 3: stopped by the operator"))) == 0
+    assert capsys.readouterr().err == "stopping: run x ended at step 3: stopped by the operator\n"
 
 
 def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word() -> None:

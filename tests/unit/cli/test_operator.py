@@ -6,6 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
+from echo2.base.errors import ConfigError
 from echo2.cli.operator import OperatorClient
 from echo2.trust.identity import JoinLink, Role
 from tests.patience import WAIT_S
@@ -41,3 +44,14 @@ async def test_who_was_an_operator_of_one_run_is_let_into_another(tmp_path: Path
         for daemon in (first, first, second):
             async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
                 assert (await operator.status()).run_id == daemon.options.run_id
+
+
+async def test_what_the_coordinator_refuses_is_said_as_the_error_that_it_is(tmp_path: Path) -> None:
+    async with running(options(tmp_path / "run")) as daemon:
+        async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
+            with pytest.raises(ConfigError, match=r"^offer: expected one of .*, got 'cheep'$"):
+                await operator.act("machines", {"offer": "cheep"})
+            with pytest.raises(ConfigError, match=r"^offer: expected a text of up to 1000 characters, got none$"):
+                await operator.act("machines", {"ofer": "local"})
+            with pytest.raises(ConfigError, match=r"^usd_budget: expected a number, got 'much'$"):
+                await operator.act("run/settings", {"usd_budget": "much"})

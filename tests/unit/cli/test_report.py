@@ -117,3 +117,59 @@ def test_status_of_a_run_at_rest_says_so_and_asks_nobody(finished: Path, capsys:
     assert (
         "no process of the run is at work; 4 steps trained, reward " in said and "the same `echo2 run` goes on" in said
     )
+
+
+def test_a_run_stopped_after_a_restart_claims_no_model_no_comparison_and_all_that_it_encoded(
+    finished: Path, without_plots: None
+) -> None:
+    (finished / "learner" / "evaluations.jsonl").unlink()
+    counts = (100, 300, None, 40, 90)  # the third step was made up; the process after it counts from 0
+    rows = [
+        {"step": n, "reward/mean": 0.5, "step_s": 1.0, "phase/wait_s": 0.0}
+        | (
+            {}
+            if count is None
+            else {f"bytes/{kind}": count for kind in ("deltas", "keyframes", "merged", "full_snapshots")}
+        )
+        for n, count in enumerate(counts, 1)
+    ]
+    (finished / "learner" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status = status_of(4)
+    for peer_id in ("p1", "p2"):
+        status.workers.add(peer_id=peer_id, name="box")
+    report = write_report(finished, status)
+    facts = json.loads((finished / "summary.json").read_text())
+    assert facts["delta_bytes"] == facts["full_snapshot_bytes"] == 390
+    assert facts["versions_equal"] == {}, "a learner without a fingerprint has nothing to compare with"
+    text = " ".join(report.text.split())
+    assert "held-out reward not measured in 4 steps" in text
+    assert f"model not written; echo2 export {finished} FOLDER" in text
+    (finished / "learner" / "model").mkdir()
+    status.learner.fingerprint = status.workers[1].heartbeat.fingerprint = "abc"
+    text = " ".join(write_report(finished, status).text.split())
+    assert "bit for bit at 1 of 2 workers" in text, "two machines of one name are two workers"
+    assert f"model {finished / 'learner' / 'model'}" in text
+
+
+def test_the_lines_that_all_held_out_prompts_begin_with_are_shown_once(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = "system\nYou are helpful.\nuser\n"
+    rows = [
+        {"step": 0, "prompt": f"{system}{asked}", "answer": "4", "completion": "4", "reward": 1.0}
+        for asked in ("2+2=", "2+3=")
+    ]
+    (finished / "learner" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["samples", str(finished)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("helpful") == 1 and f"each prompt begins {system!r}" in told
+    assert "'2+2=', expected" in told and "'2+3=', expected" in told
+
+
+def test_a_run_whose_programs_were_started_by_hand_has_samples_and_says_where_its_logs_are(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (finished / "run.toml").unlink()  # only `echo2 run` writes it
+    assert main(["samples", str(finished)]) == 0
+    assert main(["tail", str(finished)]) == 8
+    assert "programs started by hand log to their own terminals" in capsys.readouterr().err

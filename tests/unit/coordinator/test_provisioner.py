@@ -417,5 +417,9 @@ async def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_w
     assert not unbounded.provisioner.machines
     capped = Scene(tmp_path / "capped", Cloud(), usd_per_hour_cap=3.0)
     await capped.provisioner.rent("gpu", "", "because")
-    with pytest.raises(LimitExceeded, match="beyond the cap"):
+    with pytest.raises(LimitExceeded, match=r"beyond the cap of 3 USD/h$"):
         await capped.provisioner.rent("gpu", "", "because")
+    (tmp_path / "poor").mkdir()
+    poor = Scene(tmp_path / "poor", Cloud(), usd_per_hour_cap=3.0, usd_budget=1.0)
+    with pytest.raises(LimitExceeded, match=r"left of the budget of 1 USD \(0.00 spent\) within 1 h$"):
+        await poor.provisioner.rent("gpu", "", "because")

@@ -164,7 +164,13 @@ def test_a_reward_of_four_hundred_digits_is_refused_and_the_episode_goes_on(gate
     for number in (b"1" + b"0" * 400, b"1e999", b"NaN", b"-Infinity", b'"1"'):
         status, told = gateway.post(b'{"reward": ' + number + b"}", f"/v1/sessions/{session_id}/reward")
         assert status == 400 and "expected a number within 1,000,000 of 0" in told["error"]["message"]
+        assert "such numbers, got {'reward': " in told["error"]["message"]
     assert gateway.post(HI)[0] == 200
+
+
+def test_a_base_url_without_v1_is_answered_with_what_it_lacks(gateway: Served) -> None:
+    status, told = gateway.post(HI, "/chat/completions")
+    assert status == 404 and told["error"]["message"].endswith("base URLs end in /v1: expected /v1/chat/completions")
 
 
 def test_an_episodes_key_opens_no_other_episode() -> None:
