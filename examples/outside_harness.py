@@ -74,6 +74,8 @@ def play_until_the_run_ends(address: str, key: str, command: str = "") -> int:
 
 
 def main() -> None:
+    if len(sys.argv) not in (3, 4):
+        sys.exit(__doc__)
     address, key_file, command = [*sys.argv[1:], ""][:3]
     key = Path(key_file).read_text().strip()
     with ThreadPoolExecutor(AT_ONCE) as threads:

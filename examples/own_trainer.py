@@ -19,7 +19,9 @@ import echo2
 
 
 def main() -> None:
-    config_path, link = sys.argv[1:3]
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    config_path, link = sys.argv[1:]
     with echo2.Run(config_path, link) as run:
         config = run.options.config
         torch.set_num_threads(run.options.trainer.threads)
@@ -37,7 +39,7 @@ def main() -> None:
             reward = train(model, optimiser, batch)
             print(f"step {batch.step + 1}: reward {reward:.3f}", flush=True)
             publisher.publish(batch.step + 1, echo2.published_tensors(model))
-            if run.step % run.checkpoint_every_steps == 0:
+            if run.checkpoint_is_due:
                 save({"model": model.state_dict(), "optimiser": optimiser.state_dict()}, mine / f"{run.step}.pt")
 
 

@@ -138,8 +138,18 @@ class Run:
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """Steps between checkpoints. After each such step, write your own checkpoint to disk before asking for the next batch."""
+        """Steps between checkpoints; the last step has one, too."""
         return self.options.config.learner.checkpoint_every_steps
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """Whether the run takes a checkpoint at this step, as at the last one: write your own to disk before you ask for the next
+        batch or leave. The run's is written after it."""
+        return self.is_last_step or (self.step > 0 and self.step % self.checkpoint_every_steps == 0)
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.step >= self.options.config.learner.steps
 
     @property
     def step(self) -> int:
@@ -172,7 +182,8 @@ class Run:
         if self._daemon is None or isinstance(self.trainer, OwnTrainerFollower):
             self.trainer.end()
             return None
-        if self.step < self.options.config.learner.steps:
+        self.trainer.saved()
+        if not self.is_last_step:
             self.trainer.end()
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
@@ -281,9 +292,9 @@ class Rollouts:
     def __next__(self) -> TrainingBatch:
         if not self.run.is_started:
             raise ConfigError("rollouts: expected Publisher.publish first, for workers need weights to sample from")
-        is_over = self.run.step >= self.run.options.config.learner.steps
-        batch = None if is_over else self.run.trainer.next_batch()
+        batch = None if self.run.is_last_step else self.run.trainer.next_batch()
         if batch is None:
+            self.run.trainer.saved()
             raise StopIteration
         samples = []
         for number, group in enumerate(batch.groups):

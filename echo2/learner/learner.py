@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.clock import Backoff, Waits
-from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
+from echo2.base.errors import ConfigError, Dismissed, EchoError, TaskError, Unreachable
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec
 from echo2.base.units import address_of, is_loopback
@@ -244,6 +244,9 @@ class Learner:
         reason = STOPPED
         try:
             await asyncio.wait({talking, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if talking.done() and isinstance(talking.exception(), Dismissed) and self.loop.p.team.starts_from_base:
+                self.stop()  # the operator ended the run: as on a signal, what was trained is kept
+                await asyncio.wait({training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if training.done() and self.pool.exhausted is not None and not self.loop.is_finished:
                 reason = FINISHED  # the prompts ran out before the last step
             if self._failure.done() and isinstance(self._failure.exception(), TaskError):

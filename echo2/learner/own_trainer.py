@@ -4,12 +4,13 @@ On every rank the user's thread calls `begin`, `next_batch` and `hand_in` with t
 tensors that are whole on each rank; rank 0 gathers them. Guarantees: batches are handed out one at a time, in order, each once it
 is on disk, on all ranks; after a restart the batches recorded since the last checkpoint are handed out again; weights are copied
 in the user's thread, so the trainer may change its tensors as soon as `hand_in` returns; if either side ends or fails, the other
-is woken. Waits for: the user's thread, in `step`; the learner, in `next_batch`, which ranks above 0 hear of through rank 0.
+is woken. Waits for: the user's thread, in `step` and `take`; the learner, in `next_batch`, which ranks above 0 hear through rank 0.
 All collectives of the engine's tensors run in the user's threads, so two threads never use one process group at a time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -134,6 +135,8 @@ class OwnTrainer:
         self._answers: SimpleQueue[tuple[dict[str, Tensor] | None] | None] = SimpleQueue()
         self._is_published = False
         self._is_trained = True
+        self._is_saved = threading.Event()  # the user's checkpoint of this step is written, if the user writes one
+        self._is_saved.set()
         self._weights: dict[str, Tensor] | None = None
         self._live: Mapping[str, Tensor] = {}  # of the user's thread alone
         self._failure: BaseException | None = None
@@ -157,6 +160,7 @@ class OwnTrainer:
             raise StateError(
                 f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
             )
+        self.saved()
         while (batch := self._asked.get()) is _GATHER:
             self._answers.put((self.model.gathered(self._live, self.ranks),))
         if batch is None:
@@ -173,11 +177,17 @@ class OwnTrainer:
             raise StateError(f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}")
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
         self._live, self._is_trained, self.step_count = tensors, True, step
+        self._is_saved.clear()
         self._answers.put((weights,))
         return weights is not None
 
+    def saved(self) -> None:
+        """The user asks for the next batch, or leaves: what it keeps of this step is on disk."""
+        self._is_saved.set()
+
     def end(self, failure: BaseException | None = None) -> None:
         self._failure = self._failure or failure
+        self.saved()
         self._asked.put(None)
         self._answers.put(None)
 
@@ -233,7 +243,9 @@ class OwnTrainer:
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
-        """The user's own checkpoint of this step has masters and optimiser."""
+        """The user's own checkpoint of this step has masters and optimiser. It is written first: a kill between the two would
+        leave a run that goes on from a step of which the user has nothing."""
+        self._is_saved.wait()
         return take_published(store, Step(self.step_count), published, version, state)
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
@@ -307,6 +319,9 @@ class OwnTrainerFollower:
         if self._is_published:
             self.model.gathered(tensors, self.ranks)
         return self._is_published
+
+    def saved(self) -> None:
+        """Rank 0 tells the run."""
 
     def end(self) -> None:
         """Waits until rank 0's learner has ended, for whose last version this rank's weights may be needed."""

@@ -36,6 +36,18 @@ def test_a_run_that_was_never_begun_is_closed_without_a_word(tmp_path: Path) -> 
         assert run.checkpoint_every_steps == 20
 
 
+def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
+    config = run_of(tmp_path).options.config
+    learner = config.learner.model_copy(update={"checkpoint_every_steps": 2})
+    with echo2.Run(config.model_copy(update={"learner": learner}), folder=tmp_path / "learner") as run:
+        due = []
+        for step in range(6):
+            run.trainer.step_count = step
+            due.append(run.checkpoint_is_due)
+        assert due == [False, False, True, False, True, True]
+        run.trainer.step_count = 0
+
+
 def test_a_failure_that_nobody_asked_for_is_raised_by_close_once(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     begin(run)

@@ -50,6 +50,7 @@ class Engine:
         while trainer.step_count < STEPS and (batch := trainer.next_batch()) is not None:
             self.train(batch)
             trainer.hand_in(trainer.step_count + 1, self.weights())
+        trainer.saved()
 
     def train(self, batch: Batch) -> None:
         for group in batch.groups:

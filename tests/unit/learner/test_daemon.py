@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError, TaskError, TrainingError
+from echo2.base.errors import ConfigError, DiskFull, EchoError, RunFinished, StateError, TaskError, TrainingError
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.artifact import ArtifactId
 from echo2.cli.main import main
@@ -290,6 +290,17 @@ def test_a_stopped_learner_does_not_say_that_the_run_is_finished(model_path: Pat
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     for name, tensor in run.learner.loop.p.model.snapshot().items():  # type: ignore[attr-defined]
         assert torch.equal(tensor, dict(exported.named_parameters())[name])
+
+
+def test_what_was_trained_is_kept_when_the_operator_ends_the_run(model_path: Path, tmp_path: Path) -> None:
+    options = options_for(tmp_path / "run", model_path, learner={"steps": 40, "checkpoint_every_steps": 100})
+    run, told = Run(options), coordinator_pb2.Refusal(code="RunFinished", message="stopped by the operator")
+    run.at_step[3] = lambda: run.coordinator.orders.append(coordinator_pb2.LearnerOrder(refusal=told))
+    with pytest.raises(RunFinished, match="stopped by the operator"):
+        go(run.finish())
+    again = prepared_from(options)
+    assert not again.rows_again and again.team.step_count == run.learner.loop.step >= 3
+    again.prompts.close()
 
 
 # ---- refusals at the start

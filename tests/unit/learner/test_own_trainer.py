@@ -12,7 +12,7 @@ import torch
 
 import echo2
 from echo2.base.errors import ConfigError, StateError
-from echo2.base.ids import Step
+from echo2.base.ids import Step, Version
 from echo2.learner.options import LearnerLimits
 from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, TrainerLeft
 from echo2.learner.publishing.checkpoint import CheckpointStore
@@ -94,6 +94,24 @@ def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:
     own.end()
     thread.join(WAIT_S)
     assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
+
+
+def test_the_runs_checkpoint_of_a_step_waits_for_the_users(model_path: Path, tmp_path: Path) -> None:
+    """A kill between the two leaves the older one of each."""
+    for way in ("next_batch", "saved", "end"):
+        own, weights = trainer_of(model_path)
+        store, leave = CheckpointStore(tmp_path / way, LearnerLimits(free_bytes_min=1)), getattr(own, way)
+        training = stepping(own, 0, [])
+        assert own.next_batch() is not None and own.hand_in(1, weights)
+        training.join(WAIT_S)
+        taking = threading.Thread(target=own.take, args=(store, weights, Version(1), {}), daemon=True)
+        taking.start()
+        taking.join(0.05)
+        assert taking.is_alive(), "the user still writes its own"
+        threading.Thread(target=leave, daemon=True).start()
+        taking.join(WAIT_S)
+        assert not taking.is_alive()
+        own.end()
 
 
 def test_a_tensor_parallel_engine_publishes_bit_for_bit(model_path: Path, tmp_path: Path) -> None:
