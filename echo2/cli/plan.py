@@ -105,19 +105,13 @@ class Fields:
     def text(self, name: str, default: str) -> str:
         return str(self._taken(name, default, (str,), "a text"))
 
-    def rate(self, name: str, default: float) -> float:
-        return self._parsed(name, default, parse_rate_bytes_per_s)
-
     def seconds(self, name: str, default: float) -> float:
-        return self._parsed(name, default, parse_duration_s)
+        return self.parsed(name, default, parse_duration_s)
 
-    def size(self, name: str, default: float) -> float:
-        return float(self._parsed(name, default, parse_bytes))
-
-    def _parsed(self, name: str, default: float, parse: Callable[[str | float], float]) -> float:
+    def parsed(self, name: str, default: float, parse: Callable[[str | float], float]) -> float:
         value = self._taken(name, default, (str, int, float), "a number or a text with a unit")
         try:
-            return parse(value)
+            return float(parse(value))
         except ConfigError as error:
             raise ConfigError(f"{self.whose}: {name}: {error}") from None
 
@@ -129,7 +123,8 @@ class Fields:
 
     def link(self, uplink: float, downlink: float, rtt_s: float) -> LinkEstimate:
         """Takes the fields uplink, downlink and rtt."""
-        up, down = self.rate("uplink", uplink), self.rate("downlink", downlink)
+        up = self.parsed("uplink", uplink, parse_rate_bytes_per_s)
+        down = self.parsed("downlink", downlink, parse_rate_bytes_per_s)
         return LinkEstimate(up, down, self.seconds("rtt", rtt_s))
 
     def done(self) -> None:
@@ -231,8 +226,8 @@ def _learner(
         train_s=train_s + idle_s,
         idle_s=idle_s,
         link=fields.link(config.learner.uplink_limit or 125e6, 125e6, 0.04),
-        delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
-        full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),
+        delta_bytes=fields.parsed("delta_bytes", DELTA_SHARE * whole, parse_bytes),
+        full_snapshot_bytes=fields.parsed("full_snapshot_bytes", whole, parse_bytes),
         rollouts_per_group=int(fields.number("rollouts_per_group", min(group, batch))),
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),

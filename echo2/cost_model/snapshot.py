@@ -33,15 +33,12 @@ def checked(whose: str, name: str, value: float, least: float, most: float = mat
         raise ConfigError(f"{whose}: {name}: expected a finite number, {range_text}, got {value}")
 
 
-def checked_positive(whose: str, name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
-
-
 def check_fields(of: object, whose: str, positive: str = "", least_0: str = "") -> None:
     """Raises unless these fields, by names with spaces between them, are finite and above 0, or at least 0."""
     for name in positive.split():
-        checked_positive(whose, name, getattr(of, name))
+        value = getattr(of, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
     for name in least_0.split():
         checked(whose, name, getattr(of, name), 0.0)
 
@@ -208,15 +205,16 @@ class LearnerEstimate:
 
     def training(self, rollouts: int) -> LearnerEstimate:
         """This learner with `rollouts` trained on per step and the same share discarded."""
-        dropped = round(rollouts * self.dropped_share / (1.0 - self.dropped_share))
-        total = rollouts + self.evaluation_rollouts + dropped
-        return replace(self, rollouts_per_step=total, dropped_rollouts=dropped)
+        return self._of(rollouts, self.dropped_share)
 
     def dropping(self, share: float) -> LearnerEstimate:
         """This learner with `share` of the training groups discarded, in addition to those it trains on."""
         checked("learner", "dropped groups", share, 0.0, DROPPED_SHARE_MAX)
-        dropped = round(self.trained_rollouts * share / (1.0 - share))
-        total = self.trained_rollouts + self.evaluation_rollouts + dropped
+        return self._of(self.trained_rollouts, share)
+
+    def _of(self, trained: int, dropped_share: float) -> LearnerEstimate:
+        dropped = round(trained * dropped_share / (1.0 - dropped_share))
+        total = trained + self.evaluation_rollouts + dropped
         return replace(self, rollouts_per_step=total, dropped_rollouts=dropped)
 
     def artifact_bytes(self, kappa: int) -> float:

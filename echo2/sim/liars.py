@@ -113,7 +113,8 @@ def memorised_pick(bits: int, request: GenerateRequest, position: int) -> tuple[
 
 
 class Liar:
-    """A dishonest worker's machine: it alters messages, as a `MessageFilter`, and may replace its daemon's engines."""
+    """A dishonest worker's machine: it alters messages and may replace its daemon's engines. `side`: 0 for the calling side of a
+    message, 1 for the serving side."""
 
     def __init__(self, kind: Lie, rng: random.Random) -> None:
         self.kind, self.name, self._rng = kind, kind.value, rng
@@ -140,6 +141,7 @@ class Liar:
     # ---- outgoing messages
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
+        """The messages to send instead of `data`, any number of them."""
         said: Sequence[bytes] = (data,)
         if method == PEERS:
             said = self.to_peers(data)
@@ -240,7 +242,8 @@ class Liar:
     # ---- incoming messages
 
     def hears(self, method: str, side: int, data: bytes) -> bool:
-        """Not of the leases that the machine hands back at once, nor of verdicts on reports that the daemon has not sent."""
+        """Whether the daemon receives the message. Not those of leases that the machine hands back at once, nor verdicts on reports
+        that the daemon has not sent."""
         if (method, side) == (REPORT, 0):
             return ingest_pb2.RolloutVerdict.FromString(data).sequence < REPLAYED
         return (method, side) != (SESSION, 0) or self._hears_order(coordinator_pb2.WorkerOrder.FromString(data))

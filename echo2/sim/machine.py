@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.rng import derived_rng
@@ -35,21 +35,12 @@ from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink
 
 if TYPE_CHECKING:
+    from echo2.sim.liars import Liar
     from echo2.sim.world import World
 
 UNIX_EPOCH_S = 1_700_000_000.0  # a date after which certificates are valid; any would do
 PEERS = "broadcast"
-"""What a `MessageFilter` knows connections between nodes as, where calls have the name of their method."""
-
-
-class MessageFilter(Protocol):
-    """Alters a dishonest machine's messages. `side`: 0 for the calling side, 1 for the serving side."""
-
-    def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
-        """The messages to send instead of `data`, any number of them."""
-
-    def hears(self, method: str, side: int, data: bytes) -> bool:
-        """Whether the daemon receives the message."""
+"""What a `Liar` knows connections between nodes as, where calls have the name of their method."""
 
 
 @dataclass(slots=True)
@@ -66,7 +57,7 @@ class VirtualMachine:
     drift: float = 1.0
     sync_s: float = 0.0
     lives: int = 0
-    message_filter: MessageFilter | None = None
+    message_filter: Liar | None = None
     process: Process | None = field(default=None, repr=False)
 
 

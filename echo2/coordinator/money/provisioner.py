@@ -243,12 +243,12 @@ class Provisioner:
                     self.problems[machine.offer] = str(error)
 
     async def look(self) -> None:
+        """Asks the provider of each offer and brings the journal up to date."""
         for name in self.offers:
             await self._look(name)
         self._why_none = ""
 
     async def _look(self, name: str) -> None:
-        """Asks one offer's provider and brings the journal up to date."""
         try:
             observed = await self._providers[name].observe()
             self.problems.pop(name, None)
