@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.fleet_model.lengths import LengthDistribution
 from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
 from echo2.base.errors import ConfigError
+from echo2.base.units import parse_bytes
 from echo2.cli.plan import Fields, offer_of
 from echo2.cli.sizing import DEFAULT_BILLIONS
 from echo2.coordinator.money.market import built_in_models
@@ -93,8 +94,8 @@ def _learner(
         rollouts_per_step=batch,
         train_s=fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * lengths.mean_tokens)),
         link=fields.link(125e6, 125e6, 0.04),
-        delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
-        full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),
+        delta_bytes=fields.parsed("delta_bytes", DELTA_SHARE * whole, parse_bytes),
+        full_snapshot_bytes=fields.parsed("full_snapshot_bytes", whole, parse_bytes),
         rollouts_per_group=int(fields.number("rollouts_per_group", 16)),
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),

@@ -33,12 +33,15 @@ def checked(whose: str, name: str, value: float, least: float, most: float = mat
         raise ConfigError(f"{whose}: {name}: expected a finite number, {range_text}, got {value}")
 
 
+def checked_positive(whose: str, name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
+
+
 def check_fields(of: object, whose: str, positive: str = "", least_0: str = "") -> None:
     """Raises unless these fields, by names with spaces between them, are finite and above 0, or at least 0."""
     for name in positive.split():
-        value = getattr(of, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
+        checked_positive(whose, name, getattr(of, name))
     for name in least_0.split():
         checked(whose, name, getattr(of, name), 0.0)
 
