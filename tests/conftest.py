@@ -1,4 +1,4 @@
-"""One profile for property tests: a busy machine must not fail them by being slow. The codec is compiled once before all.
+"""One profile for property tests: a busy machine must not fail them by being slow.
 
 One thread for each process's numbers: tests run side by side, and OpenMP's threads that wait for one another on cores that others
 use do so by spinning. The engine's tests took four times as long.
@@ -17,7 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for
 import pytest
 from hypothesis import HealthCheck, settings
 
-from echo2.cli.demo.model import warm_once
 from tests.fork_server import OWNER
 from tests.patience import WAIT_S
 
@@ -75,6 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in each process of pytest-xdist
         os.environ[OWNER] = str(os.getpid())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """The codec is compiled once before all tests: beside the collection, where processes of pytest-xdist collect."""
+    if not hasattr(session.config, "workerinput"):
+        from echo2.cli.demo.model import warm_once  # imports torch
+
         warm_once()
 
 

@@ -52,7 +52,7 @@ def errors(rig: Rig, prompt: tuple[int, ...], sequence: Collected, version: int)
 def test_log_probabilities_are_as_near_as_bf16_rounds_and_a_swap_makes_the_new_weights_live(rigs: list[Rig]) -> None:
     rig, fresh = rigs
     long = tuple(np.random.default_rng(1).integers(0, 96, 700).tolist())  # longer than our own kernel's attention takes
-    asked = [*prompts(6, seed=2), (1, 2, 3, 4), (1, 2, 3, 4), long, long]
+    asked = [*prompts(3, seed=2), (1, 2, 3, 4), (1, 2, 3, 4), long]
 
     async def body() -> list[Collected]:
         requests = [rig.request(p, dataclasses.replace(LONG, seed=n), prefix=str(p)) for n, p in enumerate(asked)]

@@ -46,7 +46,7 @@ RUN_HERE = (
 )
 
 BY = (  # pattern; the file whose tests run the command; the function in it that does
-    (r"echo2 run .*", "tests/e2e/test_local_run.py", "started"),
+    (r"echo2 run .*", "tests/packaging/test_wheel.py"),
     (r"echo2 publish .*", "tests/e2e/test_serve.py"),
     (r"echo2 serve .*", "tests/unit/cli/test_commands.py"),
     (r"echo2 plan examples/configs/.*", "tests/unit/cli/test_learner_needs.py"),
@@ -63,7 +63,11 @@ BY = (  # pattern; the file whose tests run the command; the function in it that
         "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
     ),
     (r"sqlite3 .*", "tests/e2e/test_run.py", "back_up"),
-    (r"python -m echo2\.cli\.demo\.model .*", "tests/e2e/conftest.py"),
+    (
+        r"python -m echo2\.cli\.demo\.model .*",
+        "echo2/cli/demo/run.py",
+        "_make_base_model",
+    ),  # which tests/e2e/conftest.py calls
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py"),
     (r"python examples/conversations\.py .*", "tests/unit/learner/test_conversations.py"),
     (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_said.py"),

@@ -27,7 +27,6 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 from tests.unit.learner.test_metrics import Letters, group
 
-playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
@@ -36,7 +35,9 @@ WAIT_MS = 120_000
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Any]:
-    async with playwright.async_playwright() as driver:
+    from playwright.async_api import async_playwright  # most of a second: not for those who only collect
+
+    async with async_playwright() as driver:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=flags)
         try:

@@ -15,7 +15,7 @@ from echo2.cli.demo.model import ModelRecipe, make_model
 from tests.e2e.cluster import Cluster, error_line, trained_groups
 from tests.patience import WAIT_S
 
-STEPS, BOUND = 24, 4
+STEPS, BOUND = 16, 4
 
 
 def assert_run_ended_well(cluster: Cluster, steps: int, kills: int = 0) -> None:
@@ -110,12 +110,12 @@ def test_a_run_outlives_a_cheat_and_the_kill_of_each_process_and_goes_on_from_it
 
     newest = max((kept / "learner" / "checkpoints").glob("step-????????"))
     checkpoint = int(newest.name.removeprefix("step-"))
-    text = config.replace(f"steps = {STEPS}", f"steps = {checkpoint + 6}")
+    text = config.replace(f"steps = {STEPS}", f"steps = {checkpoint + 3}")
     with Cluster(tmp_path / "new", text.replace(f"{tmp_path}/runs", f"{tmp_path}/new/runs"), workers=1) as new:
         shutil.copytree(kept, new.run_folder, dirs_exist_ok=True)
         new.start_all()
         assert new.wait("learner") == 0, new.log("learner")[-3000:]
-        assert_run_ended_well(new, checkpoint + 6, kills=STEPS)  # metrics.jsonl begins anew
+        assert_run_ended_well(new, checkpoint + 3, kills=STEPS)  # metrics.jsonl begins anew
         assert f"checkpoint of step {checkpoint}" in new.log("learner")
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import socket
+import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -11,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from echo2.config.run import RunConfig
 from echo2.coordinator.money.providers.machine_setup import running_wheel
+from tests.e2e.test_local_run import left_over, steps_of, trains
 from tests.packaging.installed import Environment, add_extras, build, install
+from tests.patience import WAIT_S
 
 COMMANDS = ("echo2", "echo-coordinator", "echo-learner", "echo-worker")
 
@@ -82,17 +88,59 @@ def test_planner_and_config_work_without_torch(plain: Environment) -> None:
     assert json.loads(done.stdout)
 
 
-def test_loopback_run_from_the_wheel(whole: Environment, base_model: Path) -> None:
-    """The demo's real processes, all started from the installed wheel, to the last step; it finds its model made."""
+def begun(environment: Environment, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(environment.scripts / "echo2"), *words], env=environment.variables(), cwd=environment.home,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_the_demo_from_the_wheel_is_stopped_and_goes_on_to_its_end_as_a_run_with_one_worker(
+    whole: Environment, base_model: Path
+) -> None:
+    """It finds its model made; a second command in its folder and another run's port are left alone."""
     (whole.home / ".cache" / "echo2").mkdir(parents=True)
     (whole.home / ".cache" / "echo2" / "demo").symlink_to(base_model.parent)
-    options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
-               "--learner.prompts_per_step", "8", "--task.eval_prompts", "32")  # fmt: skip
-    done = whole.run("echo2", "demo", "--plain", *options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    summary = json.loads((whole.home / "runs" / "wheel" / "summary.json").read_text())
-    assert summary["steps"] == 4
+    run = whole.home / "runs" / "wheel"
+    words = ("demo", "--plain", "--steps", "100000", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
+             "--learner.prompts_per_step", "8", "--task.eval_prompts", "32", "--learner.checkpoint_every_steps", "2")  # fmt: skip
+    try:
+        taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
+    except OSError:  # somebody else's run has it
+        taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        demo = begun(whole, *words)
+        trains(demo, run)
+        kept = (run / "run.toml").read_bytes()
+        second = whole.run("echo2", "run", str(run / "run.toml"), "--plain", "--learner.steps=99")
+        assert (
+            second.returncode == 8 and f"found echo2 (process {demo.pid}); to end it: kill {demo.pid}" in second.stderr
+        )
+        assert (run / "run.toml").read_bytes() == kept, "a live run's config is not written over"
+        tail, stop = (begun(whole, word, str(run)) for word in ("tail", "stop"))
+        said, stopped, followed = (process.communicate(timeout=WAIT_S)[0] for process in (demo, stop, tail))
+        assert (stop.returncode, tail.returncode) == (0, 0) and "the same `echo2 run` goes on from" in stopped
+        assert all(re.match(r"\S+ +\d\d:\d\d:\d\d ", line) for line in followed.splitlines())
+        assert re.search("learner .*stopped after step", followed), "it follows until the last process has ended"
+        assert demo.returncode == 130 and "dashboard http://127.0.0.1:" in said
+    assert "what was trained is saved in" in said and "the same command with --name wheel goes on from there" in said
+    assert "Traceback" not in said and left_over(whole.folder) == []
+    assert "stopped after step" in (run / "logs" / "learner.log").read_text()
+
+    last = steps_of(run)[-1] + 3
+    done = whole.run("echo2", "run", str(run / "run.toml"), "--workers", "1", "--plain", f"--learner.steps={last}")
+    logs = "\n".join(path.read_text()[-1500:] for path in (run / "logs").glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert steps_of(run) == list(range(last + 1)), "it went on from what was saved"
+    model = "runs/wheel/learner/model"
+    assert model in "".join(done.stdout.split()), "the report says where the model is"
+    assert (whole.home / model / "config.json").exists() and f"the model lies in {model}" in logs
+    assert f"step {last}/{last}  reward " in logs
+    assert f"run wheel is finished after {last} steps" in logs, "the coordinator heard of the end"
+    assert left_over(whole.folder) == []
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == last
     assert summary["tokens_over_bound"] == 0 and all(summary["versions_equal"].values())
     done = whole.run("echo2", "export", "runs/wheel", "my-model")
-    assert done.returncode == 0 and "step 4" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"step {last}" in done.stdout, done.stderr
     assert (whole.home / "my-model" / "config.json").exists()

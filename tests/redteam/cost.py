@@ -39,7 +39,7 @@ def held_bytes(cluster: Cluster) -> dict[str, int]:
 def idle_run(folder: Path) -> str:
     """The configuration of a run that does not end and has little work: what it costs meanwhile is the attack."""
     model = make_tiny_model(folder / "model")
-    config = small_run(folder, model, steps=100_000, rollouts=2, eval_prompts=2, eval_every_steps=100_000)
+    config = small_run(folder, model, steps=100_000, prompts=2, rollouts=2, eval_prompts=2, eval_every_steps=100_000)
     return config + "emulated_step = 3.0\n"
 
 

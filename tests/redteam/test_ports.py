@@ -72,7 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "[coordinator]",
         f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"',
     )
-    config += f'[agent]\nharness = "tests.redteam.one_call:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
+    config += f'[agent]\nharness = "examples.agent:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:
         cluster.commands["learner"] += ["--metrics-port", str(metrics)]
         cluster.start_all()

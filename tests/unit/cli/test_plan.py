@@ -205,7 +205,7 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
         (folder / "config.json").write_text(json.dumps(shape))
     fleet = tmp_path / "fleet.toml"
     fleet.write_text('[[worker]]\ngpu = "RTX4090"\ncount = 2\n')
-    assert run("plan", f"--model.path={local}", "--fleet", str(fleet)) == 0
+    assert run("plan", f"--model.path={local}", "--fleet", str(fleet), "--learner.prompts_per_step=4") == 0
     printed = capsys.readouterr().out
     assert f"({local / 'config.json'})" in printed and "model    0.000" in printed
     assert "0.0 s" not in printed and not re.search(r"-\d+(\.\d+)?%", printed)

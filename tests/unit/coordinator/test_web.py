@@ -108,7 +108,7 @@ async def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) 
             await worker.hello()
         good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
         assert {row["activation"] for row in (await web.get("/api/state")).json()["workers"].values()} == {"active"}
-        body: dict[str, object] = {"peer_ids": ids[:2], "activation": "draining"}
+        body: dict[str, object] = {"peer_ids": [*ids[:2], ids[0]], "activation": "draining"}
         assert (await web.post("/api/workers/state", json=body, headers=good)).json() == {"count": 2}
         rows = (await web.get("/api/state")).json()["workers"]
         assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]

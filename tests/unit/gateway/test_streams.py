@@ -1,4 +1,6 @@
-"""Streams as the stock client reads them: pieces as they come, the whole in the end, and an error where it came out otherwise."""
+"""Streams as the stock client reads them: pieces as they come, the whole in the end, and an error where it came out otherwise.
+
+The client is imported where it is used: it takes most of a second, and all processes of a test run collect this file."""
 
 from __future__ import annotations
 
@@ -15,8 +17,6 @@ from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
 from tests.unit.gateway.fakes import RecordingFleet, completion, letter_bytes, on_port, whole_rollout
 
-openai = pytest.importorskip("openai")
-
 
 async def sample(episodes: Episodes, group_id: str, whole: str) -> None:
     """Reports a completion twice while it grows, then `whole`."""
@@ -29,6 +29,8 @@ async def sample(episodes: Episodes, group_id: str, whole: str) -> None:
 
 async def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
     """The texts of the stream's pieces, and why they ended."""
+    import openai
+
     loop, sampling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
     fleet = RecordingFleet(lambda group_id: sampling.append(loop.create_task(sample(episodes, group_id, whole))))
     async with on_port(fleet) as (episodes, port):
@@ -54,7 +56,9 @@ async def test_pieces_come_as_they_are_sampled_and_make_the_whole(is_chat: bool)
 
 
 async def test_a_completion_that_another_worker_began_anew_ends_the_stream_with_an_error() -> None:
-    with pytest.raises(openai.APIError, match="began this completion anew"):
+    from openai import APIError
+
+    with pytest.raises(APIError, match="began this completion anew"):
         await read("other words", is_chat=True)
 
 
@@ -77,7 +81,9 @@ async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_seve
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
 async def test_whole_answers_and_events_are_of_the_stock_clients_own_types(is_chat: bool) -> None:
-    types, chat_types = openai.types, openai.types.chat
+    from openai import types
+    from openai.types import chat as chat_types
+
     whole = chat_types.ChatCompletion if is_chat else types.Completion
     tool = {"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     for tools, wanted in itertools.product(([], [tool]), ({}, {"logprobs": True if is_chat else 1})):

@@ -26,7 +26,6 @@ from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, opti
 from tests.unit.learner.made import groups_config, new_trainer, rollout_of
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 
-pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[3]
 PLAYER = "tests.unit.learner.agent_players:"
 

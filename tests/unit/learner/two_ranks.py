@@ -44,8 +44,9 @@ from tests.unit.weights.models import KEY
 
 STEPS = 2
 RANK = int(os.environ.get("RANK", "0"))
-SCENARIOS = ("float32", "lora", "qlora", "bf16", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
-"""`copies`: each rank has a copy of its own. `as_on_gpu`: parameters and gradients are bf16, as a CPU has to be made to do."""
+SCENARIOS = ("float32", "lora", "qlora", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
+"""`copies`: each rank has a copy of its own. `as_on_gpu`: parameters and gradients are bf16, as a CPU has to be made to do; bf16 in
+float32 tensors is what `daemon` trains."""
 
 
 def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOptions:

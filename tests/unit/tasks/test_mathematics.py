@@ -10,7 +10,6 @@ import pytest
 from echo2.base.errors import TaskError
 from echo2.tasks.mathematics import MathRow, MathTask, is_equal_answer
 
-pytest.importorskip("math_verify")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
