@@ -16,7 +16,7 @@ from typing import Any
 
 from echo2.coordinator.money.providers.machine_setup import running_wheel
 from tests.contract.command_cloud import CommandCloud
-from tests.e2e.cluster import ROOT, Cluster, environment_of
+from tests.e2e.cluster import ROOT, Cluster, environment_of, small_run
 from tests.packaging.installed import link_libraries
 from tests.patience import WAIT_S
 
@@ -95,11 +95,12 @@ def echo2(folder: Path, *words: str) -> str:
 
 
 def test_a_rented_machine_gets_the_runs_own_wheel_joins_trains_and_is_given_back(
-    tmp_path: Path, run_config: str
+    tmp_path: Path, base_model: Path
 ) -> None:
     offers = tmp_path / "offers.toml"
     cloud = CommandCloud(tmp_path / "cloud", fresh_machine(tmp_path))
     offers.write_text(offers_of(cloud, tmp_path / "runs" / "trial" / "run.toml"))
+    run_config = small_run(tmp_path, base_model, prompts=4) + "emulated_step = 0.5\n"  # others work on these cores
     text = run_config.replace(
         "[coordinator]", f'[coordinator]\nplanner_mode = "advise"\noffers = "{offers}"\nusd_per_hour_cap = 8'
     )

@@ -103,7 +103,8 @@ def test_the_demo_from_the_wheel_is_stopped_and_goes_on_to_its_end_as_a_run_with
     (whole.home / ".cache" / "echo2" / "demo").symlink_to(base_model.parent)
     run = whole.home / "runs" / "wheel"
     words = ("demo", "--plain", "--steps", "100000", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
-             "--learner.prompts_per_step", "8", "--task.eval_prompts", "32", "--learner.checkpoint_every_steps", "2")  # fmt: skip
+             "--learner.prompts_per_step", "8", "--task.eval_prompts", "32", "--learner.checkpoint_every_steps", "2",
+             "--learner.emulated_step", "0.5")  # fmt: skip
     try:
         taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
     except OSError:  # somebody else's run has it

@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import shutil
 import socket
 import time
 import tomllib
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from echo2.trust import tls
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import ROOT, Cluster
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.redteam.cost import idle_run
@@ -72,8 +73,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "[coordinator]",
         f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"',
     )
-    config += f'[agent]\nharness = "examples.agent:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
+    config += f'[agent]\nharness = "agent:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:
+        shutil.copy(ROOT / "examples" / "agent.py", cluster.run_folder)
         cluster.commands["learner"] += ["--metrics-port", str(metrics)]
         cluster.start_all()
         cluster.wait_until(lambda: cluster.step() >= 1, "the first step")

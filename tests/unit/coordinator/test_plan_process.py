@@ -47,6 +47,7 @@ def test_large_fleets_work_is_done_in_one_other_process_and_small_ones_here(proc
     child = run(process, os.getpid)
     assert child != os.getpid() and run(process, os.getpid) == child
     assert run(process, os.getpid, fleet=FLEET_MIN - 1) == os.getpid()
+    assert run(process, os.nice, 0) > os.nice(0), "leases go first"
     with pytest.raises(ConfigError, match="expected one"):
         run(process, fails)
     snapshot = FleetSnapshot(0.0, learner(), tuple(worker(f"w{index}", 1.0) for index in range(5)))

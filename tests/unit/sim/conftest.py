@@ -9,7 +9,7 @@ PLAYED: dict[str, tuple[str, ...]] = {
     "test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others": (),
     "test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up": (),
     "test_honest_workers_are_looked_at_and_never_accused": (),  # unit/learner/test_audit.py
-    "test_a_finished_run_sends_its_workers_home_and_lets_none_in": ("1",),
+    "test_a_finished_run_sends_its_workers_home_and_lets_none_in_until_it_is_given_more_steps": ("2",),
 }
 """Test: the parameters of it that are not left to the soak."""
 

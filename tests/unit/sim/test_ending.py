@@ -9,59 +9,38 @@ import pytest
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.hub import Hub
 from echo2.sim.scenario import Scenario
-from echo2.sim.world import World, WorldOutcome
+from echo2.sim.world import World
 
-STEPS = 6
+STEPS, KILLS_AT_STEP = 6, 3
 END_S = 400.0
 SEEDS = (1, 2, 3, 4, 5)
 
 
 class Ends(World):
-    """A world that is played until its learner has finished, and then by `epilogue`."""
-
-    kills_at_step = 0
+    """Learner and coordinator are killed on the way. Once the run is finished, a worker comes that was never there, the coordinator
+    is killed, and it comes again; then the operator gives the run more steps, and starts learner and workers again."""
 
     async def _play(self, faults_until_s: float) -> None:
         await self._begin()
-        await self.prologue()
-        if self.kills_at_step:
-            await self._until(lambda: self.truth.step >= self.kills_at_step, END_S)
-            for name in ("learner", "coordinator"):
-                assert self.kill(name)
-                self.after(3.0, lambda name=name: self.start(name))  # type: ignore[misc]
-            await self._until(lambda: self.hub is not None and self.hub.learner.session is not None, END_S)
-            self.check(not self.hub_of().ending.text, "a learner that was killed has finished nothing")
-        is_done = await self._until(lambda: self.truth.step >= STEPS and not self.is_up("learner"), END_S)
-        self.check(is_done, "the learner never finished")
+        await self._until(lambda: self.truth.step >= KILLS_AT_STEP, END_S)
+        for name in ("learner", "coordinator"):
+            assert self.kill(name)
+            self.after(3.0, lambda name=name: self.start(name))  # type: ignore[misc]
+        await self._until(lambda: self.hub is not None and self.hub.learner.session is not None, END_S)
+        self.check(not self.hub_of().ending.text, "a learner that was killed has finished nothing")
+        await self._finishes(STEPS)
+        await self._lets_nobody_in()
+        self.steps = 2 * STEPS
+        for name in ("learner", *self.workers):
+            self.start(name)
+        await self._finishes(2 * STEPS)
+
+    async def _finishes(self, steps: int) -> None:
+        is_done = await self._until(lambda: self.truth.step >= steps and not self.is_up("learner"), END_S)
+        self.check(is_done, f"the run of {steps} steps stands at step {self.truth.step}: {self._waits()}")
         self.check(await self._until(lambda: not self.up(), 30.0), f"{self.up()} go on in a finished run")
-        await self.epilogue()
 
-    async def prologue(self) -> None:
-        """What comes before the end."""
-
-    async def epilogue(self) -> None:
-        """What follows."""
-
-    @property
-    def hub(self) -> Hub | None:
-        daemon = self.daemons.get("coordinator")
-        return daemon.hub if isinstance(daemon, CoordinatorDaemon) else None
-
-    def hub_of(self) -> Hub:
-        assert self.hub is not None
-        return self.hub
-
-    def up(self) -> list[str]:
-        return [name for name in self.workers if self.is_up(name)]
-
-    def check(self, holds: bool, text: str) -> None:
-        self._check(holds, text)
-
-
-class Late(Ends):
-    """Then a worker comes that was never there, the coordinator is killed, and it comes again."""
-
-    async def epilogue(self) -> None:
+    async def _lets_nobody_in(self) -> None:
         is_free = await self._until(
             lambda: self.hub_of().money.sums().usd_per_hour == 0, 30.0
         )  # machines are given back
@@ -79,40 +58,28 @@ class Late(Ends):
                 return
             self.check(bool(self.hub_of().ending.text), "a coordinator that was killed forgot that the run is finished")
 
+    @property
+    def hub(self) -> Hub | None:
+        daemon = self.daemons.get("coordinator")
+        return daemon.hub if isinstance(daemon, CoordinatorDaemon) else None
 
-class Extended(Ends):
-    """Then the operator gives the run more steps, and starts learner and workers again."""
+    def hub_of(self) -> Hub:
+        assert self.hub is not None
+        return self.hub
 
-    async def epilogue(self) -> None:
-        self.steps = 2 * STEPS
-        for name in ("learner", *self.workers):
-            self.start(name)
-        done = await self._until(lambda: self.truth.step >= 2 * STEPS and not self.is_up("learner"), END_S)
-        self.check(done, f"the longer run stands at step {self.truth.step}: {self._waits()}")
-        self.check(await self._until(lambda: not self.up(), 30.0), f"{self.up()} go on in a finished run")
+    def up(self) -> list[str]:
+        return [name for name in self.workers if self.is_up(name)]
 
-
-def calm(seed: int) -> Scenario:
-    return replace(Scenario.of(seed), train_s=1.0)
-
-
-def told(outcome: WorldOutcome) -> str:
-    return "\n".join([*outcome.events[-40:], outcome.failure])
+    def check(self, holds: bool, text: str) -> None:
+        self._check(holds, text)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_finished_run_sends_its_workers_home_and_lets_none_in(seed: int) -> None:
-    outcome = Late(calm(seed), steps=STEPS).run()
-    assert not outcome.failure, told(outcome)
+def test_a_finished_run_sends_its_workers_home_and_lets_none_in_until_it_is_given_more_steps(seed: int) -> None:
+    outcome = Ends(replace(Scenario.of(seed), train_s=1.0), steps=STEPS).run()
+    assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
     text = "\n".join(outcome.events)
     assert "stopping: run simulated is finished after 6 steps; no work is left for workers" in text
     assert not [name for name in outcome.restarts if name.startswith("w ") and name != "w ended"], "all ended in order"
-
-
-def test_a_killed_learner_finishes_nothing_its_restart_does_and_a_run_given_more_steps_goes_on() -> None:
-    world = Extended(calm(2), steps=STEPS)
-    world.kills_at_step = 3
-    outcome = world.run()
-    assert not outcome.failure, told(outcome)
     assert outcome.steps == 2 * STEPS
-    assert f"run: goes on: step {STEPS} of {2 * STEPS}; workers may join again" in "\n".join(outcome.events)
+    assert f"run: goes on: step {STEPS} of {2 * STEPS}; workers may join again" in text

@@ -52,6 +52,16 @@ async def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_pa
     assert await run(f"echo-worker status --folder '{folder}'") == 10
 
 
+async def test_who_asks_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "ANSWER_S", 0.05)
+    server = ControlServer(tmp_path, "w0", answered)
+    await server.start()
+    reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path))
+    assert await reader.read() == b""
+    writer.close()
+    await server.stop()
+
+
 @pytest.fixture(autouse=True)
 def only_workers_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's table as it is when it is read, without other people's workers."""
