@@ -86,8 +86,9 @@ def auditor_of(world: World) -> Auditor:
     return learner.learner.auditor
 
 
+@pytest.mark.soak
 def test_honest_workers_are_looked_at_and_never_accused() -> None:
-    """Over changes of versions, hands and turns."""
+    """Over changes of versions, hands and turns; tests/unit/learner/test_audit.py has it without a fleet."""
     world = World(replace(Scenario.of(6), turns=3, audit_share=1.0), workers=3)
     outcome = world.run(FOR_S)
     assert not outcome.failure, outcome.failure

@@ -88,6 +88,7 @@ def test_who_sends_corrupt_chunks_is_banned_by_those_who_got_them() -> None:
     assert liar.lies_told and any("banned" in line for line in outcome.events)
 
 
+@pytest.mark.soak
 def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_go_on() -> None:
     """The cheapest and fastest of all by its words: the pool is not planned of it alone."""
     world, _ = with_liar(2, Lie.FALSE_PROGRESS)
@@ -97,6 +98,7 @@ def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_g
     assert outcome.faults[PAUSED]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("malice", CLAIMS, ids=lambda malice: malice.name.lower())
 def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(malice: Lie) -> None:
     """Three of them beside two honest ones, which alone would make about as many steps, over two seeds."""
@@ -113,6 +115,7 @@ def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(
     assert sum(steps(seed, 3) for seed in (1, 2)) >= 0.75 * sum(steps(seed, 0) for seed in (1, 2))
 
 
+@pytest.mark.soak
 def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up() -> None:
     """Newcomers without a disk need just the chunks that its disk has changed."""
     world, planned = World(Scenario.of(1), workers=2), []
