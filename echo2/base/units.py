@@ -7,7 +7,9 @@ import importlib
 import ipaddress
 import math
 import re
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from echo2.base.errors import ConfigError
@@ -119,8 +121,16 @@ def imported(path: str, option: str) -> Any:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{option}: expected an importable module {module_name}, got {error}") from error
+    except ModuleNotFoundError as error:
+        where = (
+            "; a module is looked for beside the run file and among the packages" if error.name == module_name else ""
+        )
+        raise ConfigError(f"{option}: expected an importable module {module_name}, got {error}{where}") from error
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        at = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
+        what = f"{type(error).__name__}: {error}{at}"
+        raise ConfigError(f"{option}: expected an importable module {module_name}, got {what}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(

@@ -303,9 +303,9 @@ RATE_ADVICE = (
 
 
 def ports_finding(config: RunConfig) -> Finding:
-    """Checks whether a coordinator of this config could listen on its ports."""
+    """Checks whether a coordinator and a learner of this config could listen on their ports."""
     wanted = {getattr(config.coordinator, option): name for option, name in PORT_OPTIONS.items()}
-    wanted[config.coordinator.relay_port] = "relay"
+    wanted |= {config.coordinator.relay_port: "relay", config.learner.port: "learner"}
     wanted.pop(0, None)
     busy = []
     for port, name in wanted.items():
@@ -316,9 +316,9 @@ def ports_finding(config: RunConfig) -> Finding:
             except OSError:
                 busy.append(f"{port} ({name})")
     if busy:
-        options = ", ".join(f"coordinator.{option}" for option in PORT_OPTIONS)
+        options = ", ".join([*(f"coordinator.{option}" for option in PORT_OPTIONS), "learner.port"])
         advice = f"stop what listens there, or choose others with {options}"
-        text = f"{', '.join(busy)} in use: expected them to be free for a coordinator"
+        text = f"{', '.join(busy)} in use: expected them to be free for a coordinator and a learner"
         return Finding("ports", text, is_good=False, advice=advice)
     return Finding("ports", f"{', '.join(map(str, wanted))} are free" if wanted else "any free ones will be taken")
 
@@ -336,7 +336,7 @@ def coordinator_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]
             rtt_s = time.perf_counter() - began
         handshake_s = check_coordinator(link, TIMEOUT_S)
     except OSError as error:
-        text = f"{link.address}: expected an answer within {TIMEOUT_S:.0f} s, got: {error}"
+        text = f"{link.address}: expected an answer within {TIMEOUT_S:.0f} s, got: {error.strerror or error}"
         yield Finding("coordinator", text, is_good=False, advice=advice)
         return
     except EchoError as error:

@@ -105,7 +105,10 @@ def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _
         async with operator_at(run) as operator:
             return await ask(operator)
 
-    return asyncio.run(asked())
+    try:
+        return asyncio.run(asked())
+    except Unreachable as error:
+        raise Unreachable(f"{error}; a coordinator that was ended is started again with the same command") from None
 
 
 def _trained(folder: Path) -> str:

@@ -326,9 +326,10 @@ class _Ports:
         """`bind(port)` binds it and returns the port."""
         try:
             port = bind(self.wanted(name))
-        except PortBusy:
+        except PortBusy as error:
             if not self._takes_free_ports:
-                raise
+                ways = "stop what listens there, or choose another; 0 takes a free one"
+                raise PortBusy(f"coordinator.{name}: {error}; {ways}") from None
             port = bind(0)
         self.save(name, port)
         return port

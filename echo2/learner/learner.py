@@ -315,8 +315,8 @@ class Learner:
             return self.loop.warm_start, 0.0
         text, since = self.loop.waiting
         what = self.pool.evaluation_waits_for if text == EVALUATION else self.pool.waits_for
-        if self.agents is not None and self.agents.failures.text:
-            what += f"; {self.agents.failures.text}"
+        if self.agents is not None and self.agents.lacks:
+            what += f"; {self.agents.lacks}"
         return (what, monotonic() - since) if text else ("", 0.0)
 
     # ---- the end

@@ -158,7 +158,7 @@ class GrpcNet:
             raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
         except OSError as error:
             raise Unreachable(
-                f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {error}"
+                f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {error.strerror or error}"
             ) from None
         if shown is None:
             raise TrustError(f"coordinator at {host}:{port}: expected a certificate, got none")

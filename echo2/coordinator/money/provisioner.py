@@ -403,7 +403,7 @@ def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"offers: expected a file at {path}: {error.strerror}") from None
+        raise ConfigError(f"offers: expected a file at {path} from {Path.cwd()}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"offers: {path}: expected TOML: {error}") from None
     tables = document.get("offer")

@@ -564,10 +564,7 @@ class Dashboard:
             self._listener.bind((listened(host), port))
         except OSError as error:
             self.close()
-            raise PortBusy(
-                f"expected the dashboard to listen on {address_of(host, port)}: {error.strerror}; choose another with "
-                "--coordinator.dashboard_port"
-            ) from None
+            raise PortBusy(f"expected the dashboard to listen on {address_of(host, port)}: {error.strerror}") from None
         self.port = int(self._listener.getsockname()[1])
 
     def set_up(self, commands: Commands, folder: Path, keys: Credentials) -> None:

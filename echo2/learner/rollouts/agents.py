@@ -72,6 +72,13 @@ class Agents:
         await self._port.stop(self._tasks[0] if self._tasks else None)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def lacks(self) -> str:
+        """What keeps episodes from being played; empty: nothing."""
+        if not self._section.harness and not self.episodes.sessions:
+            return f"no program plays an episode at {self.url}"
+        return self.failures.text
+
     def numbers(self) -> Mapping[str, float]:
         counts = self.episodes.counts
         return {

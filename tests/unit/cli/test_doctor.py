@@ -49,12 +49,14 @@ def test_each_problem_is_bad_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 1 << 60)
-    with socket.create_server(("0.0.0.0", 0)) as busy:
-        assert main(["doctor", *on_ports(busy.getsockname()[1])]) == 6
+    with socket.create_server(("0.0.0.0", 0)) as busy, socket.create_server(("0.0.0.0", 0)) as other:
+        ports = busy.getsockname()[1], other.getsockname()[1]
+        assert main(["doctor", *on_ports(ports[0]), f"--learner.port={ports[1]}"]) == 6
     out = capsys.readouterr()
     assert "BAD   ports:" in out.out and "stop what listens there" in out.out
-    named = re.findall(r"coordinator\.\w+", out.out)
-    assert len(named) == 3 and set(named) <= set(option_names()), "what it names can be set"
+    assert f"{ports[0]} (enrolment), {ports[1]} (learner)" in " ".join(out.out.split())
+    named = re.findall(r"(?:coordinator|learner)\.\w+", out.out)
+    assert len(named) == 4 and set(named) <= set(option_names()), "what it names can be set"
     assert "BAD   disk:" in out.out and doctor.ADVICE["disk"] in out.out
     assert "doctor: 2 problems: disk, ports" in out.err
 

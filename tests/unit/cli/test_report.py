@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToJson
 from echo2.base.errors import Unreachable
 from echo2.cli.main import main
 from echo2.cli.report import is_reported, write_report
+from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 
@@ -173,3 +174,16 @@ def test_a_run_whose_programs_were_started_by_hand_has_samples_and_says_where_it
     assert main(["samples", str(finished)]) == 0
     assert main(["tail", str(finished)]) == 8
     assert "programs started by hand log to their own terminals" in capsys.readouterr().err
+
+
+def test_a_coordinator_that_is_away_is_named_in_words_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("echo2.cli.operator.OPERATOR_FOLDER", tmp_path / "me")
+    link = f"echo2://127.0.0.1:1/{Identity.generate().peer_id}?token=abc"
+    assert main(["ctl", link, "pause"]) == Unreachable.exit_code
+    said = capsys.readouterr().err
+    assert (
+        "127.0.0.1:1: expected an answer within" in said and "got: Connection refused; a coordinator that was" in said
+    )
+    assert "Errno" not in said

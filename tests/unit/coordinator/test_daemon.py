@@ -370,7 +370,9 @@ async def test_a_start_that_cannot_go_on_names_the_port_or_the_folder_in_one_lin
         port = int(daemon.services_address.rpartition(":")[2])
         for name in ("port", "enrol_port", "dashboard_port"):
             folder = tmp_path / name
-            with pytest.raises(PortBusy, match=str(port)) as raised:
+            with pytest.raises(
+                PortBusy, match=f"^coordinator.{name}: .*{port}.*; stop what listens there, or"
+            ) as raised:
                 await CoordinatorDaemon(options(folder, **{name: port})).run()
             await asyncio.sleep(0)  # what the start left for the loop to do
             assert "\n" not in str(raised.value)

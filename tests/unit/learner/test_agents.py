@@ -21,6 +21,7 @@ from echo2.base.rollout import GroupSpec, Verdict, Work
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import Batch, Group, Insertion, SentTokens, evaluated_version, joined
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
+from tests.patience import WAIT_S
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
 from tests.unit.learner.made import groups_config, new_trainer, rollout_of
@@ -167,7 +168,11 @@ def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path
             return (await process.communicate())[0].decode()
 
         async def one_by_one() -> tuple[str, str]:
-            return await outside(), await outside(SSL_CERT_FILE=str(pem))
+            refused = await outside()
+            async with asyncio.timeout(WAIT_S):
+                while "no program plays an episode at https://" not in run.learner.waits_for[0]:
+                    await asyncio.sleep(0.01)
+            return refused, await outside(SSL_CERT_FILE=str(pem))
 
         return await asyncio.gather(run.finish(), one_by_one())
 

@@ -21,12 +21,26 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "configs"
         (TaskSpec("sort_digits", {"digits": 3}), "expected arguments among digit_count; got digits"),
         (TaskSpec("math"), "expected the argument path"),
         (TaskSpec("reasoning_gym"), "expected the argument dataset"),
-        (TaskSpec("no.such.module:Task"), "expected an importable module no.such.module"),
+        (TaskSpec("no.such.module:Task"), "expected an importable module no.such.module, got No module named 'no'"),
+        (
+            TaskSpec("no_such:Task"),
+            "got No module named 'no_such'; a module is looked for beside the run file and among",
+        ),
+        (TaskSpec("unfinished:Task"), r"module unfinished, got SyntaxError: .*\(unfinished.py, line 2\)$"),
+        (
+            TaskSpec("undefined:Task"),
+            r"module undefined, got NameError: name 'no' is not defined \(undefined.py, line 1\)$",
+        ),
         (TaskSpec("tests.unit.tasks.naughty:Absent"), "expected a function or class Absent"),
         (TaskSpec("tests.unit.tasks.naughty:Naughty", {"colour": 1}), r"expected a constructor \(seed, \*\*args\)"),
     ],
 )
-def test_a_wrong_specification_is_a_configuration_error(spec: TaskSpec, message: str) -> None:
+def test_a_wrong_specification_is_a_configuration_error(
+    spec: TaskSpec, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfinished.py").write_text("class Task:\n    size = (")
+    (tmp_path / "undefined.py").write_text("size = no")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         make_task(spec)
 
