@@ -353,9 +353,8 @@ class RolloutPool:
             by_reason.setdefault(closure.reason, []).append(closure)
         for reason, closures in by_reason.items():
             group_ids = [closure.group_id for closure in closures]
-            if (
-                reason != "complete"
-            ):  # a batch has a record of its own, and an answer is kept until its evaluation is over
+            # A batch has a record of its own, and an answer is kept until its evaluation is over.
+            if reason != "complete":
                 self._journal_dropped(group_ids)
             self._port.close(group_ids, reason)
             if self.agents is not None:
