@@ -63,7 +63,7 @@ class Term:
 
     @property
     def text(self) -> str:
-        value = f"{self.value:.3g}" if math.isfinite(self.value) else "for ever"
+        value = f"{self.value:.3g}"
         match self.limit_kind:
             case Limit.THROUGHPUT | Limit.REWARDS:
                 does = "workers make" if self.limit_kind is Limit.THROUGHPUT else "reward processes judge"
@@ -72,6 +72,8 @@ class Term:
                 return f"{does} {value} of the {self.limit:.3g} rollouts/s that the learner needs"
             case Limit.BROADCAST:
                 return f"a version takes {value} s on the links and the next comes after {self.limit:.3g} s"
+            case Limit.STALENESS if math.isinf(self.value):
+                return f"no worker fills a batch, and S allows {self.limit:.3g} s for it"
             case Limit.STALENESS:
                 return f"a version, a long rollout and a batch take {value} of the {self.limit:.3g} s that S allows"
             case Limit.USD_PER_HOUR:
@@ -263,4 +265,6 @@ def _reason(found: Evaluation, config: PlanConfig, binding: Term, count: int, is
         )
     bound = "of at least" if binding.limit_kind in (Limit.THROUGHPUT, Limit.REWARDS) else "of at most"
     broken = f"{kind} is {binding.value:.4g} {bound} {binding.limit:.4g} {unit}"
+    if math.isinf(binding.value):
+        broken = binding.text
     return f"{head}; {broken}" + (f"; to fix it, {binding.remedy}" if binding.remedy else "")

@@ -45,17 +45,17 @@ BUDGET_HOURS = 1.0  # a run that lasts less is no run
 # Providers' prices of one kind of GPU differ by a factor of about four; beyond ten a price is a mistake or a try.
 TYPICAL_TIMES = 10.0
 IDLE_S = 30.0  # a worker on standby for less than this may just be between two plans
+_WORKING = (Activation.ACTIVE, Activation.DRAINING)
 GPUS_MAX = 8  # of the largest machine that a claim is believed for
 
 
 def is_there(member: Member) -> bool:
     """Whether the worker is on the bill now."""
-    is_agreed = is_working(member) or not member.asks_too_much
-    return member.last_liveness is not Liveness.GONE and is_agreed
+    return member.last_liveness is not Liveness.GONE and (is_working(member) or not member.asks_too_much)
 
 
 def is_working(member: Member) -> bool:
-    return member.last_activation in (Activation.ACTIVE, Activation.DRAINING)
+    return member.last_activation in _WORKING
 
 
 def is_useful(member: Member) -> bool:
@@ -193,12 +193,13 @@ class Money:
         busy: set[str] = set()  # rented machines on which one works
         for member in self._membership.members.values():
             _meter(member, now)
-            works, machine_id = is_useful(member), rented.get(member.peer_id)
+            works, machine_id = is_useful(member), rented.get(member.peer_id) if rented else None
             if machine_id is None:
                 spent, standby = spent + member.usd_spent, standby + member.usd_standby
                 if works or is_there(member):
-                    there_per_hour += member.hello.price_usd_per_hour
-                    working_per_hour += member.hello.price_usd_per_hour * works
+                    price = member.hello.price_usd_per_hour
+                    there_per_hour += price
+                    working_per_hour += price * works
                 continue
             worked[machine_id] = worked.get(machine_id, 0.0) + member.usd_spent
             if works:

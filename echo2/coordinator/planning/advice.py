@@ -173,7 +173,7 @@ class RunNow:
         if term.limit_kind is not Limit.THROUGHPUT or not self.is_short or self.train_s <= 0 or self.hello is None:
             return term.text
         most = self.hello.rollouts_per_step / self.train_s
-        return f"workers make {most * self.report.utilisation:.3g} of the {most:.3g} rollouts/s that it could train on"
+        return f"workers make {most * self.report.utilisation:.3g} of the {most:.3g} rollouts/s that the learner needs"
 
 
 def advise(run: RunNow) -> RunAdvice:
@@ -181,9 +181,9 @@ def advise(run: RunNow) -> RunAdvice:
     steps = [stopped] if stopped is not None else [*_what_helps(run)]
     if not steps:
         steps = [_nothing_to_do(run)]
-    return RunAdvice(
-        tuple(steps), _limits(run), run.utilisation, _hours_left(run), tuple(_assumed(run)), run.is_measured
-    )
+    hours_left = None if stopped is not None else _hours_left(run)
+    limits = _limits(run) if stopped is None or run.finished or run.hello is None else "it stands still"
+    return RunAdvice(tuple(steps), limits, run.utilisation, hours_left, tuple(_assumed(run)), run.is_measured)
 
 
 def idle_text(members: Iterable[Member]) -> str:
@@ -313,7 +313,7 @@ def _limits(run: RunNow) -> str:
 
 def _hours_left(run: RunNow) -> float | None:
     left = run.hello.step_limit - run.report.step if run.hello is not None else 0
-    if left <= 0 or run.finished or run.train_s <= 0 or run.utilisation <= 0:
+    if left <= 0 or run.train_s <= 0 or run.utilisation <= 0:
         return None
     return left * run.train_s / run.utilisation / 3600
 

@@ -31,7 +31,7 @@ from echo2.broadcast.plan import (
 from echo2.broadcast.reachability import Access, LinkKind
 from echo2.broadcast.trees import Needs
 from echo2.config.run import RunConfig
-from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
+from echo2.coordinator.fleet.members import WINDOW, Activation, Liveness, Member, OperatorSetting
 from echo2.cost_model.machines import EGRESS_USD_PER_GIB, GpuType, kind_of_name
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.relations import CHANGE_OBSERVATIONS, DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
@@ -377,10 +377,10 @@ def is_measured(member: Member) -> bool:
 
 
 def is_settled(board: LearnerBoard, pool: Sequence[Member]) -> bool:
-    """Whether a prediction rests on more than the first measurements, which a start or a swap falsifies: on a few steps, on a few
-    heartbeats of most of the pool, and on a delta, unless none is published: before the first one, plans reckon with whole
-    snapshots."""
-    well_known = sum(member.measures.count("rollouts_per_s") >= CHANGE_OBSERVATIONS for member in pool)
+    """Whether a prediction rests on more than the first measurements, which a start or a swap falsifies: on a few steps, on the
+    window of heartbeats of most of the pool, and on a delta, unless none is published: before the first one, plans reckon with
+    whole snapshots."""
+    well_known = sum(member.measures.count("rollouts_per_s") >= WINDOW for member in pool)
     has_size = bool(board.delta_bytes) or len(board.versions) >= CHANGE_OBSERVATIONS
     return has_size and len(board.train_time.seen) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
 

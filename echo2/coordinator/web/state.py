@@ -298,9 +298,12 @@ class StateView:
         section, plan, now = hub.config.coordinator, hub.plan.now, hub.clock.now()
         report, silent_s = board.report, now - board.heard_at
         members, idle, finish = list(hub.membership.living()), hub.money.idle_workers(), hub.ending.finish
-        active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
+        working = [one for one in members if one.last_activation is Activation.ACTIVE]
         # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
-        settling = {one.peer_id for one in members if now - one.activation_since < SETTLING_S}
+        settling = sum(
+            now - one.activation_since < SETTLING_S for one in members if one.last_activation is not Activation.ACTIVE
+        )
+        pool = set(plan.pool) if plan is not None and plan.is_feasible else None
         wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in fleet.rent]
         wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in fleet.release]
         return advise(
@@ -312,13 +315,13 @@ class StateView:
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
                 tokens_max=hub.config.sampling.max_new_tokens, plan=plan, predicted=hub.plan.predicted_utilisation,
                 plan_waits_for=hub.plan.waits_for, target=plan_config(hub.config, board).target_utilisation,
-                alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
+                alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(working) + settling,
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
                 is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
                 spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
-                surplus=len(active - set(plan.pool)) if plan is not None and plan.is_feasible else 0, wishes="; ".join(wishes),
+                surplus=sum(one.peer_id not in pool for one in working) if pool is not None else 0, wishes="; ".join(wishes),
                 may_act=section.planner_mode == "auto", corrected=hub.plan.reason,
-                unmeasured=sum(one.peer_id in active and not is_measured(one) for one in members),
+                unmeasured=sum(not is_measured(one) for one in working),
             )
         )  # fmt: skip
 

@@ -73,7 +73,7 @@ SAYS = [
     (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),
     (replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
-     "Add workers or raise S: the learner trains 40% of the time; workers make 28.4 of the 71.1 rollouts/s that it"),
+     "Add workers or raise S: the learner trains 40% of the time; workers make 28.4 of the 71.1 rollouts/s that"),
     (replace(with_learner(step=4, utilisation=0.4), plan=plan(2.0, 5.0)), "Nothing to do: the learner makes its first steps at"),
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),
@@ -143,6 +143,7 @@ def test_steps_come_in_order_with_one_utilisation_one_end_and_what_is_assumed() 
 def test_a_paused_run_is_to_be_resumed_and_nothing_else() -> None:
     told = advise(replace(LIVE, paused="paused by the operator", active=0))
     assert [one.act for one in told.steps] == [Act.RESUME]
+    assert told.hours_left is None and told.limits == "it stands still" and advise(LIVE).hours_left
 
 
 def luminance(colour: str) -> float:

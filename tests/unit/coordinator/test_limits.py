@@ -12,7 +12,7 @@ import pytest
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.trees import weighted_plan
-from echo2.coordinator.fleet.members import Activation, Member, OperatorSetting, WorkerMeasures
+from echo2.coordinator.fleet.members import WINDOW, Activation, Member, OperatorSetting, WorkerMeasures
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.service import snapshot_of
@@ -179,7 +179,7 @@ def test_a_plan_that_is_not_carried_out_is_shown_and_told_and_corrects_nothing()
     assert kept.message is not None and kept.message.in_flight_cap_rollouts == 64
 
 
-async def test_a_prediction_waits_for_three_steps_a_delta_and_three_heartbeats_of_most_workers(tmp_path: Path) -> None:
+async def test_a_prediction_waits_for_three_steps_a_delta_and_a_window_of_heartbeats(tmp_path: Path) -> None:
     """A first step and first rates are those of a start, and before the first delta plans reckon with snapshots: after a resume 4 %
     were predicted where nine tenths were trained."""
     hub = Scene(tmp_path, Cloud()).hub
@@ -195,7 +195,7 @@ async def test_a_prediction_waits_for_three_steps_a_delta_and_three_heartbeats_o
         assert hub.plan.message.predicted_utilisation == hub.plan.predicted_utilisation
         return hub.plan.predicted_utilisation
 
-    assert predicted(beats=3) == 0.0
+    assert predicted(beats=WINDOW) == 0.0
     hub.board.on_report(pb.LearnerReport(step=3, train_s=1.0), 3.0)
     assert predicted(beats=0) == 0.0
     hub.board.on_publish(pb.VersionPublished(version=1, parent=0, has_parent=True, artifact_bytes=9), 1.0, workers, 3.0)
@@ -207,7 +207,7 @@ async def test_a_prediction_waits_for_three_steps_a_delta_and_three_heartbeats_o
     assert predicted(beats=0) == 0.98, "only snapshots are published"
     for peer_id in workers:
         hub.membership.members[peer_id].measures = WorkerMeasures()
-    assert predicted(beats=2) == 0.0
+    assert predicted(beats=WINDOW - 1) == 0.0
     assert predicted(beats=1) == 0.98
 
 

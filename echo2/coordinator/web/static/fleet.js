@@ -20,7 +20,7 @@ function kinds(links) {
 function ways(w) { return [w.can_be_dialled ? "can be dialled" : `cannot be dialled; is met at ${count(w.relays, "relay")}`, ...(w.links || []).map((link) => `${link.peer}: ${link.kind}: ${link.reason}`)].join("\n"); }
 const COLUMNS = [
   { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.region, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide", opens: true },
-  { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for },
+  { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for && `waits for ${w.waits_for}` },
   { key: "activation", label: "Work", chip: (w) => [w.activation || dash, works[w.activation] || ""], sub: (w) => isBarred(w) ? w.reason : costsIdle(w) ? `still costs ${usd(w.price)}/h` : "", title: (w) => w.reason },
   { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },

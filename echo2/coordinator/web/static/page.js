@@ -29,11 +29,11 @@ function drawTiles() {
   $("tiles").replaceChildren(
     tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", r.finished ? "the run is finished" : l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
     tile("Reward", number(l.reward), "", l.eval_reward == null ? `held out: ${unmeasured}` : `held out: ${number(l.eval_reward)}`),
-    tile("Utilisation", state.advice.is_measured ? percent(state.advice.utilisation) : unmeasured, "", r.finished ? "of the last steps" : p.is_known && p.utilisation ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.is_measured ? state.advice.utilisation : 0 }),
+    tile("Utilisation", state.advice.is_measured ? percent(state.advice.utilisation) : unmeasured, "", r.finished ? state.advice.is_measured ? "of the last steps" : "too few steps" : p.is_known && p.utilisation ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.is_measured ? state.advice.utilisation : 0 }),
     tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", r.finished ? "" : p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.buffered)} of at most ${count(p.cap, "rollout")} buffered` : "no plan yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
     tile("Pool", `${active}`, `of ${count(workers.length, "worker")}`, tokens ? `${number(tokens)} tokens/s now` : r.finished ? "the run is finished" : "none generates now"),
-    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not yet", "", end ? `about ${usd(end.usd)} more${m.chosen_per_hour < m.per_hour ? ", standby included" : ""}` : !r.finished ? "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
+    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not known", "", end ? `about ${usd(end.usd)} more${m.chosen_per_hour < m.per_hour ? ", standby included" : ""}` : !r.finished ? state.advice.is_measured ? "the run stands still" : "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
     tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} for active workers · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} per M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
   );
 }
@@ -66,7 +66,7 @@ function drawPlan() {
   $("apply-plan").hidden = !p.is_known || p.mode === "auto";
   if (!p.is_known) { $("terms").replaceChildren(make("div", { class: "empty" }, make("strong", {}, state.run.finished ? "No plan" : "No plan yet"), state.run.finished ? "The run is finished." : `The planner waits for ${p.waits_for || "measurements"}.`)); setText($("plan-reason"), ""); setText($("plan-errors"), ""); return; }
   $("terms").replaceChildren(...p.terms.map(termRow)); setText($("plan-reason"), p.reason);
-  setText($("plan-errors"), errorsText(p.errors || {}));
+  setText($("plan-errors"), p.utilisation ? errorsText(p.errors || {}) : "A few steps, heartbeats and the first delta are needed for a prediction to be trusted.");
 }
 function errorsText(e) {
   const of = { utilisation: (x) => `utilisation by ${number(100 * x)} points`, broadcast_s: (x) => `broadcasts by ${seconds(x)}`, usd_per_hour: (x) => `cost by ${usd(x)}/h` };
@@ -121,7 +121,7 @@ const sliders = { s: $("w-s"), up: $("w-up"), fleet: $("w-fleet") };
 const outputs = [...document.querySelectorAll("#what-if output")];
 function showSliders() {
   setText(outputs[0], sliders.s.value); const uplink = state.learner.uplink, factor = 10 ** Number(sliders.up.value);
-  setText(outputs[1], uplink ? rate(uplink * factor) : `${number(factor)} times`); setText(outputs[2], sliders.fleet.value);
+  setText(outputs[1], uplink ? rate(uplink * factor) : factor === 1 ? "as now" : `${number(factor)} times`); setText(outputs[2], sliders.fleet.value);
 }
 function resetSliders() {
   const count = Object.values(fleet()).filter((w) => w.state !== "gone").length || 1;
