@@ -172,7 +172,7 @@ def plan_of(
         is_feasible=is_feasible,
         terms=terms,
         binding=binding.limit_kind,
-        reason=_reason(found, config, binding, len(pool), is_feasible, why),
+        reason=_reason(found, config, binding, len(pool), is_feasible, why, learner.training_share),
         egress_usd_per_hour=learner.sent_gib_per_hour(found.kappa)
         * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(found.chosen).tolist()),
         utilisation_spread=found.spread,
@@ -249,12 +249,14 @@ def _staleness_remedy(found: Evaluation) -> str:
     return ", or ".join(remedies) + sync
 
 
-def _reason(found: Evaluation, config: PlanConfig, binding: Term, count: int, is_feasible: bool, why: str) -> str:
+def _reason(
+    found: Evaluation, config: PlanConfig, binding: Term, count: int, is_feasible: bool, why: str, share: float
+) -> str:
     every = "step" if found.kappa == 1 else f"{found.kappa} steps"
     spread = f" (plus or minus {found.spread:.1%} as machines are lost)" if found.spread >= 0.0005 else ""
     head = (
         f"{why}: {count} worker{'' if count == 1 else 's'} at {found.usd_per_hour:.2f} USD/h, publishing every {every}, "
-        f"{found.utilisation:.1%} utilisation predicted{spread}"
+        f"{found.utilisation * share:.1%} utilisation predicted{spread}"
     )
     kind, unit = binding.limit_kind.value, binding.unit
     if is_feasible:

@@ -130,6 +130,8 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "the page is wider than 390 px"
         )
+        wide = "[...document.querySelectorAll('main .scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+        assert await page.evaluate(f"{wide}.map((e) => e.textContent.slice(0, 80))") == [], "tables that do not fit"
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 18, 24)"
         assert await _clipped(page) == []
         await shoot(page, "live-390-dark")

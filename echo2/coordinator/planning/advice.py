@@ -152,6 +152,11 @@ class RunNow:
         return tuple(sorted(terms, key=lambda term: (*(term.limit_kind is not cause for cause in causes), term.slack)))
 
     @property
+    def is_ending(self) -> bool:
+        """Whether its last step is made: the learner writes the model and serves the last version, and workers leave."""
+        return self.report.is_finished or bool(self.hello and 0 < self.hello.step_limit <= self.report.step)
+
+    @property
     def is_measured(self) -> bool:
         return self.report.step >= MEASURED_STEPS and self.report.utilisation > 0
 
@@ -182,7 +187,8 @@ def advise(run: RunNow) -> RunAdvice:
     if not steps:
         steps = [_nothing_to_do(run)]
     hours_left = None if stopped is not None else _hours_left(run)
-    limits = _limits(run) if stopped is None or run.finished or run.hello is None else "it stands still"
+    has_limits = stopped is None or run.finished or run.is_ending or run.hello is None
+    limits = _limits(run) if has_limits else "it stands still"
     return RunAdvice(tuple(steps), limits, run.utilisation, hours_left, tuple(_assumed(run)), run.is_measured)
 
 
@@ -214,6 +220,8 @@ def _what_stops(run: RunNow) -> ToDo | None:
         if run.left_because:
             why = f"Mend what ended the learner, then start it again with the same command: {run.left_because}"
         return ToDo(why, "bad")
+    if run.is_ending:
+        return ToDo("Nothing to do: the last step is made, and the run is about to end.", "good")
     if run.is_budget_spent:
         spent = f"${run.usd_budget:,.2f} are spent and all workers stand by"
         return ToDo(f"Raise the budget to go on (page, or `echo2 ctl`): {spent}.", "bad")
@@ -300,7 +308,7 @@ def _nothing_to_do(run: RunNow) -> ToDo:
 
 def _limits(run: RunNow) -> str:
     """What limits the run, in words: each broken term, most limiting first; if all hold, the tightest."""
-    if run.finished:
+    if run.finished or run.is_ending:
         return "nothing any more"
     if run.waits_for_rewards:
         return f"rewards: {run.report.rewards_due} are due"

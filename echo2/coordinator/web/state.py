@@ -351,7 +351,9 @@ class StateView:
             found.append((text, board.heard_at))
         elif board.report.waits_for:
             on = slowest(hub.book, now, self._name_of) or f"{counted(len(hub.book.leases), 'lease')} out"
-            text = f"the learner waits for {board.report.waits_for}: {on}, {counted(hub.book.queued, 'group')} queued"
+            text = f"the learner waits for {board.report.waits_for}"
+            if text.startswith("the learner waits for rollouts"):
+                text += f": {on}, {counted(hub.book.queued, 'group')} queued"
             found.append((text, board.heard_at - board.report.waits_since_s))
         if hub.plan.waits_for:
             found.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))

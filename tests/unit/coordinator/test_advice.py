@@ -78,6 +78,8 @@ SAYS = [
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),
     (with_learner(step=0, waits_for=LACKS, waits_s=300.0), "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4"),
+    (replace(with_learner(step=100, waits_for=LACKS), alive=0, active=0), "Nothing to do: the last step is made, and the"),
+    (with_learner(is_finished=True), "Nothing to do: the last step is made, and the run is about to end."),
     (replace(LIVE, finished="run r is finished after 120 steps", is_connected=False, alive=0),
      "Run r is finished after 120 steps. Nothing costs money any more."),
     (replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
@@ -94,9 +96,9 @@ def test_the_first_sentence_says_what_to_do_now(run: RunNow, text: str) -> None:
     assert told.text.startswith(text) and told.act is act
     assert bool(told.label) is (act is not Act.NOTHING), "a button has a name, and only a button"
     is_well = run is LIVE or (bool(run.finished) and not run.open_machines)
-    is_well = is_well or "97% of the time" in told.text or "first steps" in told.text
+    is_well = is_well or any(words in told.text for words in ("97% of the time", "first steps", "last step is made"))
     assert (told.kind == "good") is is_well, "green is a run that works, or one that is finished and paid"
-    assert (advise(run).limits == "nothing any more") is bool(run.finished)
+    assert (advise(run).limits == "nothing any more") is (bool(run.finished) or "last step is made" in text)
 
 
 def test_when_rewards_are_the_limit_no_workers_are_advised() -> None:

@@ -132,6 +132,14 @@ async def test_what_waits_for_the_same_is_one_line_and_events_name_workers_by_th
     assert page["events"][-1]["text"] == "oregon hands back group g1: it is among the last of its step"
 
 
+async def test_what_the_learner_waits_for_is_told_with_its_leases_only_where_it_is_rollouts(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0)
+    with_learner(fleet, waits_for="workers to fetch version 3", waits_since_s=9.0)
+    assert "the learner waits for workers to fetch version 3" in [
+        one.what for one in fleet.commands.view.status().waits
+    ]
+
+
 async def test_no_prediction_is_shown_while_too_little_was_measured(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 1.0)
     with_learner(fleet)

@@ -10,7 +10,7 @@ function times(broadcast, index, isNarrow) {
 export function drawTree(broadcast, workers, learner, finished) {
   const host = $("tree"), nodes = broadcast.nodes || [];
   $("broadcast-topology").textContent = broadcast.topology ? broadcast.topology.replaceAll("_", " ") : "";
-  $("broadcast-reason").textContent = broadcast.reason || "";
+  $("broadcast-reason").textContent = (broadcast.reason || "").replaceAll("_", " ");
   if (nodes.length < 2) {
     const many = broadcast.node_count > 2;
     host.replaceChildren(make("div", { class: "empty" }, make("strong", {}, many ? `${broadcast.node_count} nodes` : finished ? "Nobody to send to" : "Nobody to send to yet"), many ? "The trees of so large a fleet are not drawn." : finished ? "The run is finished." : "The plan appears with the learner and the first worker."));
