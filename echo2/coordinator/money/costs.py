@@ -51,7 +51,8 @@ GPUS_MAX = 8  # of the largest machine that a claim is believed for
 
 def is_there(member: Member) -> bool:
     """Whether the worker is on the bill now."""
-    return member.last_liveness is not Liveness.GONE and (is_working(member) or not member.asks_too_much)
+    is_agreed = is_working(member) or not member.asks_too_much
+    return member.last_liveness is not Liveness.GONE and is_agreed
 
 
 def is_working(member: Member) -> bool:
