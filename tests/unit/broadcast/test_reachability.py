@@ -207,6 +207,8 @@ def test_a_private_network_is_told_behind_the_host_that_is_seen_and_behind_no_ot
     behind = Access(lan_addresses=lan, public_host=SEEN, relays=(HUB,))
     assert dialable(behind, SEEN)[0] == Access(lan_addresses=lan[:1], public_host=SEEN, relays=(HUB,))
     assert dialable(behind, "203.0.113.10") == (Access(relays=(HUB,)), lan)
+    many = tuple(f"192.168.1.2:{port}" for port in range(5000, 5001 + NAMED_MAX))
+    assert dialable(Access(lan_addresses=many, public_host=SEEN), SEEN)[0].lan_addresses == many[:NAMED_MAX]
 
 
 _ADDRESSES = st.lists(st.text("0123456789.:[]afx@/\u0663", max_size=24), max_size=6)

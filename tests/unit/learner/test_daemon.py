@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, RunFinished, StateError, TaskError, TrainingError
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import PeerId, Step, Version
 from echo2.broadcast.artifact import ArtifactId
 from echo2.cli.main import main
 from echo2.learner.learner import LearnerDaemon, RunSummary
 from echo2.learner.loop import keep_for_inspection
 from echo2.learner.options import LearnerLimits, RunFolder
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
@@ -360,6 +361,18 @@ def test_a_join_link_of_another_run_is_refused(
 # ---- ends that somebody must mend
 
 
+def test_a_last_checkpoint_that_cannot_be_written_is_the_runs_error(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(store: CheckpointStore, checkpoint: Checkpoint) -> Step:
+        raise DiskFull("expected room for a checkpoint, got: a test")
+
+    monkeypatch.setattr(CheckpointStore, "save", full)
+    run = Run(options_for(tmp_path / "run", model_path, task={"eval_prompts": 0}, learner={"steps": 1}))
+    with pytest.raises(DiskFull, match="room for a checkpoint"):
+        go(run.finish())
+
+
 def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(model_path: Path, tmp_path: Path) -> None:
     task = {"name": "sort_digits", "args": {"digit_count": 1}, "epochs": 1}
     run = Run(options_for(tmp_path / "run", model_path, task=task))
@@ -369,6 +382,8 @@ def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(mode
     assert reason.startswith("finished: data set exhausted"), "the coordinator is told why the run is over"
     assert rows_of(tmp_path / "run")[-1]["step"] == 3, "six prompts make three batches of two"
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+    enough = Run(options_for(tmp_path / "enough", model_path, task=task, learner={"steps": 3}))
+    assert go(enough.finish()).is_finished, "no more prompts are missed than there are steps"
 
 
 def test_losses_that_stay_not_finite_end_it(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,10 +219,9 @@ def with_template(template: str) -> Any:
     [
         "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
         "{{ 'x' * 999999999 }}",
-        "{% set ns = namespace(x='x' * 1000) %}{% for i in range(30) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
         "{% for i in range(90) %}{{ 'x' * 999999 }}{% endfor %}",
     ],
-    ids=["loop", "repeat", "double", "long"],
+    ids=["loop", "repeat", "long"],
 )
 def test_a_template_without_end_is_refused_with_its_limits_and_the_next_one_works(template: str) -> None:
     with pytest.raises(ConfigError, match=r"chat template: expected a rendering within 5 s .* 512 MiB .* 64 MiB"):
