@@ -90,15 +90,19 @@ class HeldOutSample:
 
 
 def samples_of(run_folder: Path) -> list[HeldOutSample]:
-    """The held-out prompts that were answered by the base model, too; without the lines that all begin with (`shared_lines`)."""
-    rows = rows_of(run_folder / "learner" / "samples.jsonl")
-    last, cut = {row["prompt"]: (row["completion"], row["reward"]) for row in rows}, len(shared_lines(run_folder))
+    """The held-out prompts that were answered by the base model, too, each once; without the lines that all begin with
+    (`shared_lines`)."""
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    cut = len(shared_lines(run_folder))
+    for row in rows_of(run_folder / "learner" / "samples.jsonl"):
+        asked = row["prompt"][cut:], str(row.get("answer", ""))
+        last[asked] = row
+        if row["step"] == 0:
+            first.setdefault(asked, row)
     return [
-        HeldOutSample(
-            row["prompt"][cut:], str(row.get("answer", "")), row["completion"], row["reward"], *last[row["prompt"]]
-        )
-        for row in rows
-        if row["step"] == 0
+        HeldOutSample(*asked, row["completion"], row["reward"], last[asked]["completion"], last[asked]["reward"])
+        for asked, row in first.items()
     ]
 
 

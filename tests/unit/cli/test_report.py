@@ -157,14 +157,16 @@ def test_the_lines_that_all_held_out_prompts_begin_with_are_shown_once(
 ) -> None:
     system = "system\nYou are helpful.\nuser\n"
     rows = [
-        {"step": 0, "prompt": f"{system}{asked}", "answer": "4", "completion": "4", "reward": 1.0}
-        for asked in ("2+2=", "2+3=")
+        {"step": step, "prompt": f"{system}{asked}", "answer": answer, "completion": said, "reward": 1.0}
+        for step, said in ((0, "one"), (0, "other"), (4, "new"))
+        for asked, answer in (("2+2=", "4"), ("2+3=", "5"), ("go", "a"), ("go", "b"))  # agents' may begin alike
     ]
     (finished / "learner" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["samples", str(finished)]) == 0
     told = capsys.readouterr().out
     assert told.count("helpful") == 1 and f"each prompt begins {system!r}" in told
     assert "'2+2=', expected" in told and "'2+3=', expected" in told
+    assert told.count("before 'one' (1.00), after 'new' (1.00)") == 4 and "other" not in told, "each prompt once"
 
 
 def test_a_run_whose_programs_were_started_by_hand_has_samples_and_says_where_its_logs_are(
