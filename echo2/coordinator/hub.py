@@ -43,7 +43,7 @@ from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, LeaseRules, OpenGroup
 from echo2.coordinator.money.costs import Money, meter
 from echo2.coordinator.planning.pool_plan import PlanProcess
-from echo2.coordinator.planning.telemetry import CurrentPlan, LearnerBoard, PlanParts, is_settled
+from echo2.coordinator.planning.telemetry import CurrentPlan, LearnerBoard, PlanParts
 from echo2.coordinator.store import LoggedEvent, PaidAction, SqlStore, StateSnapshot, StateWriter
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import is_spent
@@ -393,13 +393,19 @@ class Hub:
                 member.wanted_reason = "beyond the cap or the budget"
             self.review(member)
 
-    def adopt_plan(self, plan: Plan, choosable: Iterable[PeerId], is_acted_on: bool, rate_ratio: float = 1.0) -> None:
+    def adopt_plan(
+        self,
+        plan: Plan,
+        choosable: Iterable[PeerId],
+        is_acted_on: bool,
+        rate_ratio: float = 1.0,
+        is_settled: bool = True,
+    ) -> None:
         """Adopts a plan of the pool. The learner always gets it; workers are activated by it only if `is_acted_on`.
         `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their
         state."""
         before = self.plan.message
-        pool = [member for peer_id in plan.pool if (member := self.membership.members.get(peer_id))]
-        self.plan.adopt(plan, is_acted_on, rate_ratio, is_settled(self.board, pool))
+        self.plan.adopt(plan, is_acted_on, rate_ratio, is_settled)
         if is_acted_on:
             self._want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
         if before != (update := self.plan.message):

@@ -111,6 +111,10 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         await shoot(page, "live-1440-light")
         assert (await page.locator("#todo-text").text_content()).strip(), "the page says what to do"
+        await page.locator("#tiles").get_by_text("predicted ").wait_for(timeout=WAIT_MS)
+        series = await page.evaluate("fetch('/api/series').then((answer) => answer.json())")
+        told = [one for one in series["predicted"] if one is not None]
+        assert all(one > 0.5 for one in told), f"before the first delta plans reckon with whole snapshots: {told}"
         assert await _clipped(page) == []
         await _long_values_fit(page)
         await _shows_totals_budget_and_events_in_short(page)

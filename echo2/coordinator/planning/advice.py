@@ -270,7 +270,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         yield ToDo(
             f"Stand by {run.surplus} of {run.workers} workers: {less}.", "warn", Act.APPLY_PLAN, "Apply the plan"
         )
-    if run.spare and run.spare_usd_per_hour > 0 and not run.broken:
+    if run.spare and run.spare_usd_per_hour > 0 and run.plan is not None and not run.broken:
         less = f"${run.usd_per_hour:.2f} -> ${run.usd_per_hour - run.spare_usd_per_hour:.2f}/h {same}"
         yield ToDo(f"Drop {run.spare} of {run.workers} workers: {less}.", "warn", Act.DISMISS, "Send them home")
     if run.is_short:

@@ -19,6 +19,7 @@ from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.planning.pool_plan import make_plan
 from echo2.coordinator.planning.telemetry import (
     broadcast_nodes,
+    is_settled,
     learner_estimate,
     needs_of,
     plan_config,
@@ -98,13 +99,15 @@ class Planning:
         try_newcomers(members, section.usd_per_hour_cap, hub.clock.now(), has_spent)
         if hub.config.coordinator.planner_mode == "auto":
             hub.try_out(members)
-        rate_ratio, snapshot = hub.plan.rate_ratio, await snapshot_of(hub)
+        rate_ratio, has_settled = hub.plan.rate_ratio, is_settled(hub.board, [*hub.membership.pool()])
+        snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan without workers would put all on standby
             hub.plan.waits_for = _missing(hub) if hub.plan.now is None else ""
             return
         config = plan_config(hub.config, hub.board)
         plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan.now)
-        hub.adopt_plan(plan, choosable, hub.config.coordinator.planner_mode == "auto" or has_spent, rate_ratio)
+        is_acted_on = hub.config.coordinator.planner_mode == "auto" or has_spent
+        hub.adopt_plan(plan, choosable, is_acted_on, rate_ratio, has_settled)
         hub.broadcast_needed.set()  # the share of the pool that needs versions first may have changed
 
     async def _run_broadcast(self) -> None:

@@ -279,6 +279,11 @@ class CurrentPlan:
         )  # fmt: skip
 
     @property
+    def is_settled(self) -> bool:
+        """Whether enough was measured for what the newest plan says to be told."""
+        return "utilisation" in self.predicted
+
+    @property
     def predicted_utilisation(self) -> float:
         """0 while too little was measured for a prediction."""
         return self.predicted.get("utilisation", 0.0)

@@ -49,6 +49,7 @@ TREES_SHOWN_NODES_MAX = 200  # beyond, the picture is a blot
 VERSIONS_SHOWN = 16  # rows of the table
 MACHINES_SHOWN = 50  # newest first
 PAID_SHOWN = 30  # newest last
+ENOUGH = "a few steps, heartbeats and a delta"  # what a plan is trusted from
 NAMES_SHOWN = 3  # of workers that wait for the same
 
 
@@ -313,8 +314,9 @@ class StateView:
                 hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
                 silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
-                tokens_max=hub.config.sampling.max_new_tokens, plan=plan, predicted=hub.plan.predicted_utilisation,
-                plan_waits_for=hub.plan.waits_for, target=plan_config(hub.config, board).target_utilisation,
+                tokens_max=hub.config.sampling.max_new_tokens, plan=plan if hub.plan.is_settled else None,
+                predicted=hub.plan.predicted_utilisation,
+                plan_waits_for=hub.plan.waits_for or ENOUGH, target=plan_config(hub.config, board).target_utilisation,
                 alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(working) + settling,
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
                 is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),

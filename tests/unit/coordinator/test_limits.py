@@ -16,7 +16,14 @@ from echo2.coordinator.fleet.members import WINDOW, Activation, Member, Operator
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.service import snapshot_of
-from echo2.coordinator.planning.telemetry import RATIO_LEAST, CurrentPlan, LearnerBoard, broadcast_nodes, needs_of
+from echo2.coordinator.planning.telemetry import (
+    RATIO_LEAST,
+    CurrentPlan,
+    LearnerBoard,
+    broadcast_nodes,
+    is_settled,
+    needs_of,
+)
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.relations import DeltaSizeEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -179,36 +186,32 @@ def test_a_plan_that_is_not_carried_out_is_shown_and_told_and_corrects_nothing()
     assert kept.message is not None and kept.message.in_flight_cap_rollouts == 64
 
 
-async def test_a_prediction_waits_for_three_steps_a_delta_and_a_window_of_heartbeats(tmp_path: Path) -> None:
+def test_a_prediction_waits_for_three_steps_a_delta_and_a_window_of_heartbeats() -> None:
     """A first step and first rates are those of a start, and before the first delta plans reckon with snapshots: after a resume 4 %
     were predicted where nine tenths were trained."""
-    hub = Scene(tmp_path, Cloud()).hub
-    hub.board, hub.membership = board(1.0, 1.0), fleet("A100", "A100", "A100")
-    workers = [*hub.membership.members]
+    made, members = board(1.0, 1.0), fleet("A100", "A100", "A100")
+    workers = [*members.members]
 
-    def predicted(beats: int) -> float:
+    def has_settled(beats: int = 0) -> bool:
         for peer_id in workers[:2]:
             for _ in range(beats):
-                hub.membership.on_heartbeat(peer_id, beat(), None, 1.0)
-        hub.adopt_plan(plan(workers), workers, True)
-        assert hub.plan.message is not None and hub.plan.message.kappa == 2, "the plan itself holds at once"
-        assert hub.plan.message.predicted_utilisation == hub.plan.predicted_utilisation
-        return hub.plan.predicted_utilisation
+                members.on_heartbeat(peer_id, beat(), None, 1.0)
+        return is_settled(made, [*members.members.values()])
 
-    assert predicted(beats=WINDOW) == 0.0
-    hub.board.on_report(pb.LearnerReport(step=3, train_s=1.0), 3.0)
-    assert predicted(beats=0) == 0.0
-    hub.board.on_publish(pb.VersionPublished(version=1, parent=0, has_parent=True, artifact_bytes=9), 1.0, workers, 3.0)
-    assert predicted(beats=0) == 0.98
-    hub.board.delta_size = DeltaSizeEstimator()
-    assert predicted(beats=0) == 0.0
+    assert not has_settled(beats=WINDOW)
+    made.on_report(pb.LearnerReport(step=3, train_s=1.0), 3.0)
+    assert not has_settled()
+    made.on_publish(pb.VersionPublished(version=1, parent=0, has_parent=True, artifact_bytes=9), 1.0, workers, 3.0)
+    assert has_settled()
+    made.delta_size = DeltaSizeEstimator()
+    assert not has_settled()
     for version in (2, 3):
-        hub.board.on_publish(pb.VersionPublished(version=version, artifact_bytes=9), 1.0, workers, 3.0)
-    assert predicted(beats=0) == 0.98, "only snapshots are published"
+        made.on_publish(pb.VersionPublished(version=version, artifact_bytes=9), 1.0, workers, 3.0)
+    assert has_settled(), "only snapshots are published"
     for peer_id in workers:
-        hub.membership.members[peer_id].measures = WorkerMeasures()
-    assert predicted(beats=WINDOW - 1) == 0.0
-    assert predicted(beats=1) == 0.98
+        members.members[peer_id].measures = WorkerMeasures()
+    assert not has_settled(beats=WINDOW - 1)
+    assert has_settled(beats=1)
 
 
 async def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(tmp_path: Path) -> None:

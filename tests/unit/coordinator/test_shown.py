@@ -143,8 +143,9 @@ async def test_what_the_learner_waits_for_is_told_with_its_leases_only_where_it_
 async def test_no_prediction_is_shown_while_too_little_was_measured(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 1.0)
     with_learner(fleet)
-    fleet.hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True)
+    fleet.hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True, is_settled=False)
     page, status = same_facts(fleet)
+    assert page["advice"].limits == "not known before a few steps, heartbeats and a delta"
     assert page["plan"]["is_known"] and page["plan"]["utilisation"] is None and not status.plan.predicted_utilisation
     assert page["advice"].utilisation == 0.0 and not page["advice"].is_measured
     assert status.headline == "Nothing to do: the learner makes its first steps at $1.00/h."
