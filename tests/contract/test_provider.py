@@ -251,6 +251,8 @@ def test_offers_that_make_no_sense_are_refused_by_name(tmp_path: Path, text: str
 
 def test_offers_are_read_wrong_settings_named_and_workers_told_where_the_base_checkpoint_is(tmp_path: Path) -> None:
     assert [offer.is_automatic for offer in load_offers(None)] == [False, False]
+    with pytest.raises(ConfigError, match=rf"expected a file at no.toml from {Path.cwd()}: No such file"):
+        load_offers(Path("no.toml"))
     path = tmp_path / "offers.toml"
     path.write_text(
         "[[offer]]\nname = 'here'\nprovider = 'local'\nusd_per_hour = 1\nmachines_max = 3\n[offer.settings]\ncolour = 'red'"

@@ -330,7 +330,9 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
         hub, link = daemon.hub, JoinLink.parse(daemon.links["worker"])
         with pytest.raises(BadToken, match="expected one of this run"):
             await enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
-        with pytest.raises(NotAllowed, match="it is for the role worker"):
+        with pytest.raises(
+            NotAllowed, match="for the role worker, not 'learner'; the link of that role is in RUNS/NAME/links"
+        ):
             await enrol(link, Identity.generate(), Role.LEARNER)
         worker, learner = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.LEARNER)
         stub, hello = coordinator_pb2_grpc.CoordinatorStub, {"protocol_version": 2, "run_id": RUN}
