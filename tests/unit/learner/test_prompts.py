@@ -305,3 +305,17 @@ def test_a_mixture_with_an_environment_trains_each_by_its_turns_and_stays_what_i
     changed = MIXTURE | {"digits": MIXTURE["digits"] | {"weight": 5.0}}
     with pytest.raises(StateError, match="mixture"):
         prepared_from(mixed(tmp_path / "run", model_path, changed))
+
+
+async def test_a_reward_reads_what_it_is_given_and_nothing_of_the_run(model_path: Path, tmp_path: Path) -> None:
+    """Whose folder has the workers' keys, too, where all processes run on one machine."""
+    data, key = tmp_path / "data.txt", tmp_path / "run" / "workers" / "w0" / "identity.key"
+    key.parent.mkdir(parents=True)
+    for path, reward in ((data, 1.0), (key, 0.0)):
+        path.write_text("secret")
+        task = {"name": "tests.unit.tasks.naughty:Reads", "args": {"where": f"file:{path}"}, "eval_prompts": 0}
+        readable = {"readable": [str(tmp_path)], "trusted_rewards": False}
+        prompts = prompts_for(options_for(tmp_path / "run" / "learner", model_path, task=task | readable))
+        scored = await prompts.answer(0, [(5, 6)], 10)
+        assert scored.reward is not None and scored.reward.value == reward, scored
+        prompts.close()
