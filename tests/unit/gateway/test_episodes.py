@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.base.errors import MalformedMessage
+from echo2.base.errors import MalformedMessage, TaskError
 from echo2.base.rollout import FinishReason
 from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
+from echo2.gateway.harness import Episode, make_harness
 from echo2.gateway.requests import CHOICES_MAX, chat_call, text_call, whole_number
 from tests.patience import WAIT_S
 from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, completion, texts_of
@@ -129,6 +130,26 @@ async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_e
         await settle()
         assert session.playing is not None and session.playing.cancelling()
     await world.episodes.close()
+
+
+async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_error() -> None:
+    episode = Episode("http://127.0.0.1:1/v1", "key", {})
+    for command, reward in (("echo played; echo 0.5", 0.5), ("echo played", None)):
+        play = make_harness(f"sh -c '{command}'", 1)
+        assert play is not None and await play(episode) == reward
+    play = make_harness("sh -c 'echo 0.5; exit 3'", 1)
+    assert play is not None
+    with pytest.raises(TaskError, match="expected it to exit with 0, got 3"):
+        await play(episode)
+
+
+async def test_the_end_ends_what_plays() -> None:
+    world = World(PlayedByHand())
+    world.episodes.open_problem("a1", 1, {})
+    (session,) = world.episodes.sessions.values()
+    await settle()
+    await world.episodes.close()
+    assert session.playing is not None and session.playing.cancelled()
 
 
 async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -> None:
