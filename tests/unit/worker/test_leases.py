@@ -230,6 +230,7 @@ class LeaseRules(RuleBasedStateMachine):
         self.is_leaving, self.is_up, self.is_swapping = False, True, False
         self.drains_until = math.inf
         self.judged: set[LeaseId] = set()
+        self.forgotten: dict[tuple[str, int], int] = {}  # tokens that a restart of the learner lost
 
     @rule(
         kind=st.sampled_from(["new", "new", "continued", "evaluation", "call of an agent", "of another version"]),
@@ -299,6 +300,7 @@ class LeaseRules(RuleBasedStateMachine):
     @rule()
     def restart_of_the_learner_forgets_partials(self) -> None:
         self.learner(False)
+        self.forgotten |= {key: len(tokens) for key, tokens in self.it.held.items() if key not in self.it.finished}
         self.it.held = {key: tokens for key, tokens in self.it.held.items() if key in self.it.finished}
         while self.it.fetching:
             self.answer_fetch(True)
@@ -362,8 +364,11 @@ class LeaseRules(RuleBasedStateMachine):
             self.it.leases.wake()
 
     def lacking(self, lease_id: LeaseId) -> bool:
+        """Whether the learner lacks tokens of it. Those that it held once and forgot are sent again only with the next ones:
+        without these, who continues the group samples them again."""
         spec = self.specs[lease_id]
-        held = [len(self.it.held.get((spec.group_id, index), [])) for index in range(spec.rollout_count)]
+        keys = [(spec.group_id, index) for index in range(spec.rollout_count)]
+        held = [max(len(self.it.held.get(key, [])), self.forgotten.get(key, 0)) for key in keys]
         return any(len(self.it.sampled.get(f"{lease_id}/{index}", [])) > count for index, count in enumerate(held))
 
     def is_free(self, at: float) -> bool:
