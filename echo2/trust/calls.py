@@ -157,10 +157,10 @@ class _Gate:
             await self._end(context, method, error)
 
     async def _end(self, context: Any, method: str, error: Exception) -> None:
-        """Ends the call with a status for its caller. One that has left meanwhile counts as having cancelled."""
+        """Ends the call with a status for its caller. If it has left, or this server has stopped, the call counts as cancelled."""
         try:
             match error:
-                case grpc.aio.InternalError():
+                case grpc.aio.BaseError() if not isinstance(error, grpc.aio.UsageError):
                     raise error
                 case TimeoutError():
                     await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected a message within {BODY_S:.0f} s")
@@ -174,7 +174,9 @@ class _Gate:
                     whose = " at ".join([*(bytes(name).decode(errors="replace") for name in names[:1]), context.peer()])
                     MISHAPS.note(f"a call of {method}", whose, error)
                     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the server's log")
-        except grpc.aio.InternalError as gone:
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError as gone:
             _log.debug("a call of %s ended before its answer: %s", method, gone)
             raise asyncio.CancelledError from None
 

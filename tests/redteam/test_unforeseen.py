@@ -65,7 +65,7 @@ async def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_
             assert (await node.hello()).WhichOneof("kind") == "welcome"
 
 
-async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(
+async def test_a_caller_that_goes_or_a_server_that_stops_while_it_is_being_answered_is_no_error_of_ours(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Gone:
@@ -83,6 +83,12 @@ async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours
         async def abort(self, *_: object) -> None:
             raise grpc.aio.InternalError("Failed execute_batch")
 
+    class Stopped(Gone):
+        """Of a call that is read from when this server has stopped."""
+
+        async def read(self) -> bytes:
+            raise grpc.aio.BaseError("Server already stopped.")
+
     async def unary(request: object, context: Gone) -> None:
         await context.abort()
 
@@ -95,10 +101,10 @@ async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours
 
     noted, gate = MISHAPS.count, _Gate(lambda context: ("w1", FairShare.SHARE))
     parse = pb.Heartbeat.FromString
-    for serve in (unary, malformed):
+    for serve, context in ((unary, Gone()), (malformed, Gone()), (unary, Stopped())):
         handler = gate.gated("/s/m", grpc.unary_unary_rpc_method_handler(serve, parse))
         with pytest.raises(asyncio.CancelledError):
-            await handler.stream_unary(None, Gone())
+            await handler.stream_unary(None, context)
     handler = gate.gated("/s/m", grpc.unary_stream_rpc_method_handler(stream, parse))
     with pytest.raises(asyncio.CancelledError):
         async for _ in handler.stream_stream(None, Gone()):

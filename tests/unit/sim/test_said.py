@@ -13,8 +13,8 @@ from echo2.sim.storm import stormy_world
 
 LIST = Path(__file__).with_name("said.txt")
 ROOT = Path(__file__).resolve().parents[3]
-SEEDS = (9, 22)
-"""9 has a long outage of the learner. Of those that say what it does not say, 22 takes least time."""
+SEEDS = (9, 27, 22)
+"""9 has a long outage of the learner. Of those that say what it does not say, 27 and 22 take least time."""
 MORE = (6, 23, 4, 2, 130, 88)
 """88 has the longest stand of these: nine steps in 287 s."""
 
