@@ -60,8 +60,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores, four at most: a third of what the tests take is waiting."""
-    return min((os.cpu_count() or 1) + 1, 4)
+    """Two processes more than there are cores, four at most: much of what the tests take is waiting."""
+    return min((os.cpu_count() or 1) + 2, 4)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
