@@ -79,9 +79,8 @@ class OperatorClient:
         except grpc.aio.AioRpcError as error:
             name, _, text = (error.details() or "").partition(": ")
             kind = getattr(errors, name, None)
-            if (
-                text and isinstance(kind, type) and issubclass(kind, EchoError)
-            ):  # what the coordinator says of the request
+            # What the coordinator says of the request.
+            if text and isinstance(kind, type) and issubclass(kind, EchoError):
                 raise (ConfigError if kind is MalformedMessage else kind)(text) from None
             raise error_of(error, self._whose) from None
 

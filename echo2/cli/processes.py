@@ -22,7 +22,7 @@ from rich.console import Console
 
 from echo2.base.errors import ConfigError, EchoError, StateError, Unreachable
 from echo2.cli.process import FORCED_EXIT_CODE, PARENT, wrapped
-from echo2.cli.report import samples_of, shared_lines
+from echo2.cli.report import samples_of
 
 READY_WITHIN_S = 60.0  # imports on a cold disk
 STOP_WITHIN_S = 10.0  # a daemon's own graceful end
@@ -250,12 +250,12 @@ TAIL_BYTES = 2000  # of each log at first: some twenty lines
 
 
 def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
-    found = samples_of(_folder(own.run))
+    shared, found = samples_of(_folder(own.run))
     if not found:
         raise StateError(
             f"{own.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
         )
-    if shared := shared_lines(own.run):
+    if shared:
         print(wrapped(f"each prompt begins {shared!r}", 4), end="\n\n")
     print("\n\n".join("\n".join(wrapped(line, 4) for line in one.lines()) for one in found))
     return 0

@@ -59,7 +59,7 @@ def read_report(run_folder: Path) -> RunReport:
         raise StateError(f"run folder {run_folder}: expected {SUMMARY} of a finished run, found none")
     facts = json.loads(path.read_text())
     lines = ["", *(wrapped(f"{label:<22} {text}", 23) for label, text in _entries(run_folder, facts))]
-    lines += [wrapped(f"  {line}", 6) for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
+    lines += [wrapped(f"  {line}", 6) for one in samples_of(run_folder)[1][:SAMPLES_SHOWN] for line in one.lines()]
     lines += [wrapped(f"PROBLEM: {problem}", 9) for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
 
@@ -89,26 +89,26 @@ class HeldOutSample:
         return f"{self.prompt!r}{expected}", f"  before {before}, after {after}"
 
 
-def samples_of(run_folder: Path) -> list[HeldOutSample]:
-    """The held-out prompts that were answered by the base model, too, each once; without the lines that all begin with
-    (`shared_lines`)."""
+def samples_of(run_folder: Path) -> tuple[str, list[HeldOutSample]]:
+    """The lines with which every held-out prompt begins, and those that were answered by the base model, too, each once, without
+    these lines."""
     first: dict[tuple[str, str], dict[str, Any]] = {}
     last: dict[tuple[str, str], dict[str, Any]] = {}
-    cut = len(shared_lines(run_folder))
-    for row in rows_of(run_folder / "learner" / "samples.jsonl"):
-        asked = row["prompt"][cut:], str(row.get("answer", ""))
+    rows = rows_of(run_folder / "learner" / "samples.jsonl")
+    shared = _shared_lines({row["prompt"] for row in rows})
+    for row in rows:
+        asked = row["prompt"][len(shared) :], str(row.get("answer", ""))
         last[asked] = row
         if row["step"] == 0:
             first.setdefault(asked, row)
-    return [
+    return shared, [
         HeldOutSample(*asked, row["completion"], row["reward"], last[asked]["completion"], last[asked]["reward"])
         for asked, row in first.items()
     ]
 
 
-def shared_lines(run_folder: Path) -> str:
-    """The lines with which every prompt of samples.jsonl begins, as a chat template's system text; empty if there is one prompt."""
-    prompts = {row["prompt"] for row in rows_of(run_folder / "learner" / "samples.jsonl")}
+def _shared_lines(prompts: set[str]) -> str:
+    """The lines with which every prompt begins, as a chat template's system text; empty if there is one prompt."""
     lines = zip(*(prompt.splitlines(keepends=True)[:-1] for prompt in prompts), strict=False)
     shared = takewhile(lambda line: len(set(line)) == 1, lines)
     return "".join(line[0] for line in shared) if len(prompts) > 1 else ""
@@ -251,7 +251,7 @@ def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str
         f"<tr><td class=completion>{escape(one.prompt)}<td class=completion>{escape(one.answer)}"
         f"<td class=completion>{escape(one.before)}<td class=n>{one.reward_before:.2f}"
         f"<td class=completion>{escape(one.after)}<td class=n>{one.reward_after:.2f}"
-        for one in samples_of(run_folder)
+        for one in samples_of(run_folder)[1]
     )
     name = escape(run_folder.name)
     style, rollouts = _static("page.css"), _rollouts_section(run_folder, names)

@@ -281,11 +281,9 @@ class GatewayApp:
         body = await self._bodies.parsed(request, session.session_id, dict)
         value, parts = body.get("reward"), body.get("parts") or {}
         if not isinstance(parts, dict) or len(parts) > 64 or not all(map(is_reward, (value, *parts.values()))):
-            text = (
-                f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers, got "
-            )
-            text += repr({name: body.get(name) for name in ("reward", "parts") if name in body} or "neither")[:200]
-            raise MalformedMessage(text)
+            came = {name: body[name] for name in ("reward", "parts") if name in body} or "neither"
+            what = f"a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
+            raise MalformedMessage(f"reward: expected {what}, got {came!r:.200}")
         assert isinstance(value, int | float), "checked above"
         self._episodes.reward(session, float(value), {str(k)[:64]: float(v) for k, v in parts.items()})
         return JSONResponse({"id": session.session_id, "is_ended": True})

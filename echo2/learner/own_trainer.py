@@ -10,6 +10,7 @@ All collectives of the engine's tensors run in the user's threads, so two thread
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,9 @@ from echo2.outside import monotonic
 from echo2.weights import fingerprint
 from echo2.weights.elements import published_tensors
 
+_log = logging.getLogger("echo2.learner")
+
+WAIT_TOLD_S = 60.0  # an 8B model with its optimiser, 100 GB, takes minutes to write: no alarm, but no silence either
 _GATHER = Batch(Step(-1), ())  # in the place of a batch: a request for a copy of the weights as they are
 
 
@@ -245,7 +249,10 @@ class OwnTrainer:
     ) -> Checkpoint:
         """The user's own checkpoint of this step has masters and optimiser. It is written first: a kill between the two would
         leave a run that goes on from a step of which the user has nothing."""
-        self._is_saved.wait()
+        while not self._is_saved.wait(WAIT_TOLD_S):
+            _log.info(
+                "the checkpoint of step %d waits for your trainer to ask for the next batch or leave", self.step_count
+            )
         return take_published(store, Step(self.step_count), published, version, state)
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:

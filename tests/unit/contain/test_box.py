@@ -67,29 +67,17 @@ def test_home_and_what_is_missing_are_not_readable() -> None:
             box_command("bwrap", View((path,)), 1 << 20, ["python"])
 
 
-def test_a_bwrap_that_does_not_work_is_told_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bwrap_that_does_not_work_is_told_with_what_it_said_without_its_dot_for_more_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho 'setting up uid map: Permission denied. See a page.' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(box, "_candidates", lambda: iter([str(broken)]))
     bubblewrap.cache_clear()
     try:
         with pytest.raises(ResourceError, match="user namespaces.*uid map: Permission denied"):
             bubblewrap()
-        assert "Permission denied" in containment_problem()
-    finally:
-        bubblewrap.cache_clear()
-
-
-def test_what_a_bubblewrap_that_does_not_work_says_ends_without_a_dot_for_more_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: no namespaces. See a page.' >&2\nexit 1\n")
-    broken.chmod(0o700)
-    monkeypatch.setattr(box, "_candidates", lambda: iter([str(broken)]))
-    bubblewrap.cache_clear()
-    try:
-        assert containment_problem().endswith("bwrap: no namespaces. See a page")
+        assert containment_problem().endswith("uid map: Permission denied. See a page")
     finally:
         bubblewrap.cache_clear()

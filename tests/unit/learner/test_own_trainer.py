@@ -96,8 +96,12 @@ def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:
     assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
 
 
-def test_the_runs_checkpoint_of_a_step_waits_for_the_users(model_path: Path, tmp_path: Path) -> None:
-    """A kill between the two leaves the older one of each."""
+def test_the_runs_checkpoint_of_a_step_waits_for_the_users(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kill between the two leaves the older one of each. It says that it waits."""
+    monkeypatch.setattr("echo2.learner.own_trainer.WAIT_TOLD_S", 0.01)
+    caplog.set_level("INFO", "echo2")
     for way in ("next_batch", "saved", "end"):
         own, weights = trainer_of(model_path)
         store, leave = CheckpointStore(tmp_path / way, LearnerLimits(free_bytes_min=1)), getattr(own, way)
@@ -108,6 +112,8 @@ def test_the_runs_checkpoint_of_a_step_waits_for_the_users(model_path: Path, tmp
         taking.start()
         taking.join(0.05)
         assert taking.is_alive(), "the user still writes its own"
+        assert "the checkpoint of step 1 waits for your trainer" in caplog.text
+        caplog.clear()
         threading.Thread(target=leave, daemon=True).start()
         taking.join(WAIT_S)
         assert not taking.is_alive()
