@@ -95,16 +95,16 @@ def begun(environment: Environment, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_the_demo_from_the_wheel_is_stopped_and_goes_on_to_its_end_as_a_run_with_one_worker(
+def test_the_demo_from_the_wheel_is_stopped_goes_on_as_a_run_with_one_worker_and_ends_as_a_demo(
     whole: Environment, base_model: Path
 ) -> None:
     """It finds its model made; a second command in its folder and another run's port are left alone."""
     (whole.home / ".cache" / "echo2").mkdir(parents=True)
     (whole.home / ".cache" / "echo2" / "demo").symlink_to(base_model.parent)
     run = whole.home / "runs" / "wheel"
-    words = ("demo", "--plain", "--steps", "100000", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
+    words = ["demo", "--plain", "--steps", "100000", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
              "--learner.prompts_per_step", "8", "--task.eval_prompts", "32", "--learner.checkpoint_every_steps", "2",
-             "--learner.emulated_step", "0.5")  # fmt: skip
+             "--learner.emulated_step", "0.5"]  # fmt: skip
     try:
         taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
     except OSError:  # somebody else's run has it
@@ -142,6 +142,14 @@ def test_the_demo_from_the_wheel_is_stopped_and_goes_on_to_its_end_as_a_run_with
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == last
     assert summary["tokens_over_bound"] == 0 and summary["versions_equal"]["w1"]
+    words[words.index("100000")] = str(last + 2)
+    done = whole.run("echo2", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps_of(run) == list(range(last + 3)), "the demo goes on from what the run saved"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == last + 2 and summary["tokens_over_bound"] == 0
+    assert "goes on" not in done.stdout, done.stdout
+    assert left_over(whole.folder) == []
     done = whole.run("echo2", "export", "runs/wheel", "my-model")
-    assert done.returncode == 0 and f"step {last}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"step {last + 2}" in done.stdout, done.stderr
     assert (whole.home / "my-model" / "config.json").exists()

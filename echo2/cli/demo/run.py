@@ -108,8 +108,10 @@ def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
     run, console = demo_run(own, parse_overrides(rest)), Console()
     lock = RunLock(run.folder)
     begun = run.folder / "run.toml"
-    if begun.exists() and load_config([begun]) != run.config:
-        raise StateError(f"run folder {run.folder}: expected none or this demo's own, found another run; choose --name")
+    if begun.exists() and (model_path := load_config([begun]).model.path) != run.config.model.path:
+        raise StateError(
+            f"run folder {run.folder}: expected none or a demo's, found a run of {model_path}; choose --name"
+        )
     _make_base_model(run.config, own.model == "smollm2", console)
     if not model.codec_stamp().exists():
         console.print("compiling the delta codec (once, then cached) …")

@@ -295,7 +295,7 @@ def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monk
     ]  # fmt: skip
 
 
-def test_a_demo_goes_on_with_its_own_run_and_with_no_other(
+def test_a_demo_goes_on_with_its_own_run_also_for_other_steps_and_with_no_other_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def made(*how: object) -> None:
@@ -303,10 +303,14 @@ def test_a_demo_goes_on_with_its_own_run_and_with_no_other(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "_make_base_model", made)
-    for name, steps, said in (("kept", "0", "it goes on"), ("other", "7", "found another run; choose --name")):
-        begun = demo.demo_run(main.make_parser().parse_args(["demo", "--name", name]), {})
+    other = {"model.path": "models/mine"}
+    for name, overrides, said in (
+        ("kept", {}, "it goes on"),
+        ("other", other, "found a run of models/mine; choose --name"),
+    ):
+        begun = demo.demo_run(main.make_parser().parse_args(["demo", "--name", name]), overrides)
         assert begun.again == f"the same command with --name {name}", "without, its name would be another each time"
         begun.folder.mkdir(parents=True)
         (begun.folder / "run.toml").write_text(to_toml(begun.config, with_descriptions=True))
-        assert main.main(["demo", "--name", name, "--steps", steps])
+        assert main.main(["demo", "--name", name, "--steps", "7"])
         assert said in capsys.readouterr().err
