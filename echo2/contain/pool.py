@@ -39,10 +39,9 @@ class FairQueue(Generic[Item]):
     def __init__(self) -> None:
         self._senders: dict[str, _Sender[Item]] = {}
         self._level_s = 0.0  # usage of the sender served last: newcomers start there
-        self._waiting = 0
 
     def __len__(self) -> int:
-        return self._waiting
+        return sum(len(account.waiting) for account in self._senders.values())
 
     def push(self, sender: str, item: Item) -> None:
         account = self._senders.get(sender)
@@ -55,7 +54,6 @@ class FairQueue(Generic[Item]):
         elif not account.waiting and not account.running:
             account.used_s = max(account.used_s, self._level_s)
         account.waiting.append(item)
-        self._waiting += 1
 
     def pop(self) -> tuple[str, Item] | None:
         ready = [
@@ -69,7 +67,6 @@ class FairQueue(Generic[Item]):
         account = self._senders[name]
         self._level_s = max(self._level_s, account.used_s)
         account.running += 1
-        self._waiting -= 1
         return name, account.waiting.popleft()
 
     def done(self, sender: str, seconds: float, is_held: bool) -> None:
@@ -84,7 +81,6 @@ class FairQueue(Generic[Item]):
     def drain(self) -> list[Item]:
         items = [item for account in self._senders.values() for item in account.waiting]
         self._senders.clear()
-        self._waiting = 0
         return items
 
 

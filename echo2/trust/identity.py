@@ -80,8 +80,6 @@ class Identity:
 
     @classmethod
     def from_private_bytes(cls, raw: bytes) -> Identity:
-        if len(raw) != 32:
-            raise TrustError(f"identity key: expected 32 bytes, got {len(raw)}")
         return cls(Ed25519PrivateKey.from_private_bytes(raw))
 
     def private_bytes(self) -> bytes:

@@ -315,13 +315,11 @@ class ContainerDecoder:
             raise DeltaFormatError(f"{self._whose()}: expected a header and an end frame, one has not come")
         if missing := [block for block in self._plan if block.index not in self._digests]:
             raise DeltaFormatError(f"{self._whose()}: {missing[0].describe()} has not come")
-        header = head.header
-        if header.parent_fingerprint is None:
+        header, start = head.header, head.header.parent_fingerprint or 0
+        if self._whole is not None:
             start = whole_fingerprint(self._table.specs, header.fingerprint_key)
-            for spec in self._table.specs:
-                _tensor_bits(self._whole if self._whole is not None else {}, spec)
-        else:
-            start = header.parent_fingerprint
+            for spec in self._table.specs:  # those without elements have no block
+                _tensor_bits(self._whole, spec)
         fingerprint = (start + sum(self._steps.values())) % MODULUS
         if (claimed := self._end.target_fingerprint) != fingerprint:
             raise FingerprintMismatch(

@@ -1,7 +1,7 @@
 """The worker's host copy of the weights: the exact bits of its current version, changed only by complete, verified versions.
 
-Guarantees: `commit` moves from one version to the next or leaves every bit unchanged; committing the same version
-again does nothing. Not for several writers: one thread commits; others may read only between commits.
+Guarantees: `commit` moves from one version to the next or leaves every bit unchanged. Not for several writers: one thread
+commits; others may read only between commits.
 """
 
 from __future__ import annotations
@@ -108,16 +108,12 @@ class HostWeights:
         return found
 
     def commit(self, staged: StagedDelta) -> None:
-        """Moves to a staged version, entirely or not at all. Committing the held version again does nothing."""
-        has_same_tensors = staged.table is self.table or staged.table.digest() == self.table_digest
-        key = staged.header.fingerprint_key
-        if self.version == staged.version and has_same_tensors and self.fingerprint(key) == staged.fingerprint:
-            return
+        """Moves to a staged version, entirely or not at all."""
         if staged.whole is not None:
             self.table, self.table_digest, self._bits = staged.table, staged.table.digest(), staged.whole
             self._specs = {spec.name: spec for spec in staged.table.specs}
         else:
-            self._check_parent(staged, has_same_tensors)
+            self._check_parent(staged)
             done: list[int] = []
             try:
                 for part in staged.exchange_parts():
@@ -127,15 +123,15 @@ class HostWeights:
                 for part in reversed(done):
                     staged.exchange(part, self)
                 raise
-        self.version, self.key, self._fingerprint = staged.version, key, staged.fingerprint
+        self.version, self.key, self._fingerprint = staged.version, staged.header.fingerprint_key, staged.fingerprint
 
-    def _check_parent(self, staged: StagedDelta, has_same_tensors: bool) -> None:
+    def _check_parent(self, staged: StagedDelta) -> None:
         if staged.parent != self.version:
             raise StateError(
                 f"staged version {staged.version}: expected the host at its parent {staged.parent}, "
                 f"it is at {self.version}"
             )
-        if not has_same_tensors:
+        if staged.table != self.table:
             raise DeltaFormatError(f"staged version {staged.version}: its tensors are not those of the host")
         if staged.header.parent_fingerprint != self.fingerprint(staged.header.fingerprint_key):
             raise FingerprintMismatch(

@@ -63,7 +63,7 @@ class HubDownload:
         if not self.whole_bytes or now - self._began_s < JUDGED_FROM_S:
             return ""
         then, before = self._looks[0]
-        rate = max(1.0, (self.arrived_bytes - before) / max(1e-9, now - then))
+        rate = max(1.0, (self.arrived_bytes - before) / (now - then))
         left_s = (self.whole_bytes - self.arrived_bytes) / rate
         if left_s > KEYFRAME_TIMES * keyframe_s:
             return f"it would take {left_s:.0f} s more, a keyframe from peers about {keyframe_s:.0f} s"

@@ -90,8 +90,7 @@ class Generation:
     def wake_at(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        delay_s = max(0.0, at - self._clock.now())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.leases.wake)
+        self._timer = asyncio.get_running_loop().call_later(at - self._clock.now(), self.leases.wake)
 
     # -- the rate
 

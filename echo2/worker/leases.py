@@ -88,11 +88,11 @@ class Demand:
     def cover(self) -> int:
         """Rollouts that finish while a lease travels. Uses the shortest recent travel time: in longer ones the coordinator mostly
         had no work."""
-        if len(self._finishes) < 2 or not self._travels:
+        span = self._finishes[-1] - self._finishes[0] if self._finishes and self._travels else 0.0
+        if span <= 0:
             return 0
-        span = self._finishes[-1] - self._finishes[0]
-        rate = (len(self._finishes) - 1) / span if span > 0 else math.inf
-        return int(min(self.slot_count, math.ceil(SAFETY * rate * min(self._travels)) if math.isfinite(rate) else 0))
+        rate = (len(self._finishes) - 1) / span
+        return min(self.slot_count, math.ceil(SAFETY * rate * min(self._travels)))
 
     def level(self, held: int, is_willing: bool) -> int:
         """How many more rollouts are wanted while `held` are running or waiting for a slot."""

@@ -416,9 +416,9 @@ class Reports:
 
     async def _fetch(self, lease_id: LeaseId) -> None:
         """Asks the learner for partial rollouts until it answers; cancelled when the lease ends."""
-        while (ticket := self._tickets.get(lease_id)) is not None:
+        while True:
             if self._stub is not None:
-                request = ingest_pb2.GetPartialsRequest(ticket=ticket)
+                request = ingest_pb2.GetPartialsRequest(ticket=self._tickets[lease_id])
                 try:
                     reply = await self._stub.GetPartials(request, timeout=PARTIALS_S)
                     with handling("partial rollouts", "the learner"):
