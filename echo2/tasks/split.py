@@ -19,8 +19,8 @@ from echo2.base.rng import derived_seed
 
 @dataclass(frozen=True, slots=True)
 class TaskSplit:
-    """Held-out and training indices of a task of `size` instances (None: unlimited). `epochs_max` ends training on a finite
-    task with a `TaskError`; None repeats it, in a new order each time."""
+    """Held-out and training indices of a task of `size` instances (None: unlimited). `epochs_max`: how often a finite
+    one may be drawn (`has`); None repeats it, in a new order each time."""
 
     size: int | None
     held_out_count: int
@@ -53,11 +53,6 @@ class TaskSplit:
             return self.held_out_count + position
         epoch_length = self.size - self.held_out_count
         epoch, place = divmod(position, epoch_length)
-        if self.epochs_max is not None and epoch >= self.epochs_max:
-            raise TaskError(
-                f"data set exhausted: expected at most {self.epochs_max} epochs of {epoch_length} prompts, "
-                f"asked for prompt {position + 1}"
-            )
         shuffled = permuted(place, epoch_length, derived_seed(self.seed, "epoch", epoch))
         return permuted(self.held_out_count + shuffled, self.size, derived_seed(self.seed, "split"))
 
