@@ -102,7 +102,7 @@ class DrivenTeam(Team):
         if trainer.lent is not None:  # a state that is being written borrows the masters
             trainer.lent.keep()
             trainer.lent = None
-        trainer.forget_gradients()
+        trainer.model.forget_gradients()
         trainer.optimiser.state.clear()
         if state is None:
             own = self._adapter or dict(load_whole(self.model.path, self.model.parameters[0].dtype).named_parameters())
@@ -213,7 +213,7 @@ class DrivenTrainer:
         return await self._loop.in_trainer(lambda: self.team.optim_step(step))
 
     async def forget_gradients(self) -> None:
-        await self._loop.in_trainer(self.team.trainer.forget_gradients)
+        await self._loop.in_trainer(self.team.model.forget_gradients)
 
     async def save(self, saved: str, *, overwrites: bool) -> None:
         store, checkpoint = await self._loop.in_trainer(lambda: self.team.take_to_save(saved, overwrites=overwrites))

