@@ -176,7 +176,7 @@ class Learner:
         session: ControlSession[pb.LearnerMessage], stopped: asyncio.Event, make_broadcaster: NodeFactory,
         make_server: ServerFactory | None,
     ) -> None:  # fmt: skip
-        self.options, self._prepared, self._credentials, self._trainer = options, prepared, credentials, trainer
+        self.options, self._prepared, self._credentials = options, prepared, credentials
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
@@ -329,8 +329,7 @@ class Learner:
             folder = self.options.folder / "model"
             assert publisher.newest_version == loop.step, "the last step is always published"
             held = publisher.newest_tensors, publisher.newest_version
-            in_trainer = asyncio.get_running_loop().run_in_executor
-            policy = await in_trainer(self._trainer, lambda: loop.p.team.whole(*held))
+            policy = await loop.in_trainer(lambda: loop.p.team.whole(*held))
             await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
             _log.info("finished after %d steps; the model lies in %s", loop.step, folder)
         else:

@@ -276,9 +276,8 @@ class OpenGroups:
 
     def _answer(self, segment: Rollout, verdict: Verdict, text: str = "") -> SegmentVerdict:
         group, index = self.groups.get(segment.group_id), segment.index
-        is_held = group is not None and 0 <= index < len(group.rollouts)
-        held_tokens = len(group.rollouts[index].token_ids) if group is not None and is_held else 0
-        return SegmentVerdict(segment.group_id, index, verdict, held_tokens, text)
+        held = group.rollouts[index : index + 1] if group is not None and index >= 0 else []
+        return SegmentVerdict(segment.group_id, index, verdict, sum(len(each.token_ids) for each in held), text)
 
     def refuse(self, segment: Rollout, problem: str, impossible_of: PeerId = NOBODY) -> SegmentVerdict:
         """`impossible_of`: the sender, if no honest worker sends such a segment."""
@@ -326,10 +325,8 @@ class OpenGroups:
     # ---- rewards
 
     def reward(self, group_id: GroupId, index: int, reward: float | None) -> None:
-        """Records the reward of a finished rollout; None if scoring failed. Ignored if the group is gone."""
-        group = self.groups.get(group_id)
-        if group is None or not group.rollouts[index].is_finished:
-            return
+        """Records the reward of a finished rollout; None if scoring failed."""
+        group = self.groups[group_id]
         group.rewards[index] = reward
         self.counts.dropped_reward_failed += reward is None and group.is_training
         self._judge_ready(group)

@@ -230,8 +230,6 @@ class Group:
         """Records that an episode ended with `reward` for its `chains`; its `lost` ones do not count. If not `is_final`, its seat
         stays open for another episode."""
         for chain in (*lost, *chains):
-            while len(self.rollouts) <= chain:
-                self.add_chain()
             self.rewards[chain] = reward if chain in chains else None
         self.seats_open -= is_final
 

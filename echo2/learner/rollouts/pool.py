@@ -477,7 +477,6 @@ class RolloutPool:
         yet, so they are scored. Restored groups are not offered here: the next hello sends them."""
         self._is_offering = True
         self.groups.drop_unfinished_episodes()
-        self.groups.drop_stale()
         self.groups.move_up()  # the journal has the steps that groups were first offered for
         self._resume_evaluation()
         for group_id, group in self.groups.groups.items():

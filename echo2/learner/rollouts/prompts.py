@@ -249,15 +249,13 @@ class Prompts:
             if self.is_driven or not self.split.has(candidate):
                 return candidate
             index = self.split.train_index(candidate)
-            if index in self._unjudgeable:
-                candidate = self.split.upcoming(candidate + 1)
-                continue
-            if (tokens := len(self._encoded(self.instance(index)))) <= self._prompt_tokens_max:
-                return candidate
-            _log.warning(
-                "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
-                index, self.name_of(index), tokens, self._prompt_tokens_max,
-            )  # fmt: skip
+            if index not in self._unjudgeable:
+                if (tokens := len(self._encoded(self.instance(index)))) <= self._prompt_tokens_max:
+                    return candidate
+                _log.warning(
+                    "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
+                    index, self.name_of(index), tokens, self._prompt_tokens_max,
+                )  # fmt: skip
             candidate = self.split.upcoming(candidate + 1)
         return candidate
 

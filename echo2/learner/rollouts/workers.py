@@ -16,7 +16,7 @@ Guarantees: memory is bounded; counts of completions are halved from time to tim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, PeerId
@@ -87,11 +87,10 @@ class SenderRecords:
         if worker != NOBODY and len(self._fresh) < ROLLOUTS_MAX:
             self._fresh.add((worker, group_id, index))
 
-    def on_admission(self, senders: Iterable[SentTokens], reporter: PeerId) -> None:
+    def on_admission(self, senders: Sequence[SentTokens], reporter: PeerId) -> None:
         """A rollout passed admission. `senders`: which worker sent how many of its tokens. `reporter`: who sent the last ones."""
-        known = [sent for sent in senders if sent.token_count > 0 and sent.peer_id != NOBODY]
-        total = sum(sent.token_count for sent in known)
-        for sent in known:
+        total = sum(sent.token_count for sent in senders)
+        for sent in senders:
             record = self._of(sent.peer_id)
             record.admitted += sent.token_count / total
             record.is_proven = True

@@ -843,9 +843,8 @@ def test_rollouts_are_heard_of_for_some_seconds_and_each_counts_once() -> None:
 
 def test_an_admitted_rollout_counts_for_its_workers_by_their_share_of_its_tokens() -> None:
     records = SenderRecords()
-    records.on_admission((SentTokens(A, 30), SentTokens(B, 90), SentTokens(A, 0)), B)
+    records.on_admission((SentTokens(A, 30), SentTokens(B, 90)), B)
     records.on_admission((SentTokens(A, 5),), A)
-    records.on_admission((SentTokens(NOBODY, 5),), NOBODY)
     shares = [delivered(A, 0, 1.25), delivered(B, 0, 0.75)]
     assert records.take_deliveries(0.0) == shares
     assert records.take_deliveries(TELL_S) == [], "reported once"
