@@ -64,20 +64,20 @@ class Routing:
     def __bool__(self) -> bool:
         return bool(self.tokens)
 
-    def check(self, count: int, whose: str) -> None:
+    def check(self, count: int, owner: str) -> None:
         """MalformedMessage unless it fits `count` tokens."""
         if not self.tokens:
             if self.prompt:
-                raise MalformedMessage(f"routing of {whose}: expected that of its tokens with that of its prompt")
+                raise MalformedMessage(f"routing of {owner}: expected that of its tokens with that of its prompt")
             return
         if count < 1 or len(self.tokens) % count or len(self.tokens) // count > ROW_BYTES_MAX:
             raise MalformedMessage(
-                f"routing of {whose}: expected rows of one size, up to {ROW_BYTES_MAX} bytes, for {count} tokens, got "
+                f"routing of {owner}: expected rows of one size, up to {ROW_BYTES_MAX} bytes, for {count} tokens, got "
                 f"{len(self.tokens)} bytes"
             )
         if len(self.prompt) % (len(self.tokens) // count) or len(self.prompt) > PROMPT_ROUTING_BYTES_MAX:
             raise MalformedMessage(
-                f"routing of {whose}: expected a prompt's rows of {len(self.tokens) // count} bytes, up to "
+                f"routing of {owner}: expected a prompt's rows of {len(self.tokens) // count} bytes, up to "
                 f"{PROMPT_ROUTING_BYTES_MAX} bytes, got {len(self.prompt)} bytes"
             )
 
@@ -87,9 +87,9 @@ class Routing:
             return self
         return Routing(b"", self.tokens[skipped * (len(self.tokens) // count) :])
 
-    def up_to(self, kept: int, count: int) -> Routing:
-        """The routing of the prompt and of the first `kept` of `count` tokens."""
-        return Routing(self.prompt, self.tokens[: kept * (len(self.tokens) // count)]) if self.tokens else self
+    def up_to(self, length: int, count: int) -> Routing:
+        """The routing of the prompt and of the first `length` of `count` tokens."""
+        return Routing(self.prompt, self.tokens[: length * (len(self.tokens) // count)]) if self.tokens else self
 
 
 NO_ROUTING = Routing()  # shared: a rollout without routers carries no array
@@ -125,10 +125,10 @@ def unpacked(rows: bytes, shape: RoutingShape) -> npt.NDArray[np.int16]:
     raw = np.frombuffer(rows, np.uint8).reshape(count, shape.row_bytes)
     bits = np.unpackbits(raw, axis=1, count=width, bitorder="little").reshape(count, -1, shape.bits)
     numbers = (bits.astype(np.int32) << np.arange(shape.bits, dtype=np.int32)).sum(-1)
-    found: npt.NDArray[np.int16] = numbers.reshape(count, shape.routers, shape.chosen).astype(np.int16)
-    if count and int(found.max()) >= shape.experts:
-        raise MalformedMessage(f"routing: expected experts below {shape.experts}, got {int(found.max())}")
-    return found
+    experts_NLK: npt.NDArray[np.int16] = numbers.reshape(count, shape.routers, shape.chosen).astype(np.int16)
+    if count and int(experts_NLK.max()) >= shape.experts:
+        raise MalformedMessage(f"routing: expected experts below {shape.experts}, got {int(experts_NLK.max())}")
+    return experts_NLK
 
 
 class FinishReason(enum.Enum):
@@ -240,22 +240,22 @@ class Rollout:
     expected_remaining_tokens: int = 0
 
     def __post_init__(self) -> None:
-        whose = f"rollout {self.index} of group {self.group_id}"
+        name = f"rollout {self.index} of group {self.group_id}"
         if self.offset:
-            whose = f"tokens {self.offset}.. of {whose}"
+            name = f"tokens {self.offset}.. of {name}"
         count = len(self.token_ids)
         if len(self.logprobs) != count or len(self.raw_logprobs) != count:
             raise MalformedMessage(
-                f"{whose}: expected {count} log-probabilities, one a token, got {len(self.logprobs)} sampled and "
+                f"{name}: expected {count} log-probabilities, one a token, got {len(self.logprobs)} sampled and "
                 f"{len(self.raw_logprobs)} raw"
             )
         covered = sum(span.count for span in self.version_spans)
         if covered != count or any(span.count < 1 for span in self.version_spans):
-            raise MalformedMessage(f"{whose}: expected version spans that cover {count} tokens, got {covered}")
-        self.routing.check(count, whose)
+            raise MalformedMessage(f"{name}: expected version spans that cover {count} tokens, got {covered}")
+        self.routing.check(count, name)
         for values in (self.logprobs, self.raw_logprobs):
             if values and (not all(map(math.isfinite, values)) or max(values) > 1e-3):
-                raise MalformedMessage(f"{whose}: expected finite log-probabilities <= 0")
+                raise MalformedMessage(f"{name}: expected finite log-probabilities <= 0")
 
     @property
     def end(self) -> int:

@@ -131,12 +131,12 @@ def imported(path: str, option: str) -> Any:
         at = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
         what = f"{type(error).__name__}: {error}{at}"
         raise ConfigError(f"{option}: expected an importable module {module_name}, got {what}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         raise ConfigError(
-            f"{option}: expected a function or class {name} in {module_name}, found {type(found).__name__}"
+            f"{option}: expected a function or class {name} in {module_name}, found {type(member).__name__}"
         )
-    return found
+    return member
 
 
 def address_of(host: str, port: int) -> str:

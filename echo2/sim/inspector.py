@@ -145,8 +145,8 @@ class Inspector:
         over = [key for owner, key in self._stalled if owner == life and key not in planner.stalled]
         for key in over:
             count, entry = self._stalled.pop((life, key)), library.entries.get(key)
-            came = entry is not None and len(entry.digests) > count
-            self._counts[AGAIN_GONE if entry is None else AGAIN_CAME if came else AGAIN_TRIED] += 1
+            is_growing = entry is not None and len(entry.digests) > count
+            self._counts[AGAIN_GONE if entry is None else AGAIN_CAME if is_growing else AGAIN_TRIED] += 1
 
     # ---- learner and coordinator
 
@@ -170,8 +170,8 @@ class Inspector:
             if known is None or not known.is_open:
                 since_s, what = self._lasts_s(life, "rented", machine_id), f"machine {machine_id}, which costs money"
                 self._truth.waits_since("coordinator", since_s, UNKNOWN_S, f"{what}, to be known")
-        told = lease_waits(hub.book, now)
-        self._truth.waits("coordinator", hub.book.queued > 0, told[0][0] if told else "")
+        waits = lease_waits(hub.book, now)
+        self._truth.waits("coordinator", hub.book.queued > 0, waits[0][0] if waits else "")
         for peer, record in hub.book.records.workers.items():
             if record.barred_until > now and peer in self._truth.liar_ids:
                 self._counts[PAUSED] += self._lasts_s(life, "paused", peer, record.barred_until) == 0.0
@@ -293,8 +293,8 @@ class Observer:
         for field, value in message.ListFields():
             self.said.add(f"{message.DESCRIPTOR.name}.{field.name}")
             if field.message_type is not None:
-                for one in value if field.is_repeated else (value,):
-                    self._note_fields(one)
+                for part in value if field.is_repeated else (value,):
+                    self._note_fields(part)
 
     def _said(self, sender: str, message: Any) -> None:
         match message:
@@ -437,9 +437,9 @@ class Truth:
         """A worker's host copy has moved to another version: checks its bits, not what it reports."""
         version = host.version
         assert version is not None, "what was committed has a version"
-        found = HostWeights.from_tensors(host.tensors(), version, FINGERPRINT_KEY, copy=False).fingerprint()
+        bits = HostWeights.from_tensors(host.tensors(), version, FINGERPRINT_KEY, copy=False).fingerprint()
         expected = self.fingerprints.get(version)
-        self.check(4, found == expected, f"the host copy of {who} at version {version} has fingerprint {found:016x}")
+        self.check(4, bits == expected, f"the host copy of {who} at version {version} has fingerprint {bits:016x}")
 
     def reported(self, who: str, segments: Sequence[Rollout]) -> None:
         """A worker has sent tokens: each must have been sampled by the version that its span names."""

@@ -98,7 +98,7 @@ def best_of_pick() -> Pick:
         group_id, seed = group_of(request), request.sampling.seed
         if (group_id, seed) not in chosen:
             seeds = [seed, *(derived_seed(seed, "mine", number) for number in range(1, TRIES))]
-            chosen[group_id, seed] = max(seeds, key=lambda one: value(bits, request, one))
+            chosen[group_id, seed] = max(seeds, key=lambda tried: value(bits, request, tried))
         return seeded(bits, group_id, chosen[group_id, seed], position)
 
     return pick
@@ -125,48 +125,48 @@ class Liar:
         self._kept: list[ingest_pb2.RolloutReport] = []
         self._tickets: dict[str, rollout_pb2.LeaseTicket] = {}
 
-    def engines(self, own: VirtualEngines) -> VirtualEngines:
-        """The engines that its daemon gets instead of `own`."""
+    def engines(self, honest: VirtualEngines) -> VirtualEngines:
+        """The engines that its daemon gets: honest ones, changed."""
         match self.kind:
             case Lie.FORGED_NUMBERS:
-                own.pick = forged_numbers(self._rng)
+                honest.pick = forged_numbers(self._rng)
             case Lie.OLDER_TOKENS:
-                own.pick = older_tokens()
+                honest.pick = older_tokens()
             case Lie.BEST_OF | Lie.OWN_BEST_OF:
-                own.pick, own.draws_by_seed = best_of_pick(), self.kind is Lie.BEST_OF
+                honest.pick, honest.draws_by_seed = best_of_pick(), self.kind is Lie.BEST_OF
             case Lie.MEMORISED:
-                own.pick = memorised_pick
-        return own
+                honest.pick = memorised_pick
+        return honest
 
     # ---- outgoing messages
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
         """The messages to send instead of `data`, any number of them."""
-        said: Sequence[bytes] = (data,)
+        messages: Sequence[bytes] = (data,)
         if method == PEERS:
-            said = self.to_peers(data)
+            messages = self.to_peers(data)
         elif (method, side) == (SESSION, 0):
-            said = self.to_coordinator(data)
+            messages = self.to_coordinator(data)
         elif (method, side) == (REPORT, 0):
-            said = self.to_learner(data)
-        self.lies_told += list(said) != [data]
-        return said
+            messages = self.to_learner(data)
+        self.lies_told += list(messages) != [data]
+        return messages
 
     def to_coordinator(self, data: bytes) -> Sequence[bytes]:
         message = coordinator_pb2.WorkerMessage.FromString(data)
-        said = [message]
+        messages = [message]
         match message.WhichOneof("kind"):
             case "hello" if self.kind in PRICES_USD:
                 message.hello.price_usd_per_hour = PRICES_USD[self.kind]
             case "heartbeat":
-                said += self._beat(message.heartbeat)
+                messages += self._beat(message.heartbeat)
             case "lease_request" if self.kind is Lie.FALSE_ROOM:
                 message.lease_request.free_rollouts = ROOM
             case "lease_ended":
                 self._leases.pop(message.lease_ended.lease_id, None)
-        said += [_ended(lease_id, coordinator_pb2.LeaseEnded.REASON_HANDED_BACK) for lease_id in self._given_back]
+        messages += [_ended(lease_id, coordinator_pb2.LeaseEnded.REASON_HANDED_BACK) for lease_id in self._given_back]
         self._given_back.clear()
-        return [one.SerializeToString() for one in said]
+        return [each.SerializeToString() for each in messages]
 
     def _beat(self, beat: coordinator_pb2.Heartbeat) -> list[coordinator_pb2.WorkerMessage]:
         """Lies in the heartbeat itself; returns what is said beside it."""
@@ -181,8 +181,8 @@ class Liar:
         for lease_id in list(self._leases):
             if self.kind is Lie.FALSE_PROGRESS:
                 self._leases[lease_id] += 1
-                told = coordinator_pb2.LeaseProgress(lease_id=lease_id, tokens=self._leases[lease_id])
-                more.append(coordinator_pb2.WorkerMessage(lease_progress=told))
+                progress = coordinator_pb2.LeaseProgress(lease_id=lease_id, tokens=self._leases[lease_id])
+                more.append(coordinator_pb2.WorkerMessage(lease_progress=progress))
             elif self.kind is Lie.FALSE_ENDS:
                 del self._leases[lease_id]
                 more.append(_ended(lease_id, coordinator_pb2.LeaseEnded.REASON_FINISHED))
@@ -196,12 +196,12 @@ class Liar:
             self._tickets[report.lease_id] = report.ticket
         for segment in report.segments:
             self._change(segment)
-        said = [report.SerializeToString()]
+        messages = [report.SerializeToString()]
         if self.kind is Lie.REPLAYED_ROLLOUTS:
             self._kept = [*self._kept, report][-REPORTS_KEPT:]
             if self._rng.random() < REPLAYS_SHARE:
-                said.append(self._replay().SerializeToString())
-        return said
+                messages.append(self._replay().SerializeToString())
+        return messages
 
     def _replay(self) -> ingest_pb2.RolloutReport:
         """A kept report under its old ticket: its lease may be over, and the group may be leased to another worker now."""

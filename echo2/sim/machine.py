@@ -272,11 +272,11 @@ class VirtualDisk:
                     path.write_bytes(before)
                 continue
             size = path.stat().st_size
-            kept = min(size, self._synced.get(key, 0))
-            if kept < size:
+            synced = min(size, self._synced.get(key, 0))
+            if synced < size:
                 lost += 1
                 dated = path.stat()
-                os.truncate(path, rng.randint(kept, size))
+                os.truncate(path, rng.randint(synced, size))
                 os.utime(path, ns=(dated.st_atime_ns, dated.st_mtime_ns))
                 if key not in self._synced and rng.random() < 0.5:
                     path.unlink()
@@ -378,12 +378,12 @@ def _cut_log(path: Path, rng: random.Random, synced: tuple[bytes, int] | None) -
     frame_bytes = _frame_bytes(log)
     with index.open("rb") as file:
         file.seek(BACKFILLED_AT)
-        kept = int.from_bytes(file.read(4), sys.byteorder)
+        frames = int.from_bytes(file.read(4), sys.byteorder)
     if synced is not None and synced[0] == salt:
-        kept = max(kept, synced[1])
-    if kept >= count:
+        frames = max(frames, synced[1])
+    if frames >= count:
         return False
-    end = LOG_HEADER_BYTES + rng.randint(kept, count) * frame_bytes
+    end = LOG_HEADER_BYTES + rng.randint(frames, count) * frame_bytes
     os.truncate(path, min(len(log), end + rng.randrange(frame_bytes)))
     return True
 

@@ -76,9 +76,9 @@ class CallStream:
                 break
         if self.ended is None:
             message_filter = end.process.machine.message_filter  # of a machine that is dishonest
-            for said in (data,) if message_filter is None else message_filter.says(self.method, end.side, data):
-                self._account(len(said))
-                self.tell("message", said, len(said))
+            for message in (data,) if message_filter is None else message_filter.says(self.method, end.side, data):
+                self._account(len(message))
+                self.tell("message", message, len(message))
 
     async def receive(self) -> bytes | None:
         """The next message that the daemon is to hear; None once no more will come (see `ended`)."""
@@ -309,8 +309,8 @@ class MemoryContext:
         while (message := await self.read()) is not EOF:
             yield message
 
-    async def serve(self, told: Callable[[BaseException], None]) -> None:
-        """The method may be of any of the four kinds, coroutine or generator. Reports an unexpected error to `told`."""
+    async def serve(self, on_error: Callable[[BaseException], None]) -> None:
+        """The method may be of any of the four kinds, coroutine or generator. Reports an unexpected error to `on_error`."""
         handler = self._handler
         try:
             request: Any = self._requests() if handler.request_streaming else await self.read()
@@ -333,5 +333,5 @@ class MemoryContext:
             raise
         except Exception as error:  # noqa: BLE001  (as in gRPC: the caller gets the error, the server continues)
             if not self.done():
-                told(error)
+                on_error(error)
             self._end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")

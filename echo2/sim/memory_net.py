@@ -106,9 +106,9 @@ class MemoryStream:
     def _say(self, frame: bytes) -> None:
         message_filter, wires = self._end.process.machine.message_filter, self._end.wire.wires
         is_honest = message_filter is None or frame == STILL_HERE
-        for said in (frame,) if is_honest else message_filter.says(PEERS, self._end.side, frame):  # type: ignore[union-attr]
-            self._in_flight += len(said)
-            self._end.send((said, self), len(said) * (wires.chunk_scale if _is_chunk(said) else 1))
+        for message in (frame,) if is_honest else message_filter.says(PEERS, self._end.side, frame):  # type: ignore[union-attr]
+            self._in_flight += len(message)
+            self._end.send((message, self), len(message) * (wires.chunk_scale if _is_chunk(message) else 1))
 
     def _look_at_backlog(self) -> None:
         """Asks the writer to pause, or to go on."""
@@ -227,7 +227,7 @@ async def connect(
     """A wire to the server that `dialled` names, after the handshake, and its certificate. `is_own_checked`: the server checks the
     caller's before it answers. ConnectionError tells why there is none."""
     answered: asyncio.Future[Process | None] = asyncio.get_running_loop().create_future()
-    wires.reach(process, *place, lambda found: None if answered.done() else answered.set_result(found), within_s)
+    wires.reach(process, *place, lambda answer: None if answered.done() else answered.set_result(answer), within_s)
     server = await answered
     shown = wires.shown.get(place)
     if server is None or shown is None or wires.listener(*place) is None:
@@ -250,19 +250,19 @@ async def connect(
 class MemoryNet:
     """The network of one process. Its servers are reached at its machine's address."""
 
-    def __init__(self, process: Process, wires: Wires, told: Callable[[str, BaseException], None]) -> None:
-        self.process, self.wires, self._told = process, wires, told
+    def __init__(self, process: Process, wires: Wires, on_error: Callable[[str, BaseException], None]) -> None:
+        self.process, self.wires, self._on_error = process, wires, on_error
 
     def server(self, options: NetOptions) -> grpc.aio.Server:
-        made = MemoryServer(self.process, self.wires, functools.partial(self._told, self.process.name))
-        return cast(grpc.aio.Server, made)
+        server = MemoryServer(self.process, self.wires, functools.partial(self._on_error, self.process.name))
+        return cast(grpc.aio.Server, server)
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
-        made: Any = server
+        memory_server: Any = server
         port = port or self._free_port()
-        if not self.wires.listen(self.process, port, lambda end: made.accept(end, shown)):
+        if not self.wires.listen(self.process, port, lambda end: memory_server.accept(end, shown)):
             raise PortBusy(f"expected to listen on {host}:{port}: Address already in use")
-        made.bound.append((port, shown))
+        memory_server.bound.append((port, shown))
         return port
 
     def channel(self, address: str, dialled: Dialled, options: NetOptions) -> grpc.aio.Channel:
@@ -272,8 +272,8 @@ class MemoryNet:
         """The server's certificate, in DER. Returns at once, but spends twice the link's round-trip time on the caller's thread.
         Raises Unreachable if no server answers, TrustError if it does not use TLS."""
         self.process.loop.spend(2 * self.process.machine.link.rtt_s)
-        found = self.wires.listener(host, port)
-        if found is None or found[0].is_frozen or self._is_cut_off_from(found[0]):
+        listener = self.wires.listener(host, port)
+        if listener is None or listener[0].is_frozen or self._is_cut_off_from(listener[0]):
             raise Unreachable(f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got none")
         server = self.wires.shown.get((host, port))
         if server is None:
@@ -301,8 +301,8 @@ class MemoryNet:
 class MemoryServer:
     """The part of `grpc.aio.Server` that the daemons use."""
 
-    def __init__(self, process: Process, wires: Wires, told: Callable[[BaseException], None]) -> None:
-        self._process, self._wires, self._told = process, wires, told
+    def __init__(self, process: Process, wires: Wires, on_error: Callable[[BaseException], None]) -> None:
+        self._process, self._wires, self._on_error = process, wires, on_error
         self.bound: list[tuple[int, Shown]] = []
         self._registered: dict[str, Any] = {}
         self._links: dict[Link, None] = {}
@@ -347,7 +347,7 @@ class MemoryServer:
         if handler is None:
             stream.tell("end", (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
             return
-        serving = MemoryContext(stream, handler, peer, pem).serve(self._told)
+        serving = MemoryContext(stream, handler, peer, pem).serve(self._on_error)
         task = asyncio.get_running_loop().create_task(serving)
         self._calls[task] = None
         task.add_done_callback(lambda _: self._calls.pop(task, None))
@@ -466,10 +466,10 @@ class MemoryChannel:
         **_: Any,
     ) -> Any:  # fmt: skip
         def call(request: Any = None, *, timeout: float | None = None, **_: Any) -> MemoryCall:
-            made = MemoryCall(self, method, request_serializer, response_deserializer, timeout)
+            memory_call = MemoryCall(self, method, request_serializer, response_deserializer, timeout)
             if not is_streaming or request is not None:
-                made.say(request)
-            return made
+                memory_call.say(request)
+            return memory_call
 
         return call
 

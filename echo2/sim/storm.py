@@ -33,8 +33,8 @@ class Storm:
         self.world, self.until_s = world, until_s
         self.rng: random.Random = derived_rng(world.scenario.seed, "storm")
         self._undo: list[Callable[[], None]] = []
-        for one in planned:
-            world.after(one.at_s, lambda one=one: self._strike(one))  # type: ignore[misc]
+        for fault in planned:
+            world.after(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
         world.after(until_s, self._heal)
 
     # ---- bookkeeping
@@ -235,22 +235,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--stop", action="store_true", help="ends with the first seed that fails")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     faults, failed = Counter[str](), 0
-    for seed in range(given.seed, given.seed + given.count):
+    for seed in range(options.seed, options.seed + options.count):
         outcome = outcome_of(seed)
         faults += outcome.faults
         failed += bool(outcome.failure)
-        if given.count == 1:
+        if options.count == 1:
             print("\n".join(outcome.events))
         verdict = outcome.failure or "everything held"
         print(
             f"seed {seed}: {verdict}; {outcome.steps} steps, {outcome.virtual_s:.0f} virtual s, trace {outcome.digest}",
             flush=True,
         )
-        if outcome.failure and given.stop:
+        if outcome.failure and options.stop:
             break
-    if given.count > 1:
+    if options.count > 1:
         for name, number in sorted(faults.items()):
             print(f"{number:8d}  {name}")
     return 1 if failed else 0

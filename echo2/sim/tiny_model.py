@@ -232,18 +232,18 @@ class TinyModel:
 
 
 class TinyTrainer:
-    """A `TrainingSide` with real checkpoints and a made-up optimiser, whose steps take `train_s` of virtual time. Calls `told` with
-    each batch and the resulting weights."""
+    """A `TrainingSide` with real checkpoints and a made-up optimiser, whose steps take `train_s` of virtual time. Calls `on_step`
+    with each batch and the resulting weights."""
 
     starts_from_base = True
 
     def __init__(
-        self, seed: int, train_s: Callable[[], float], told: Callable[[Batch, dict[str, Tensor]], None]
+        self, seed: int, train_s: Callable[[], float], on_step: Callable[[Batch, dict[str, Tensor]], None]
     ) -> None:
         self.model, self.coder = TinyModel(), cast(VersionCoder, LocalCoder())
         self.step_count = 0
         self._weights = base_weights(seed)
-        self._train_s, self._told = train_s, told
+        self._train_s, self._on_step = train_s, on_step
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -252,7 +252,7 @@ class TinyTrainer:
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
         self._weights = trained(self._weights, batch)
         self.step_count += 1
-        self._told(batch, self._weights)
+        self._on_step(batch, self._weights)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "the trainer's thread is the virtual loop's"
         loop.spend(self._train_s())
@@ -327,8 +327,8 @@ class TinyWorld:
         rng = derived_rng(self._seed, "answer", index, len(turns), sum(turns[-1]))
         await asyncio.sleep(0.01 + 0.2 * rng.random())
         if len(turns) < 1 + index % self._turns and room_tokens > 8:
-            said = tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4))
-            return Scored(None, None, "", 0.0, said=said)
+            question = tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4))
+            return Scored(None, None, "", 0.0, said=question)
         if rng.random() < self._fails:
             return Scored(None, RewardFailure.RAISED, "made up", 0.0)
         return Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0)

@@ -25,10 +25,10 @@ class NumberedTask(asyncio.Task[Any]):
     """A task whose hash is its number, so that sets of tasks are iterated in the same order in every run."""
 
     def __init__(
-        self, number: int, coro: Coroutine[Any, Any, Any], *, loop: asyncio.AbstractEventLoop, **given: Any
+        self, number: int, coro: Coroutine[Any, Any, Any], *, loop: asyncio.AbstractEventLoop, **options: Any
     ) -> None:
         self.number = number
-        super().__init__(coro, loop=loop, **given)
+        super().__init__(coro, loop=loop, **options)
 
     def __hash__(self) -> int:
         return self.number
@@ -65,10 +65,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     # ---- tasks and threads
 
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **given: Any) -> asyncio.Task[Any]:
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
         self._numbers += 1
-        context: contextvars.Context | None = given.get("context")
-        task = NumberedTask(self._numbers, coro, loop=loop, **given)
+        context: contextvars.Context | None = options.get("context")
+        task = NumberedTask(self._numbers, coro, loop=loop, **options)
         owner: Any = outside_of(context if context is not None else contextvars.copy_context())
         if owner is not None:
             owner.began(task)

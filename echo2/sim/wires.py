@@ -117,8 +117,8 @@ class Wires:
             del self._listeners[key]
 
     def listener(self, host: str, port: int) -> tuple[Process, Callable[[End], None]] | None:
-        found = self._listeners.get((host, port))
-        return found if found is not None and not found[0].has_ended else None
+        held = self._listeners.get((host, port))
+        return held if held is not None and not held[0].has_ended else None
 
     def reach(
         self, client: Process, host: str, port: int, opened: Callable[[Process | None], None], give_up_s: float
@@ -137,8 +137,8 @@ class Wires:
         def knock() -> None:
             if is_told or client.has_ended:
                 return
-            found = self.listener(host, port)
-            server = found[0] if found is not None else None
+            listening = self.listener(host, port)
+            server = listening[0] if listening is not None else None
             name = server.name if server is not None else self.names.get(host)
             if name is None or self.is_blocked(client.name, name) or self.is_blocked(name, client.name):
                 if self.loop.time() < until:
@@ -156,10 +156,10 @@ class Wires:
 
     def connect(self, client: Process, host: str, port: int, pair: tuple[bytes, bytes] | None) -> End | None:
         """Opens a wire and returns the client's end; None if no process listens there any more."""
-        found = self.listener(host, port)
-        if found is None or client.has_ended:
+        listening = self.listener(host, port)
+        if listening is None or client.has_ended:
             return None
-        server, accept = found
+        server, accept = listening
         self._ports = self._ports % 20_000 + 1
         wire = Wire(self, client, server, pair, 40_000 + self._ports)
         self._wires[wire] = None
@@ -179,17 +179,17 @@ class Wires:
             return
         for tap in self.taps:
             tap(end, frame)
-        now, mine, theirs = self.loop.time(), sender.machine.link, receiver.machine.link
-        free_at = end.left_at if size <= PACKET_BYTES else mine.up_free_at
-        end.left_at = max(now, free_at) + size / (mine.up * mine.clog)
-        mine.up_free_at = max(mine.up_free_at, end.left_at)
+        now, near, far = self.loop.time(), sender.machine.link, receiver.machine.link
+        free_at = end.left_at if size <= PACKET_BYTES else near.up_free_at
+        end.left_at = max(now, free_at) + size / (near.up * near.clog)
+        near.up_free_at = max(near.up_free_at, end.left_at)
         arrives_at = end.left_at + self._one_way_s(sender, receiver) + self.jitter_s * self._rng.random()
         if self.loss and self._rng.random() < self.loss:
             self.counts["packets lost"] += 1
-            arrives_at += max(0.2, mine.rtt_s) * self._rng.uniform(1.0, 4.0)
+            arrives_at += max(0.2, near.rtt_s) * self._rng.uniform(1.0, 4.0)
         if size > PACKET_BYTES:
-            theirs.down_free_at = max(arrives_at, theirs.down_free_at + size / (theirs.down * theirs.clog))
-            arrives_at = theirs.down_free_at
+            far.down_free_at = max(arrives_at, far.down_free_at + size / (far.down * far.clog))
+            arrives_at = far.down_free_at
         end.arrives_after = max(arrives_at, end.arrives_after + 1e-7)
         self.counts["messages"] += 1
         peer = end.peer

@@ -267,9 +267,9 @@ class World:
         )  # fmt: skip
 
     def _seed_node(self, credentials: Credentials, options: LearnerOptions, calls: NodeCalls) -> SeedNode:
-        made = SeedNode(credentials, options, calls)
-        self.seed = made.node
-        return made
+        seed = SeedNode(credentials, options, calls)
+        self.seed = seed.node
+        return seed
 
     def node_of(self, name: str) -> BroadcastNode | None:
         """The broadcast node of a daemon; None if it has none yet."""
@@ -300,10 +300,10 @@ class World:
 
     def _on_step(self, process: Process, batch: Batch, weights: dict[str, Tensor]) -> None:
         if not process.has_ended:
-            version, found = Version(batch.step + 1), fingerprint_of(weights)
-            self.truth.fingerprints.setdefault(version, found)
+            version, bits = Version(batch.step + 1), fingerprint_of(weights)
+            self.truth.fingerprints.setdefault(version, bits)
             self.observer.run_fingerprints[version] = f"{fingerprint(copied(weights), self._key):016x}"
-            self.judged(lambda: self.truth.trained(batch, found))
+            self.judged(lambda: self.truth.trained(batch, bits))
 
     def _ended(self, name: str, process: Process, done: asyncio.Task[None]) -> None:
         if process.has_ended:
@@ -464,8 +464,8 @@ class World:
         return isinstance(daemon, WorkerDaemon) and daemon.worker is not None and bool(daemon.worker.leases.lease_ids)
 
 
-def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], SqlStore]:
-    """Opens the real store, which then calls `kept` with changes once they are stored."""
+def watched_store(on_write: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], SqlStore]:
+    """Opens the real store, which then calls `on_write` with changes once they are stored."""
 
     def opened(url: str, run_id: RunId, mark: Path) -> SqlStore:
         store = SqlStore(url, run_id, mark)
@@ -475,7 +475,7 @@ def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId,
             if (changes.rows or changes.log) and here().files.free_bytes(Path()) == 0:
                 raise DiskFull("expected room for the coordinator's state")
             write(changes)
-            kept(changes)
+            on_write(changes)
 
         store.write = watched  # type: ignore[method-assign]
         return store
