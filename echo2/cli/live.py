@@ -27,7 +27,6 @@ from echo2.base.units import format_bytes
 from echo2.cli.operator import OperatorClient
 from echo2.cli.options import link_text
 from echo2.cli.processes import Children
-from echo2.cli.report import RAMP_STEPS
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 LOOK_EVERY_S = 0.5  # as often as the page's stream changes
@@ -88,8 +87,6 @@ class LiveRun:
             for name in workers:
                 if name not in self.children.processes:
                     await self.children.start(name)
-        if state.status is not None and state.status.learner_is_connected and state.since_step is None:
-            state.since_step = state.status.learner.step
         state.read(self.run_folder)
         self._show(live)
         self.has_seen_the_end = state.status is not None and self._is_over(state.status)
@@ -150,7 +147,7 @@ def plain_line(state: ScreenState) -> str:
         step = status.learner.step
         loads = f"the learner loads what it saved after step {step}" if step else "the learner loads its model"
         return f"{state.elapsed_s:4.0f} s  {status.finished or loads}"
-    learner, predicted = status.learner, state.predicted_utilisation
+    learner, predicted = status.learner, status.plan.predicted_utilisation
     versions = ", ".join(
         f"{w.name} at {w.heartbeat.version}" if w.heartbeat.has_version else f"{w.name} without a version yet"
         for w in status.workers
@@ -185,17 +182,7 @@ class ScreenState:
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     status: coordinator_pb2.RunStatus | None = None
-    since_step: int | None = None  # what the learner that is watched begins at; None: not known
     _offsets: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def predicted_utilisation(self) -> float:
-        """0: not known; so are the rates of a run's machines, which plans rest on, for the first steps after each start."""
-        if self.status is None or (
-            self.since_step is not None and self.status.learner.step < self.since_step + RAMP_STEPS
-        ):
-            return 0.0
-        return self.status.plan.predicted_utilisation
 
     def read(self, run_folder: Path) -> None:
         """Reads new complete lines of metrics.jsonl and evaluations.jsonl."""
@@ -298,7 +285,7 @@ def _learner_text(state: ScreenState, status: coordinator_pb2.RunStatus) -> Text
     learner, hello = status.learner, status.learner_hello
     rows = [f"step {learner.step} / {hello.step_limit}   version {learner.newest_version}"]
     if learner.step:  # nothing of this is measured before the first step
-        measured, predicted = status.measured_utilisation or learner.utilisation, state.predicted_utilisation
+        measured, predicted = status.measured_utilisation or learner.utilisation, status.plan.predicted_utilisation
         rows += [
             f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
             f"utilisation {measured:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
