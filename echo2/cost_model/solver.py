@@ -69,6 +69,7 @@ class PoolProgram:
     burden_room: float
     price_cap: float
     count: Counts
+    answer: Counts | None = None
 
     def relaxes(self, other: PoolProgram) -> bool:
         """Whether every solution of `other`, over the same kinds and caps, also solves this one, for no more."""
@@ -78,6 +79,18 @@ class PoolProgram:
             and (self.swarm_is_free or bool((self.burden <= other.burden + TOLERANCE).all()))
             and bool((self.value >= other.value * (1 - TOLERANCE)).all())
             and bool((self.price <= other.price * (1 + TOLERANCE)).all())
+        )
+
+    def admits(self, other: PoolProgram) -> bool:
+        """Whether the answer to `other` also solves this one, for no more: that of a program which relaxes this one is then this
+        one's too, as where a version of another period takes longer on the links, and long enough for none."""
+        counts = other.answer
+        return (
+            counts is not None
+            and not bool((counts > self.count).any())
+            and float(self.value @ counts) >= self.need * (1 - TOLERANCE)
+            and (self.swarm_is_free or float(self.burden @ counts) <= self.burden_room)
+            and float(self.price @ counts) <= min(self.price_cap, float(other.price @ counts)) * (1 + TOLERANCE)
         )
 
     @property
@@ -266,9 +279,11 @@ class Solver:
             least = min(roof, best.usd_per_hour if best else math.inf) * (1 - MIP_GAP)
             if any(bound >= least * (1 - TOLERANCE) and known.relaxes(program) for known, bound in self._proven):
                 continue
-            fixed_usd = float(self.fleet.period(kappa).price[self.is_must].sum())
-            counts, bound = program.solve(least - fixed_usd)
-            self._proven.append((program, bound + fixed_usd))
+            solved = (known.answer for known, _ in self._proven if program.admits(known) and known.relaxes(program))
+            if (counts := next(solved, None)) is None:
+                fixed_usd = float(self.fleet.period(kappa).price[self.is_must].sum())
+                counts, bound = program.solve(least - fixed_usd)
+                self._proven.append((replace(program, answer=counts), bound + fixed_usd))
             if counts is None:
                 continue
             found = self.fleet.evaluate(kappa, self._pool(counts))
