@@ -61,8 +61,8 @@ class Pacer:
 class RelayWindow:
     """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy. Each
     acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s` (or than one
-    chunk at each hop), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its round trip has to
-    be known, and a relay's queue stays near `slack_s`: so long the last chunks of a version wait there."""
+    chunk at each hop), a window half used grows; above twice that, it shrinks. So neither the relay's uplink nor its round trip
+    has to be known, and a relay's queue stays near `slack_s`: so long the last chunks of a version wait there."""
 
     __slots__ = (
         "_first_bytes", "_interval_s", "_largest", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at",
@@ -109,6 +109,7 @@ class RelayWindow:
 
     def passed_on(self, ref: tuple[ArtifactKey, int], backlog: int, now: float) -> None:
         """The relay has forwarded a chunk to all its children and has `backlog` more."""
+        is_used = 2 * len(self.outstanding) >= self._window
         begun = self.outstanding.pop(ref, None)
         self.resume()
         if begun is None:
@@ -119,7 +120,7 @@ class RelayWindow:
             self._interval_s = 0.8 * self._interval_s + 0.2 * min(1.0, now - self._last_ack_at)
         self._last_ack_at = now
         enough = max(self.slack_s / RELAY_SLACK_S, self.slack_s / max(self._interval_s, 1e-3))
-        if backlog < enough:
+        if backlog < enough and is_used:  # a small version's first backlogs are short in any window
             self._window = min(self._largest, self._window + 0.5)
         elif backlog > 2 * enough:
             self._window = max(self.SMALLEST, self._window - 0.5)

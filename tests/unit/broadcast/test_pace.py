@@ -49,6 +49,15 @@ def room(first_bytes: float, *chunk_bytes: int) -> int:
     return count
 
 
+def filled(window: RelayWindow, now: float) -> int:
+    """How many chunks it takes more."""
+    count = 0
+    while window.has_room(now):
+        window.given((b"l", count), 256 << 10, True, now)
+        count += 1
+    return count
+
+
 def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_no_more_than_its_bound() -> None:
     whole = GBIT * LAP_AND_SLACK_S
     assert room(whole, 256 << 10) == pytest.approx(whole / (256 << 10), abs=1)
@@ -64,11 +73,15 @@ def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_
         window.given(ref, 256 << 10, True, 0.0)
     assert window.suspend(1.0) == given and not window.has_room(2.0)
     window.resume()
-    count = 0
-    while window.has_room(2.0):
-        window.given((b"l", count), 256 << 10, True, 2.0)
-        count += 1
-    assert count == RelayWindow.SMALLEST
+    assert filled(window, 2.0) == RelayWindow.SMALLEST
+
+
+def test_versions_of_few_chunks_leave_a_relays_window_as_it_was() -> None:
+    window = RelayWindow(0.15, GBIT * LAP_AND_SLACK_S)
+    for number in range(100):
+        window.given((b"k", number), 256 << 10, True, number)
+        window.passed_on((b"k", number), 0, number + 0.1)
+    assert filled(window, 100.0) == room(GBIT * LAP_AND_SLACK_S, 256 << 10)
 
 
 @pytest.mark.parametrize("chunk_s", [0.05, 0.15, 0.3])
