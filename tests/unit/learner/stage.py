@@ -10,15 +10,7 @@ from typing import Any
 
 from echo2.base.errors import DiskFull, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import (
-    FinishReason,
-    GroupSpec,
-    Rollout,
-    SamplingParams,
-    Verdict,
-    VersionSpan,
-    Work,
-)
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan, Work
 from echo2.config.run import RunConfig
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations as RunEvaluations

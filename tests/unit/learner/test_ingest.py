@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from echo2.base.ids import GroupId, RunId, Version
-from echo2.base.rollout import SegmentVerdict, Verdict
+from echo2.base.rollout import Routing, SegmentVerdict, Verdict
+from echo2.learner.rollouts import ingest
 from echo2.learner.rollouts.ingest import STREAMS_PER_PEER_MAX, IngestService
 from echo2.trust.identity import Identity, Role
 from echo2.trust.ports import LEARNER
@@ -121,7 +123,9 @@ def test_another_workers_ticket_a_forged_one_another_runs_and_a_barred_workers_a
     play(scene)
 
 
-def test_who_continues_a_group_gets_its_tokens_and_the_one_before_is_closed_out() -> None:
+def test_who_continues_a_group_gets_its_tokens_and_the_one_before_is_closed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scene(stage: Stage, worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
         stream, report = stub.Report(), report_of(stage, worker)
         first = ingest_pb2.RolloutReport(sequence=1, ticket=report.ticket, segments=report.segments[:2])
@@ -132,6 +136,12 @@ def test_who_continues_a_group_gets_its_tokens_and_the_one_before_is_closed_out(
         assert len(held) == 1 and held[0].index == 0 and held[0].is_finished
         late = ingest_pb2.RolloutReport(sequence=2, lease_id=report.ticket.lease_id, segments=report.segments[2:3])
         assert (await answered(stream, late))[0].verdict is Verdict.CLOSED
+        routed = replace(held[0], routing=Routing(b"", bytes(len(held[0].token_ids))))
+        stage.pool.groups.groups[first_of(stage)].rollouts[:] = [routed, replace(routed, index=1)]
+        monkeypatch.setattr(ingest, "REPLY_ROUTING_BYTES_MAX", len(routed.token_ids))
+        asked = ingest_pb2.GetPartialsRequest(ticket=worker.ticket(first_of(stage), attempt=2))
+        held = rollouts_from_partials(await stub.GetPartials(asked))
+        assert [bool(each.routing) for each in held] == [True, False], "what does not fit goes without its routing"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=worker.ticket(GroupId("g99"))))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -243,6 +243,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(rollouts=st.none() | st.integers(1, 40))
     def plan(self, rollouts: int | None) -> None:
         self.stage.tell(self.stage.pool.on_plan, rollouts)
+        assert self.stage.pool.cap_rollouts == rollouts
 
     @rule(passed_s=st.sampled_from([1.0, PATIENCE_S]))
     def wait(self, passed_s: float) -> None:
@@ -486,7 +487,10 @@ def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_train
 
 # ---- what no honest worker sends
 
-SPEC = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(max_new_tokens=6, stop_token_ids=(STOP,)), 0)
+STOPS = SamplingParams(
+    max_new_tokens=6, stop_token_ids=(STOP,), stop_strings=(b"ab",), stop_piece_ids=(2, 3), stop_pieces=(b"a", b"b")
+)
+SPEC = GroupSpec(GroupId("g"), (5, 6), 4, STOPS, 0)
 FILTERED = replace(SPEC, sampling=replace(SPEC.sampling, top_p=0.9))
 COLD = replace(SPEC, sampling=replace(SPEC.sampling, temperature=0.7))
 
@@ -513,6 +517,9 @@ def test_a_token_s_two_numbers_have_a_relation(spec: GroupSpec, raw: tuple[float
 @pytest.mark.parametrize(
     ("tokens", "reason", "text"),
     [
+        ((7, 2, 3), FinishReason.STOP, None),  # its stop string
+        ((7, 3, 2), FinishReason.STOP, "a stop token at its end"),
+        ((7, 2, 3, 8), FinishReason.UNFINISHED, "its first stop string, got 1 tokens behind it"),
         ((7,), FinishReason.LENGTH, "expected 6 tokens where it ends for its length, got 1"),
         ((7,) * 6, FinishReason.LENGTH, None),
         ((7,) * 7, FinishReason.LENGTH, "at most 6"),

@@ -26,15 +26,7 @@ from echo2.tasks.built_in import SortDigits
 from echo2.tasks.registry import make_task
 from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import Reward, TaskInstance, TaskSpec
-from tests.unit.learner.fleet import (
-    Run,
-    evaluations_of,
-    go,
-    options_for,
-    prepared_from,
-    prompts_for,
-    rows_of,
-)
+from tests.unit.learner.fleet import Run, evaluations_of, go, options_for, prepared_from, prompts_for, rows_of
 from tests.unit.learner.made import group_of, new_trainer, rollout_of
 
 THREE_DIGITS = {"name": "sort_digits", "args": {"digit_count": 3}}
@@ -275,9 +267,18 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     assert [index % 2 for index in held_out] == [0, 0, 0, 1, 1]
     assert not set(held_out) & {prompts.split.train_index(cursor) for cursor in range(200)}
     evaluations.close()
-    same_name = mixed(tmp_path, model_path, eval_sets={"echoes": {"task": "sort_digits", "prompts": 4}})
-    with pytest.raises(ConfigError, match="names that differ, none called held_out or as a task of the mixture"):
-        Evaluations(tmp_path, same_name.config, prompts, 60.0)
+
+    def with_set(name: str, count: int) -> Evaluations:
+        table = {"task": "sort_digits", "args": {"digit_count": 1}, "prompts": count}
+        return Evaluations(tmp_path, mixed(tmp_path, model_path, eval_sets={name: table}).config, prompts, 60.0)
+
+    assert [with_set("more", count).sets[-1].questions for count in (0, 4)] == [10, 4], "0: all that there are"
+    for name, count, said in (
+        ("echoes", 4, "names that differ, none called held_out or as a task of the mixture"),
+        ("more", 11, "more: expected 1 to 10 prompts of sort_digits, got 11"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            with_set(name, count)
     prompts.close()
 
 

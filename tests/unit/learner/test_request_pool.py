@@ -29,13 +29,8 @@ class Door(Stage):
         self.prompts.stop_strings = SimpleNamespace(pieces_of=lambda texts: ((), ()))  # type: ignore[attr-defined]
         self.prompts.secret_seed = lambda name: hash(name) & 0xFFFF  # type: ignore[attr-defined]
         pool: Any = RequestPool
-        parts = (
-            self.new_groups(),
-            self.journal,
-            SimpleNamespace(cursor=0, opened_in={}),
-            self.prompts,
-            self.evaluations,
-        )
+        history = SimpleNamespace(cursor=0, opened_in={})
+        parts = (self.new_groups(), self.journal, history, self.prompts, self.evaluations)
         self.pool = self.loop.run_until_complete(self._made(pool, *parts, self))
         self.tell(self.pool.resume)
         self.offered = {}
@@ -151,12 +146,21 @@ def test_tokens_that_cannot_be_used_are_asked_for_again_then_refused(door: Door)
 
 
 def test_a_request_that_nobody_waits_for_is_closed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [10.0]
     monkeypatch.setattr(request_pool, "OFFERED_MAX", 1)
-    offered, waiting = door.ask(), door.ask()
+    monkeypatch.setattr(request_pool, "monotonic", lambda: clock[0])
+    pool: Any = door.pool
+    asked = []
+    for at in (10.0, 12.0):
+        clock[0] = at
+        asked.append(door.ask())
     (name,) = door.offered
-    for answer in (waiting, offered):
-        door.tell(door.pool.leave, answer)  # type: ignore[attr-defined]
-    assert (name, "unused") in door.closed and not door.offered and door.pool.rollouts_asked == 0  # type: ignore[attr-defined]
+    for answer, at in zip(reversed(asked), (13.0, 14.0), strict=True):
+        clock[0] = at
+        door.tell(pool.leave, answer)
+    assert (name, "unused") in door.closed and not door.offered and pool.rollouts_asked == 0
+    clock[0] = 20.0
+    assert [pool.take_busy_s(), pool.take_busy_s()] == [4.0, 0.0], "how long one of them was under way"
 
 
 def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,18 +186,14 @@ def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, m
         ({"token_ids": tuple(range(2, 18))}, "expected at most 15 tokens, got 16"),
         ({"token_ids": (50,)}, "expected ids from 0 to below 50, got 50"),
         ({"max_tokens": 9}, "expected at most 8, for which workers keep room"),
+        ({"token_ids": (-1,)}, "expected ids from 0 to below 50, got -1"),
+        *(({name: number}, "") for name, number in (("seed", -1), ("seed", 1 << 64), ("top_k", 1 << 32))),
+        ({"stop_token_ids": (-1,)}, ""),
     ],
 )
-def test_a_request_that_the_run_has_no_room_for_says_so(door: Door, asked: dict[str, Any], told: str) -> None:
+def test_a_request_that_the_run_or_no_message_has_room_for_is_refused(
+    door: Door, asked: dict[str, Any], told: str
+) -> None:
     with pytest.raises(CallRefused, match=told) as refused:
-        door.ask(**asked)
-    assert refused.value.status == 400 and not door.offered
-
-
-@pytest.mark.parametrize(
-    "asked", [{"seed": -1}, {"seed": 1 << 64}, {"top_k": 1 << 32}, {"token_ids": (-1,)}, {"stop_token_ids": (-1,)}]
-)
-def test_numbers_that_no_message_holds_are_refused(door: Door, asked: dict[str, Any]) -> None:
-    with pytest.raises(CallRefused) as refused:
         door.ask(**asked)
     assert refused.value.status == 400 and not door.offered and not door.pool.rollouts_asked

@@ -32,11 +32,7 @@ from echo2.learner.training import model as model_module
 from echo2.learner.training import shards as sharded
 from echo2.learner.training.ranks import DistributedRanks, Ranks, own_part, ranks_of_environment
 from echo2.learner.training.team import Team
-from echo2.weights import (
-    DeltaHeader,
-    HostWeights,
-    join_frames,
-)
+from echo2.weights import DeltaHeader, HostWeights, join_frames
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.made import group_of, random_groups, rollout_of
