@@ -405,7 +405,6 @@ class Leases:
                 self._end(lease, EndReason.REFUSED, message)
                 return
             rollout.resume(partial, group.sampling)
-            rollout.started_at = self._clock.now()
         lease.phase = LeasePhase.RUNNING
         self._submit(lease)
 
@@ -458,8 +457,6 @@ class Leases:
         # Mostly these are tokens that end no rollout: nothing follows from them before the requested wake-up.
         if any(has_news) or now >= self._wake_at:
             self._follow_up()
-        else:
-            self.rates.busy(self.is_running, now)
 
     def _take(self, chunk: TokenChunk) -> bool:
         """Keeps one sequence's tokens; returns whether something follows at once."""

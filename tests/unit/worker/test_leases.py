@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +75,7 @@ class Surroundings:
     ended_at: dict[LeaseId, float] = field(default_factory=dict)
     requests: list[int] = field(default_factory=list)
     wanted: int = 0  # by the coordinator's reckoning
+    progress: dict[LeaseId, tuple[int, int]] = field(default_factory=dict)
     admitted_at: list[float] = field(default_factory=list)
     drained: int | None = None
     wake: float = 0.0
@@ -124,7 +125,7 @@ class Surroundings:
         self.ended[lease_id], self.ended_at[lease_id] = (reason, message), self.time
 
     def report_progress(self, lease_id: LeaseId, finished_rollouts: int, tokens: int) -> None:
-        pass
+        self.progress[lease_id] = finished_rollouts, tokens
 
     def request_leases(self, free_rollouts: int, version: Version) -> None:
         self.requests.append(free_rollouts)
@@ -470,7 +471,39 @@ def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and
     assert (segment.offset, segment.token_ids, segment.finish_reason) == (1, (STOP,), FinishReason.STOP)
     assert segment.version_spans == spans_of([Version(4)])
     it.judge(L1)
-    assert it.ended == {L1: (EndReason.FINISHED, "")}
+    assert it.ended == {L1: (EndReason.FINISHED, "")} and it.progress == {L1: (1, 2)}
+    assert astuple(it.leases.rates.rates(10.0)) == pytest.approx((2 / 1.1, 1 / 1.1, 1.1, 1.1)), "while it had work"
+
+
+@pytest.mark.parametrize(("lasts_s", "before_s"), [(10.0, 1.0), (100.0, 2.0)])
+def test_a_lease_is_handed_back_before_its_deadline_which_a_renewal_moves(lasts_s: float, before_s: float) -> None:
+    it = Surroundings().begin(has_learner=False)
+    it.leases.on_coordinator_lost()
+    for deadline in (lasts_s, lasts_s + 5.0):
+        it.grant(L1, group("g1"), deadline)
+        assert it.wake == deadline - before_s and it.running
+    it.at(it.wake)
+    assert not it.running
+
+
+def test_what_the_learner_wants_no_more_is_sampled_no_more_and_what_it_lacks_comes_soon() -> None:
+    it = Surroundings().begin()
+    it.grant(L1, group("g1", 3))
+    for at, name, verdict, left in (
+        (1.0, "l1/0", Verdict.RESEND, 3), (1.05, "l1/0", Verdict.STALE, 2), (2.05, "l1/1", Verdict.CLOSED, 0),
+    ):  # fmt: skip
+        it.verdicts["g1"] = verdict
+        it.sample(name, 3)
+        it.at(it.wake)
+        it.judge(L1)
+        assert (it.time, len(it.running)) == (pytest.approx(at), left)
+    assert it.ended == {L1: (EndReason.FINISHED, "the group is closed")}
+    it.grant(LeaseId("l2"), group("g2", 1))
+    it.sample("l2/0", STOP)
+    it.at(it.wake)
+    it.reports.clear()
+    it.leases.on_learner()
+    assert it.reports, "the stream broke: what is finished is sent again at once"
 
 
 @given(gaps_s=st.lists(st.floats(0.01, 0.7), min_size=5, max_size=60))
@@ -513,13 +546,12 @@ def test_a_long_rollout_is_reported_in_bounded_segments(count: int) -> None:
     it = Surroundings().begin()
     it.grant(L1, group("g1", 1, 1 << 20))
     it.sample("l1/0", *(3,) * (count - 1), STOP)
-    for second in range(1, 50):
-        it.at(float(second))
-        if L1 in it.reports:
-            (segment,) = it.reports[L1]
-            assert len(segment.token_ids) <= SEGMENT_TOKENS_MAX
-            it.judge(L1)
-    assert it.held[("g1", 0)] == it.sampled["l1/0"] and not it.leases.lease_ids
+    while it.leases.lease_ids:
+        it.at(it.wake)
+        (segment,) = it.reports[L1]
+        assert len(segment.token_ids) <= SEGMENT_TOKENS_MAX
+        it.judge(L1)
+    assert it.held[("g1", 0)] == it.sampled["l1/0"] and it.time < 1.0, "soon one after another"
 
 
 def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_wait_for_the_learner() -> None:
@@ -545,12 +577,20 @@ def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_b
     demand.live(Version(2), 4)
     assert demand.request(0, True, 5.1) == (4, Version(2)), "it may open newer groups"
     assert demand.request(0, False, 5.2) == (0, Version(2)) and demand.request(0, False, 100.0) is None
-    demand.live(Version(2), 8)
-    demand.request(0, True, 200.0)
-    demand.granted(1, 200.5)  # a lease travels half a second
-    for i in range(20):
-        demand.finished(i * 0.25)  # four rollouts a second
-    assert demand.cover() == 3 == demand.level(8, True), "slots that fall free meanwhile are requested ahead"
+
+
+def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead_and_lengths_are_guessed_from_the_last() -> None:
+    it = Surroundings().begin(4)
+    it.time = 0.5  # a lease travels half a second
+    it.grant(L1, group("g1", 4))
+    for index in range(2):
+        it.time += 0.25  # four rollouts a second
+        it.sample(f"l1/{index}", 3, 3, 3, STOP)
+    assert it.requests[-1] == 8, "two slots are free, three will be: two groups"
+    it.grant(LeaseId("l2"), group("g2", 1))
+    it.sample("l2/0", 3)
+    it.at(3.0)
+    assert it.reports[LeaseId("l2")][0].expected_remaining_tokens == 3
 
 
 @given(
