@@ -60,7 +60,7 @@ class Demand:
     group_size: int = 1
     _believed: int = 0
     _believed_version: Version | None = None
-    _asked_at: float | None = None
+    _asked_at: float = -math.inf
     _awaits_grant_since: float | None = None
     _finishes: deque[float] = field(default_factory=lambda: deque(maxlen=FINISHES_KEPT))
     _travels: deque[float] = field(default_factory=lambda: deque(maxlen=TRAVELS_KEPT))
@@ -82,8 +82,6 @@ class Demand:
     def forget_request(self) -> None:
         """Forgets the last request: after a reconnect or restart the coordinator does not know it."""
         self._believed = 0
-        self._asked_at = None
-        self._awaits_grant_since = None
 
     def cover(self) -> int:
         """Rollouts that finish while a lease travels. Uses the shortest recent travel time: in longer ones the coordinator mostly
@@ -107,7 +105,7 @@ class Demand:
             return None
         level = self.level(held, is_willing)
         is_news = level != self._believed or (level > 0 and self.version != self._believed_version)
-        is_old = level > 0 and self._asked_at is not None and now >= self._asked_at + REPEAT_S
+        is_old = level > 0 and now >= self._asked_at + REPEAT_S
         if not is_news and not is_old:
             return None
         if level > self._believed:
@@ -119,7 +117,7 @@ class Demand:
 
     def repeat_at(self) -> float:
         """When to repeat a standing request; infinity if there is none."""
-        return math.inf if self._believed <= 0 or self._asked_at is None else self._asked_at + REPEAT_S
+        return math.inf if self._believed <= 0 else self._asked_at + REPEAT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,7 +469,7 @@ class Leases:
             chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
         ended = rollout.up_to_stop(chunk, lease.group.sampling)
         rollout.append(ended)
-        if ended is not chunk and chunk.finish_reason is FinishReason.UNFINISHED:
+        if ended is not chunk:
             self._generation.abort(chunk.request_id)
         is_handing_back = lease.phase is LeasePhase.HANDING_BACK
         if is_handing_back:
@@ -552,7 +550,7 @@ class Leases:
             if request is not None:
                 self._coordinator.request_leases(*request)
         self.rates.busy(self.is_running, now)
-        self._wake_at = self._next_time(now)
+        self._wake_at = self._next_time()
         if self._wake_at < math.inf:
             self._generation.wake_at(self._wake_at)
 
@@ -634,7 +632,7 @@ class Leases:
             and self.unheld_tokens < self._limits.unheld_tokens_max
         )
 
-    def _next_time(self, now: float) -> float:
+    def _next_time(self) -> float:
         times = [self._admission_at()]
         for lease in self._leases.values():
             if lease.phase is not LeasePhase.HANDING_BACK:
@@ -647,4 +645,4 @@ class Leases:
             times.append(self._drain_deadline)
         if self._is_coordinator_up:
             times.append(self._demand.repeat_at())
-        return max(now, min(times))
+        return min(times)

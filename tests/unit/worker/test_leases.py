@@ -16,6 +16,7 @@ from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
     Rollout,
+    Routing,
     SamplingParams,
     SegmentVerdict,
     Verdict,
@@ -469,6 +470,7 @@ def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and
     it.at(it.wake)
     (segment,) = it.reports[L1]
     assert (segment.offset, segment.token_ids, segment.finish_reason) == (1, (STOP,), FinishReason.STOP)
+    assert segment.expected_remaining_tokens == 0
     assert segment.version_spans == spans_of([Version(4)])
     it.judge(L1)
     assert it.ended == {L1: (EndReason.FINISHED, "")} and it.progress == {L1: (1, 2)}
@@ -482,8 +484,13 @@ def test_a_lease_is_handed_back_before_its_deadline_which_a_renewal_moves(lasts_
     for deadline in (lasts_s, lasts_s + 5.0):
         it.grant(L1, group("g1"), deadline)
         assert it.wake == deadline - before_s and it.running
+    it.sample("l1/0", 3)
     it.at(it.wake)
     assert not it.running
+    it.time = 2 * lasts_s
+    it.leases.on_learner()
+    it.at(it.wake)
+    assert it.ended[L1] == (EndReason.HANDED_BACK, PAST[0]) and it.time == 2 * lasts_s + VERDICT_GRACE_S
 
 
 def test_what_the_learner_wants_no_more_is_sampled_no_more_and_what_it_lacks_comes_soon() -> None:
@@ -540,31 +547,75 @@ def test_a_version_waits_longer_for_the_next_call_of_an_evaluated_agent(name: st
     assert it.admitted_at == [grace_s]
 
 
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_a_version_waits_for_evaluations_no_longer_than_the_hold(ends_before: bool) -> None:
+    it = Surroundings().begin(has_learner=False)
+    it.leases.on_coordinator_lost()
+    it.grant(L1, group("g1", 1, version=3))
+    it.leases.on_version_arrived()
+    if ends_before:
+        it.time = HOLD_S_MAX - EXACT_GRACE_S / 2
+        it.leases.revoke(L1, "revoked")
+        it.deliver()
+    it.at(it.wake)
+    assert it.admitted_at == [HOLD_S_MAX] and not it.running
+
+
 @pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * REPORT_TOKENS_MAX])
-def test_a_long_rollout_is_reported_in_bounded_segments(count: int) -> None:
+def test_long_rollouts_are_reported_in_bounded_segments_and_finished_ones_first(count: int) -> None:
     assert SEGMENT_TOKENS_MAX <= wire.SEGMENT_TOKENS_MAX and REPORT_TOKENS_MAX <= wire.REPORT_TOKENS_MAX
     it = Surroundings().begin()
-    it.grant(L1, group("g1", 1, 1 << 20))
-    it.sample("l1/0", *(3,) * (count - 1), STOP)
-    while it.leases.lease_ids:
+    it.grant(L1, group("g1", 7, 1 << 20))
+    for index in range(1, 7):
+        it.step(f"l1/{index}", *(3,) * (count - 1), STOP)
+    it.sample("l1/0", 3)
+    while len(it.finished) < 6:
         it.at(it.wake)
-        (segment,) = it.reports[L1]
-        assert len(segment.token_ids) <= SEGMENT_TOKENS_MAX
+        segments = it.reports[L1]
+        assert max(len(s.token_ids) for s in segments) <= SEGMENT_TOKENS_MAX and all(s.index for s in segments[:-1])
         it.judge(L1)
-    assert it.held[("g1", 0)] == it.sampled["l1/0"] and it.time < 1.0, "soon one after another"
+    assert all(it.held["g1", index] == it.sampled[f"l1/{index}"] for index in range(1, 7))
+    assert it.time < 1.5, "soon one after another"
+
+
+def test_the_routing_of_a_rollout_is_reported_beside_its_tokens_within_bounds_or_not_at_all() -> None:
+    it = Surroundings().begin()
+    it.grant(L1, group("g1", 2, 1 << 14))
+
+    def reported(at: float, *counts: int, row: bytes = bytes(2048)) -> list[tuple[int, int]]:
+        """Of each rollout the rows of its prompt and of its tokens, once it has sampled so many more with such rows."""
+        for index, count in enumerate(counts):
+            it.step(f"l1/{index}", *(3,) * count)
+            it.chunks[-1] = replace(it.chunks[-1], routing=Routing(row, count * row))
+        it.deliver()
+        it.at(at)
+        routings = [segment.routing for segment in it.reports[L1]]
+        it.judge(L1)
+        return [(len(routing.prompt) // 2048, len(routing.tokens) // 2048) for routing in routings]
+
+    assert reported(1.0, 1000, 1000) == [(1, 1000), (0, 535)], "siblings share the prompt; 3 MiB a report"
+    assert reported(2.0, 1) == [(0, 1), (0, 465)]
+    assert reported(3.0, 8000, 1) == [(0, 0), (0, 1)], "16 MiB a rollout"
+    assert reported(4.0, 1, 1, row=b"") == reported(5.0, 1, 1) == [(0, 0)] * 2, "once a token lacks it, no other has it"
 
 
 def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_wait_for_the_learner() -> None:
     it = Surroundings(replace(LIMITS, unheld_tokens_max=3)).begin(5, has_learner=False)
-    assert it.requests == [5]
+    assert it.requests == [5] and it.wake == REPEAT_S
     it.grant(L1, group("g1"))
     assert it.requests == [5, 4], "three slots are free: two groups of two"
+    it.leases.activate(False)
+    it.leases.activate(True)
+    assert it.requests == [5, 4, 0, 4], "nothing on standby"
     it.sample("l1/0", 3, 3, STOP)
     assert it.requests[-1] == 0
     it.leases.drain(2.0, "preempted")
     assert it.wake == 2.0 and it.drained is None
     it.at(2.0)
     assert it.drained == 3, "without a learner a drain ends in time and counts what is lost"
+    full = Surroundings(replace(LIMITS, leases_max=1)).begin()
+    full.grant(L1, group("g1"))
+    assert full.requests == [8, 0]
 
 
 def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_back() -> None:
