@@ -31,13 +31,12 @@ def begin(run: echo2.Run) -> None:
     echo2.Publisher(run).publish(0, {name: torch.zeros(shape) for name, shape in run.trainer.model.shapes.items()})
 
 
-def test_a_run_that_was_never_begun_is_closed_without_a_word(tmp_path: Path) -> None:
+def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last_and_a_run_never_begun_is_closed_in_silence(
+    tmp_path: Path,
+) -> None:
     with run_of(tmp_path) as run:
         assert run.checkpoint_every_steps == 20
-
-
-def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
-    config = run_of(tmp_path).options.config
+    config = run.options.config
     learner = config.learner.model_copy(update={"checkpoint_every_steps": 2})
     with echo2.Run(config.model_copy(update={"learner": learner}), folder=tmp_path / "learner") as run:
         due = []
@@ -48,19 +47,12 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path: Pa
         run.trainer.step_count = 0
 
 
-def test_a_failure_that_nobody_asked_for_is_raised_by_close_once(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    begin(run)
-    with pytest.raises(ConfigError, match="expected a join link on the learner's first start"):
-        run.close()
-    run.close()
-
-
-def test_a_failure_that_was_raised_is_not_raised_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_failure_is_raised_once_where_it_is_met_or_by_close(tmp_path: Path, is_asked_for: bool) -> None:
     with run_of(tmp_path) as run:
         begin(run)
-        with pytest.raises(ConfigError, match="expected a join link"):
-            next(echo2.Rollouts(run))
+        with pytest.raises(ConfigError, match="expected a join link on the learner's first start"):
+            next(echo2.Rollouts(run)) if is_asked_for else run.close()
 
 
 def test_another_error_leaves_the_block_and_the_failure_is_a_warning(tmp_path: Path) -> None:

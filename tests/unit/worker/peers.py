@@ -21,7 +21,7 @@ from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.trust import tls
 from echo2.trust.calls import GatedServer
-from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority
 from echo2.trust.ports import LEARNER, SERVICES
 from echo2.weights import DeltaHeader, HostWeights, encode_delta, encode_keyframe
 from echo2.weights.fingerprint import key_of_run
@@ -35,19 +35,10 @@ from echo2.wire.gen.echo2.v1 import (
     ingest_pb2_grpc,
 )  # fmt: skip
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
+from tests.certificates import issued
 
 RUN = RunId("small-run")
 KEY = key_of_run(RUN)
-
-
-def issued(authority: RunAuthority, role: Role, coordinator_address: str) -> tls.Credentials:
-    """Credentials as enrolment would give them."""
-    identity, key = Identity.generate(), TlsKey.generate()
-    certificate = authority.issue(certificate_request(identity, key), role, time.time())
-    return tls.Credentials(
-        identity, key.to_pem(), certificate, authority.certificate_pem, RUN, authority.identity.peer_id,
-        coordinator_address,
-    )  # fmt: skip
 
 
 async def until(is_so: Callable[[], object], within_s: float = 60.0) -> None:

@@ -532,33 +532,27 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
 
 
 @pytest.mark.parametrize(
-    ("name", "grace_s"), [("g1", EXACT_GRACE_S), ("g1.0.1", TURN_GRACE_S)], ids=["alone", "a turn"]
-)
-def test_a_version_waits_longer_for_the_next_call_of_an_evaluated_agent(name: str, grace_s: float) -> None:
-    it = Surroundings().begin()
-    it.grant(L1, group(name, 1, version=3))
-    it.leases.on_version_arrived()
-    it.leases.revoke(L1, "revoked")
-    it.deliver()
-    assert L1 in it.ended
-    it.at(grace_s - 0.1)
-    assert not it.admitted_at
-    it.at(grace_s)
-    assert it.admitted_at == [grace_s]
-
-
-@pytest.mark.parametrize("ends_before", [False, True])
-def test_a_version_waits_for_evaluations_no_longer_than_the_hold(ends_before: bool) -> None:
+    ("name", "ends_at", "expected"),
+    [
+        ("g1", 0.0, EXACT_GRACE_S), ("g1.0.1", 0.0, TURN_GRACE_S), ("g1", HOLD_S_MAX - 0.1, HOLD_S_MAX),
+        ("g1", math.inf, HOLD_S_MAX),
+    ],
+    ids=["alone", "a turn", "late", "never"],
+)  # fmt: skip
+def test_a_version_waits_for_evaluations_and_an_agents_next_call_but_not_for_ever(
+    name: str, ends_at: float, expected: float
+) -> None:
     it = Surroundings().begin(has_learner=False)
     it.leases.on_coordinator_lost()
-    it.grant(L1, group("g1", 1, version=3))
+    it.grant(L1, group(name, 1, version=3))
     it.leases.on_version_arrived()
-    if ends_before:
-        it.time = HOLD_S_MAX - EXACT_GRACE_S / 2
+    if ends_at < HOLD_S_MAX:
+        it.time = ends_at
         it.leases.revoke(L1, "revoked")
         it.deliver()
+        assert L1 in it.ended
     it.at(it.wake)
-    assert it.admitted_at == [HOLD_S_MAX] and not it.running
+    assert it.admitted_at == [expected] and not it.running
 
 
 @pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * REPORT_TOKENS_MAX])

@@ -28,7 +28,8 @@ from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
 from echo2.worker.options import WorkerLimits
-from tests.unit.worker.peers import RUN, SmallRun, issued, until
+from tests.certificates import issued
+from tests.unit.worker.peers import RUN, SmallRun, until
 
 STOP = 9
 
