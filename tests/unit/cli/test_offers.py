@@ -70,6 +70,8 @@ def test_prices_are_fetched_ranked_and_kept_with_their_age(market: Path, capsys:
     assert shown.out.count("RTX4090") == 1, "one row a kind of GPU: the spot one is cheaper"
     assert main(["offers", *MODEL, "--refresh"]) != 0
     assert "expected a catalogue from gpuhunt" in capsys.readouterr().err
+    kept.write_text("{")
+    assert main(["offers", *MODEL, "--offline"]) != 0 and str(kept) in capsys.readouterr().err
 
 
 def test_filters_and_sorts(market: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,13 +112,6 @@ def test_what_is_recorded_can_be_ranked_elsewhere_and_the_shipped_file_is_the_ty
     assert main(["offers", *MODEL, "--recorded", str(SHIPPED), "--gpu", "H100", "--rows", "0"]) == 0
     shown = capsys.readouterr().out
     assert "assumptions, nobody offers them" in shown and "8 x H100" in shown and "fetched" not in shown
-
-
-def test_a_spoilt_file_is_named(market: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept_file().parent.mkdir(parents=True)
-    kept_file().write_text("{")
-    assert main(["offers", *MODEL, "--offline"]) != 0
-    assert str(kept_file()) in capsys.readouterr().err
 
 
 def test_the_commands_of_the_page(

@@ -15,11 +15,19 @@ from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 
 
-async def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
+async def test_a_link_that_is_made_has_what_was_asked_for_and_what_is_refused_is_said_as_the_error_that_it_is(
+    tmp_path: Path,
+) -> None:
     async with running(options(tmp_path / "run")) as daemon:
         async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
             body = {"role": "worker", "lifetime_s": 60.0, "use_limit": 2, "label": "for one"}
             made = (await operator.act("tokens", body))["join_link"]
+            with pytest.raises(ConfigError, match=r"^offer: expected one of .*, got 'cheep'$"):
+                await operator.act("machines", {"offer": "cheep"})
+            with pytest.raises(ConfigError, match=r"^offer: expected a text of up to 1000 characters, got none$"):
+                await operator.act("machines", {"ofer": "local"})
+            with pytest.raises(ConfigError, match=r"^usd_budget: expected a number, got 'much'$"):
+                await operator.act("run/settings", {"usd_budget": "much"})
         (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
         assert (token.role, token.use_limit) == ("worker", 2)
         assert JoinLink.parse(made).address == daemon.enrol_address
@@ -44,14 +52,3 @@ async def test_who_was_an_operator_of_one_run_is_let_into_another(tmp_path: Path
         for daemon in (first, first, second):
             async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
                 assert (await operator.status()).run_id == daemon.options.run_id
-
-
-async def test_what_the_coordinator_refuses_is_said_as_the_error_that_it_is(tmp_path: Path) -> None:
-    async with running(options(tmp_path / "run")) as daemon:
-        async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
-            with pytest.raises(ConfigError, match=r"^offer: expected one of .*, got 'cheep'$"):
-                await operator.act("machines", {"offer": "cheep"})
-            with pytest.raises(ConfigError, match=r"^offer: expected a text of up to 1000 characters, got none$"):
-                await operator.act("machines", {"ofer": "local"})
-            with pytest.raises(ConfigError, match=r"^usd_budget: expected a number, got 'much'$"):
-                await operator.act("run/settings", {"usd_budget": "much"})

@@ -111,13 +111,19 @@ def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, w
     assert "the last 3 steps had none" in write_report(finished, status).problems[0]
 
 
-def test_status_of_a_run_at_rest_says_so_and_asks_nobody(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_at_rest_says_so_and_one_started_by_hand_where_its_logs_are(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (finished / "run.lock").write_text("echo2 999999999\n")
     assert main(["status", str(finished)]) == Unreachable.exit_code
     said = capsys.readouterr().err
     assert (
         "no process of the run is at work; 4 steps trained, reward " in said and "the same `echo2 run` goes on" in said
     )
+    (finished / "run.toml").unlink()  # only `echo2 run` writes it
+    assert main(["samples", str(finished)]) == 0
+    assert main(["tail", str(finished)]) == 8
+    assert "programs started by hand log to their own terminals" in capsys.readouterr().err
 
 
 def test_a_run_stopped_after_a_restart_claims_no_model_no_comparison_and_all_that_it_encoded(
@@ -167,15 +173,6 @@ def test_the_lines_that_all_held_out_prompts_begin_with_are_shown_once(
     assert told.count("helpful") == 1 and f"each prompt begins {system!r}" in told
     assert "'2+2=', expected" in told and "'2+3=', expected" in told
     assert told.count("before 'one' (1.00), after 'new' (1.00)") == 4 and "other" not in told, "each prompt once"
-
-
-def test_a_run_whose_programs_were_started_by_hand_has_samples_and_says_where_its_logs_are(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (finished / "run.toml").unlink()  # only `echo2 run` writes it
-    assert main(["samples", str(finished)]) == 0
-    assert main(["tail", str(finished)]) == 8
-    assert "programs started by hand log to their own terminals" in capsys.readouterr().err
 
 
 def test_a_coordinator_that_is_away_is_named_in_words_with_what_to_do(

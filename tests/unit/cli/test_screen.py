@@ -12,7 +12,9 @@ from echo2.cli.report import lags_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 
-def test_lags_above_the_bound_are_shown_and_marked() -> None:
+def test_lags_are_those_of_all_steps_and_marked_above_the_bound() -> None:
+    assert lags_of([{"lag/histogram": [3, 1]}, {}, {"lag/histogram": [2, 0, 5]}]) == [5, 1, 5]
+    assert lags_of([]) == []
     lines = lag_lines([10, 30, 0, 60], bound=2, width=36)
     assert len(lines) == 4
     assert "!" in lines[3] and "60%" in lines[3]
@@ -97,11 +99,6 @@ def test_a_run_is_given_up_for_standing_still_and_not_for_being_slow() -> None:
     assert moved.still_s(state, 5000.0) == 0.0
     state.status.learner.waits_since_s = 77.0
     assert moved.still_s(state, 5100.0) == 100.0, "waiting is no move"
-
-
-def test_the_lags_of_a_run_are_those_of_all_its_steps() -> None:
-    assert lags_of([{"lag/histogram": [3, 1]}, {}, {"lag/histogram": [2, 0, 5]}]) == [5, 1, 5]
-    assert lags_of([]) == []
 
 
 @pytest.mark.parametrize("workers", [[], ["w1"]])

@@ -136,25 +136,19 @@ async def test_a_stream_that_takes_nothing_is_given_up() -> None:
         await bench.until(lambda: bench.session.is_connected)
 
 
-async def test_a_good_bye_is_said_behind_all_else() -> None:
-    async with Bench(welcome()) as bench:
-        await bench.until(lambda: bench.session.is_connected)
-        for index in range(100):
-            bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
-        bench.coordinator.reading_s, begun = 0.005, time.monotonic()
-        await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 20.0)
-        assert len(bench.coordinator.closed) == 100, "it was read, not only written"
-        assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
-        await asyncio.wait_for(bench.task, WAIT_S)
-        assert bench.lost == 1, "and no other stream was opened"
-
-
-async def test_a_coordinator_that_does_not_hear_the_good_bye_holds_nobody() -> None:
-    async with Bench(welcome()) as bench:
-        await bench.until(lambda: bench.session.is_connected)
-        bench.coordinator.reading_s = 3600.0
-        async with asyncio.timeout(WAIT_S):
-            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 0.2)
+async def test_a_good_bye_is_said_behind_all_else_and_holds_nobody_where_it_is_not_heard() -> None:
+    for reading_s, within_s, heard in ((0.005, 20.0, 100), (3600.0, 0.2, 0)):
+        async with Bench(welcome()) as bench:
+            await bench.until(lambda bench=bench: bench.session.is_connected)
+            for index in range(100):
+                bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
+            bench.coordinator.reading_s, begun = reading_s, time.monotonic()
+            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), within_s)
+            assert len(bench.coordinator.closed) == heard, "it was read, not only written"
+            assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
+            if heard:
+                await asyncio.wait_for(bench.task, WAIT_S)
+                assert bench.lost == 1, "and no other stream was opened"
 
 
 async def test_what_is_said_while_the_stream_is_being_opened_is_heard_behind_the_hello() -> None:

@@ -33,27 +33,25 @@ NOW = 1_700_000_000.0
 RUN = RunId("a-run")
 
 
-def test_peer_id_is_that_of_py_libp2p() -> None:
+def test_py_libp2p_has_our_peer_id_and_accepts_our_certificate() -> None:
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.peer.id import ID
-
-    seed = bytes(range(32))
-    theirs = create_new_key_pair(seed)
-    assert Identity.from_private_bytes(seed).peer_id == ID.from_pubkey(theirs.public_key).to_string()
-
-
-def test_py_libp2p_accepts_our_certificate() -> None:
     from libp2p.security.tls.certificate import verify_certificate_chain
 
-    identity = Identity.generate()
+    seed = bytes(range(32))
+    identity = Identity.from_private_bytes(seed)
+    assert identity.peer_id == ID.from_pubkey(create_new_key_pair(seed).public_key).to_string()
     pem = self_signed_certificate(identity, TlsKey.generate(), time.time(), RUN)
     key = verify_certificate_chain([x509.load_pem_x509_certificate(pem)])
     assert key.to_bytes() == public_key_of(identity.peer_id)
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(max_size=200))
-def test_signature_verifies_for_its_message_and_no_other(seed: bytes, message: bytes) -> None:
+def test_a_key_has_one_peer_id_and_dns_name_and_signs_its_message_and_no_other(seed: bytes, message: bytes) -> None:
     identity = Identity.from_private_bytes(seed)
+    assert module.peer_id_of(public_key_of(identity.peer_id)) == identity.peer_id
+    label = dns_name_of(identity.peer_id).split(".")[0]
+    assert len(label) == 52 and label == label.lower()
     signature = identity.sign(message)
     verify_signature(identity.peer_id, message, signature)
     with pytest.raises(BadSignature):
@@ -62,14 +60,6 @@ def test_signature_verifies_for_its_message_and_no_other(seed: bytes, message: b
     for wrong in (longer, longer + b"m", longer[:-1], b"", bytes(64)):
         with pytest.raises(BadSignature):
             verify_signature(identity.peer_id, message, wrong)
-
-
-@given(st.binary(min_size=32, max_size=32))
-def test_peer_id_dns_name_and_key_map_one_to_one(seed: bytes) -> None:
-    identity = Identity.from_private_bytes(seed)
-    assert module.peer_id_of(public_key_of(identity.peer_id)) == identity.peer_id
-    label = dns_name_of(identity.peer_id).split(".")[0]
-    assert len(label) == 52 and label == label.lower()
 
 
 @pytest.mark.parametrize("text", ["", "12D3", "QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWKmEGo", "0OIl", "1" * 200])

@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import torch
 
-from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict, Verdict, spans_of
+from echo2.base.ids import LeaseId, PeerId, RunId, Version
+from echo2.base.rollout import GroupSpec, Rollout, SegmentVerdict, Verdict, spans_of
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.trust import tls
@@ -53,14 +53,23 @@ def weights_of(model: torch.nn.Module, version: int) -> HostWeights:
 
 
 @dataclass
-class SmallLearner(ingest_pb2_grpc.IngestServicer):
+class _Told:
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition, kw_only=True)
+
+    async def until(self, is_so: Any, within_s: float = 60.0) -> None:
+        """Waits until `is_so(self)`, woken by what the worker says."""
+        async with asyncio.timeout(within_s), self.changed:
+            await self.changed.wait_for(lambda: is_so(self))
+
+
+@dataclass
+class SmallLearner(_Told, ingest_pb2_grpc.IngestServicer):
     """Holds tokens by (group, index); refuses what no ticket of the run covers."""
 
     authority: RunAuthority
     held: dict[tuple[str, int], list[Rollout]] = field(default_factory=dict)
     finished: dict[tuple[str, int], Rollout] = field(default_factory=dict)
     reports: list[ingest_pb2.RolloutReport] = field(default_factory=list)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     is_silent: bool = False
     streams: int = 0
     refuses: set[str] = field(default_factory=set)
@@ -95,16 +104,10 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
     def rollout_of(self, key: tuple[str, int]) -> Rollout:
         """What is held of one rollout, whole."""
         segments = self.held[key]
-        versions = [span.version for s in segments for span in s.version_spans for _ in range(span.count)]
-        return Rollout(
-            GroupId(key[0]),
-            key[1],
-            tuple(token for s in segments for token in s.token_ids),
-            tuple(x for s in segments for x in s.logprobs),
-            tuple(x for s in segments for x in s.raw_logprobs),
-            spans_of(versions),
-            segments[-1].finish_reason if segments and segments[-1].is_finished else FinishReason.UNFINISHED,
-        )
+        names = ("token_ids", "logprobs", "raw_logprobs")
+        columns: dict[str, Any] = {name: tuple(x for s in segments for x in getattr(s, name)) for name in names}
+        spans = spans_of(version for s in segments for version in s.versions)
+        return replace(segments[-1], offset=0, version_spans=spans, **columns)
 
     def judge(self, segment: Rollout, group_id: str) -> SegmentVerdict:
         key = (segment.group_id, segment.index)
@@ -121,14 +124,9 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
                 self.finished[key], verdict = self.rollout_of(key), Verdict.ADMITTED
         return SegmentVerdict(segment.group_id, segment.index, verdict, count)
 
-    async def until(self, is_so: Any, within_s: float = 60.0) -> None:
-        """Waits until `is_so(self)`, woken by reports."""
-        async with asyncio.timeout(within_s), self.changed:
-            await self.changed.wait_for(lambda: is_so(self))
-
 
 @dataclass
-class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
+class SmallCoordinator(_Told, coordinator_pb2_grpc.CoordinatorServicer):
     """Grants `groups` in order while the worker asks for more; keeps what it is told."""
 
     authority: RunAuthority
@@ -147,7 +145,6 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     ended: list[coordinator_pb2.LeaseEnded] = field(default_factory=list)
     leavings: list[str] = field(default_factory=list)
     outbox: asyncio.Queue[coordinator_pb2.WorkerOrder | None] = field(default_factory=asyncio.Queue)  # None: its end
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     leases: int = 0
     _level: int = 0
 
@@ -210,11 +207,6 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     )
                 )
             )
-
-    async def until(self, is_so: Any, within_s: float = 60.0) -> None:
-        """Waits until `is_so(self)`, woken by the worker's messages."""
-        async with asyncio.timeout(within_s), self.changed:
-            await self.changed.wait_for(lambda: is_so(self))
 
 
 class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):

@@ -15,13 +15,7 @@ import pytest
 from echo2.base.errors import ProtocolError, StateError, Unreachable
 from echo2.cli import worker
 from echo2.worker import control as running
-from echo2.worker.control import (
-    ControlServer,
-    ask,
-    listening_sockets,
-    running_workers,
-    socket_path,
-)
+from echo2.worker.control import ControlServer, ask, listening_sockets, running_workers, socket_path
 
 
 async def answered(command: str) -> dict[str, object]:

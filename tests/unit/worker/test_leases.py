@@ -624,44 +624,21 @@ def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_b
     assert demand.request(0, False, 5.2) == (0, Version(2)) and demand.request(0, False, 100.0) is None
 
 
-def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead_and_lengths_are_guessed_from_the_last() -> None:
+@pytest.mark.parametrize(("gap_s", "wanted"), [(0.25, 5), (0.01, 6)])
+def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead_and_lengths_are_guessed_from_the_last(
+    gap_s: float, wanted: int
+) -> None:
     it = Surroundings().begin(4)
     it.time = 0.5  # a lease travels half a second
-    it.grant(L1, group("g1", 4))
-    for index in range(2):
-        it.time += 0.25  # four rollouts a second
-        it.sample(f"l1/{index}", 3, 3, 3, STOP)
-    assert it.requests[-1] == 8, "two slots are free, three will be: two groups"
-    it.grant(LeaseId("l2"), group("g2", 1))
+    for number in range(4):
+        it.grant(LeaseId(f"l{number}"), group(f"g{number}", 1))
+    for number in range(2):
+        it.time += gap_s
+        it.sample(f"l{number}/0", 3, 3, 3, STOP)
+    assert it.requests[-1] == wanted, "two slots are free, three will be, or all"
     it.sample("l2/0", 3)
     it.at(3.0)
     assert it.reports[LeaseId("l2")][0].expected_remaining_tokens == 3
-
-
-@given(
-    slots=st.integers(1, 64),
-    sizes=st.lists(st.integers(1, 16), min_size=1, max_size=60),
-    finishing=st.lists(st.integers(0, 8), min_size=1, max_size=60),
-)
-def test_slots_are_full_after_each_answer_and_never_overfilled_by_more_than_cover_and_a_group(
-    slots: int, sizes: list[int], finishing: list[int]
-) -> None:
-    demand = Demand()
-    demand.live(Version(1), slots)
-    running, now = 0, 0.0
-    for size, ended in zip(sizes, finishing, strict=False):
-        now += 0.1
-        for _ in range(min(running, ended)):
-            running -= 1
-            demand.finished(now)
-        level = demand.level(running, True)
-        demand.request(running, True, now)
-        granted = 0
-        while granted < level:
-            demand.granted(size, now + 0.01)
-            granted += size
-        running += granted
-        assert slots <= running <= 2 * slots + 2 * max(sizes)
 
 
 @given(rate=st.floats(1, 1000), idle_s=st.floats(0, 100), busy_s=st.floats(1, 15))

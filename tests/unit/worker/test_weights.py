@@ -74,11 +74,7 @@ class Engine:
 
     @property
     def is_right(self) -> bool:
-        return self.version is None or torch.equal(self.weights["w"], published_tensor(self.version))
-
-
-def published_tensor(version: int) -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(version)).bfloat16()
+        return self.version is None or torch.equal(self.weights["w"], published(self.version).tensors()["w"])
 
 
 class Bench:
