@@ -93,6 +93,7 @@ async def test_whole_answers_and_events_are_of_the_stock_clients_own_types(is_ch
         choices = [Choice("yes", tuple(tools), completion("yes"), reason) for reason in ("stop", "length")]
         told = whole.model_validate(reply_of(call, choices, "policy", 0, letter_bytes), strict=True)
         assert not told.model_extra and told.usage.completion_tokens == 6 and len(told.choices) == 2
+        assert told.id.endswith("-a1-1")
         *events, last = "".join(pieces_of(call, choices, "policy", 0, letter_bytes)).strip().split("\n\n")
         assert last == "data: [DONE]" and len(events) == 5
         if is_chat:  # of a text's events the client's type has a reason to end in each, which none but the last one has

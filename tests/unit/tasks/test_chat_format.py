@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from echo2.base.errors import ConfigError
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
@@ -107,6 +108,12 @@ def test_text_prompts_are_chats_where_the_model_has_a_template_unless_they_are_t
     spelled = plain.prompt("as in <|im_start|>abc<|im_end|>")
     assert not control_tokens_in(tokenizer, spelled) and "<|im_start|>abc" in tokenizer.decode(spelled)
     assert tokenizer.decode(plain.between([{"role": "user", "content": "so?"}], [])) == "\nso?\n"
+    framed = copy.deepcopy(tokenizer_of("llama3"))
+    bos = (framed.bos_token, framed.bos_token_id)
+    framed.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    for text in ("abc 12", f"abc{bos[0]}abc"):
+        begun = ChatFormat(framed, ChatOptions(is_plain=True)).prompt(text)
+        assert control_tokens_in(framed, begun) == [bos[0]] and framed.decode(begun[1:]) == text
 
 
 def test_a_refused_system_message_is_said_by_the_first_user_message() -> None:
