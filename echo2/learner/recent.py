@@ -103,8 +103,6 @@ class RecentRollouts:
         return [round(statistics.fmean(newest[start:end])) for start, end in pairwise(ends)]
 
     def _keep(self, seen: SeenRollout) -> None:
-        if seen.rollout_id in self._by_id:  # the step was trained again after a restart
-            return
         self._kept.appendleft(seen)
         self._by_id[seen.rollout_id] = seen
         self._size += seen.size

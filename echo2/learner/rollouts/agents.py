@@ -134,13 +134,11 @@ class Agents:
         return None if group_id is None else (group_id, turn_of(group_id, 0).index)
 
     def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:
-        if isinstance(outcome, str):
-            if self._section.harness and (too_many := self.failures.on_failure(outcome)):
-                self._fail(TaskError(f"agent.harness {self._section.harness}: {too_many}"))
-            self._pool.end_episode(GroupId(root), chains, None, {}, is_final=is_final)
-            return
-        self.failures.on_success()
-        reward, parts = outcome
+        reward, parts = (None, {}) if isinstance(outcome, str) else outcome
+        if not isinstance(outcome, str):
+            self.failures.on_success()
+        elif self._section.harness and (too_many := self.failures.on_failure(outcome)):
+            self._fail(TaskError(f"agent.harness {self._section.harness}: {too_many}"))
         self._pool.end_episode(GroupId(root), chains, reward, parts, is_final=is_final)
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:

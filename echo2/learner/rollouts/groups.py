@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import (
     NO_ROUTING,
@@ -73,13 +72,9 @@ class TurnOf:
 
 
 def turn_of(group_id: GroupId, index: int) -> TurnOf:
-    """Maps rollout `index` of a leased group to its rollout and turn. Raises `StateError` if the id is malformed."""
+    """Maps rollout `index` of a leased group to its rollout and turn."""
     root, *rest = group_id.split(".")
-    if not rest:
-        return TurnOf(group_id, index, 0)
-    if len(rest) != 2 or not all(part.isdigit() for part in rest):
-        raise StateError(f"group {group_id}: expected an id of GROUP.INDEX.TURN")
-    return TurnOf(GroupId(root), int(rest[0]), int(rest[1]))
+    return TurnOf(GroupId(root), int(rest[0]), int(rest[1])) if rest else TurnOf(group_id, index, 0)
 
 
 def is_later_turn(group_id: GroupId) -> bool:

@@ -348,8 +348,7 @@ def collate(
             if experts_PLK is not None and routing is not None:
                 # Only one rollout of the group reports the prompt's.
                 rows = next((rollout.routing.prompt for rollout in group.rollouts if rollout.routing.prompt), b"")
-                first = b * width + start
-                _lay_rows(experts_PLK, rows, range(first, first + len(group.spec.prompt_token_ids) - 1), routing)
+                _lay_rows(experts_PLK, rows, range(b * width + start, last_of_prompt), routing)
             column = start + len(prompt)
             ends: list[int] = []
             for member_number, member in enumerate(piece.members):

@@ -138,7 +138,6 @@ class LentTensors:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
         self._lock = threading.Lock()
-        self._are_own = False
 
     @contextmanager
     def taken(self, name: str) -> Iterator[Tensor | None]:
@@ -147,11 +146,9 @@ class LentTensors:
             yield self._tensors.pop(name, None)
 
     def keep(self) -> None:
-        """Copies the tensors that are not written yet. Call it before they change. Idempotent."""
+        """Copies the tensors that are not written yet. Call it before they change, once."""
         with self._lock:
-            if not self._are_own:
-                self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
-            self._are_own = True
+            self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
 
 
 class Trainer:

@@ -152,6 +152,8 @@ def test_a_harmed_checkpoint_is_refused_and_the_one_before_is_used(two: Path, tm
         folder = tmp_path / str(number)
         shutil.copytree(two, folder)
         told.add(what := harmed(chance.choice(sorted((folder / "step-00000001").iterdir())), chance))
+        with pytest.raises(StateError, match="step-00000001: expected"):
+            CheckpointStore(folder, LearnerLimits()).load(Step(1), None)
         loaded = CheckpointStore(folder, LearnerLimits()).load_newest()
         assert loaded is not None and loaded.step == 0, what
         assert all(torch.equal(tensor, expected.shards[key]) for key, tensor in loaded.shards.items())

