@@ -273,17 +273,17 @@ class GatewayApp:
         if not isinstance(label, str) or len(label) > LABEL_CHARS_MAX:
             raise MalformedMessage(f"label: expected a text of at most {LABEL_CHARS_MAX} characters")
         session = self._episodes.take_seat(label)
-        told = {"group": session.problem.root, "problem": dict(session.problem.description), "seat": session.seat}
-        return JSONResponse({"id": session.session_id, "key": session.key, **told}, status_code=201)
+        content = {"group": session.problem.root, "problem": dict(session.problem.description), "seat": session.seat}
+        return JSONResponse({"id": session.session_id, "key": session.key, **content}, status_code=201)
 
     async def _reward(self, request: Request) -> Response:
         session = self._session_of(request)
         body = await self._bodies.parsed(request, session.session_id, dict)
         value, parts = body.get("reward"), body.get("parts") or {}
         if not isinstance(parts, dict) or len(parts) > 64 or not all(map(is_reward, (value, *parts.values()))):
-            came = {name: body[name] for name in ("reward", "parts") if name in body} or "neither"
+            fields = {name: body[name] for name in ("reward", "parts") if name in body} or "neither"
             what = f"a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
-            raise MalformedMessage(f"reward: expected {what}, got {came!r:.200}")
+            raise MalformedMessage(f"reward: expected {what}, got {fields!r:.200}")
         assert isinstance(value, int | float), "checked above"
         self._episodes.reward(session, float(value), {str(k)[:64]: float(v) for k, v in parts.items()})
         return JSONResponse({"id": session.session_id, "is_ended": True})
@@ -446,17 +446,17 @@ def piece_of(call: Call, text: str, model: str, now_s: int, *, is_first: bool) -
 
 
 def pieces_of(
-    call: Call, answers: Sequence[Choice], model: str, now_s: int, bytes_of: BytesOf, told: str = ""
+    call: Call, answers: Sequence[Choice], model: str, now_s: int, bytes_of: BytesOf, streamed: str = ""
 ) -> Iterator[str]:
-    """Yields the answer as server-sent events. `told`: text of the single choice that was streamed already, and is left out."""
+    """Yields the answer as server-sent events. `streamed`: text of the single choice that was sent already, and is left out."""
     request = call.request
     is_chat = request.prompt is None
     for number, choice in enumerate(answers):
         logprobs = _logprobs(choice, bytes_of, is_chat=is_chat) if request.wants_logprobs else None
-        content = _content(request, choice.text[len(told) :], is_first=not told)
+        content = _content(request, choice.text[len(streamed) :], is_first=not streamed)
         if is_chat and choice.tool_calls:
             written = _written(choice)
-            content["delta"]["tool_calls"] = [{"index": place, **one} for place, one in enumerate(written)]
+            content["delta"]["tool_calls"] = [{"index": place, **tool} for place, tool in enumerate(written)]
         yield _piece(call, model, now_s, number, content, logprobs)
         end: Json = {"delta": {}} if is_chat else {"text": ""}
         yield _piece(call, model, now_s, number, end, None, choice.finish_reason)

@@ -46,9 +46,9 @@ REWARD_MAX = 1e6
 """Largest absolute reward. No task needs more, and sums and squares of rewards stay finite."""
 
 
-def is_reward(told: object) -> bool:
-    """Whether `told` is a number from -REWARD_MAX to REWARD_MAX. False for NaN; compares integers exactly, however long."""
-    return isinstance(told, int | float) and abs(told) <= REWARD_MAX
+def is_reward(value: object) -> bool:
+    """Whether `value` is a number from -REWARD_MAX to REWARD_MAX. False for NaN; compares integers exactly, however long."""
+    return isinstance(value, int | float) and abs(value) <= REWARD_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Problem:
         return not (self.label or any(self.seats) or any(self.restarts))
 
     def free_seats(self) -> Iterator[int]:
-        return (seat for seat, taken in enumerate(self.seats) if taken is None)
+        return (seat for seat, session_id in enumerate(self.seats) if session_id is None)
 
 
 @dataclass(slots=True, eq=False)
@@ -427,8 +427,8 @@ class Episodes:
         busy = sum(not call.is_sampled for call in session.calls)
         if busy >= limits.calls_at_once_max or len(self._of_group) + request.choices > limits.calls_in_flight_max:
             raise self._refusal(429, "busy", "too many calls are under way", limits.retry_after_s)
-        if (kept := session.kept_bytes + request.size_bytes) > limits.session_bytes_max:
-            text = f"expected an episode of at most {limits.session_bytes_max} bytes, with this call it has {kept}"
+        if (total := session.kept_bytes + request.size_bytes) > limits.session_bytes_max:
+            text = f"expected an episode of at most {limits.session_bytes_max} bytes, with this call it has {total}"
             raise self._refusal(400, "episode_too_large", text)
         if isinstance(request.prompt, tuple) and max(request.prompt) >= limits.vocabulary_size:
             text = f"prompt: expected token ids below {limits.vocabulary_size}, got {max(request.prompt)!r:.40}"
@@ -475,8 +475,8 @@ class Episodes:
             leased = self._fleet.lease(session.problem.root, None if choice else chain, *asked)
             if leased is None:
                 raise CallRefused(410, "session_ended", "the group of this episode is gone")
-            group_id, own = leased
-            call.places[choice] = (own, session.tree.began(own))
+            group_id, leased_chain = leased
+            call.places[choice] = (leased_chain, session.tree.began(leased_chain))
             self._of_group[group_id] = (session, call, choice)
         self.counts.branches += session.tree.branches - branches
 
@@ -489,8 +489,8 @@ class Episodes:
             session.answered[chain] = max(session.answered.get(chain, 0), depth)
             node = tree.node(call.place, chain, depth, call.prompt_token_ids, choice.sampled.token_ids)
             if prompt is None:
-                told = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
-                tree.answered(node, call.place.key, told)
+                message = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
+                tree.answered(node, call.place.key, message)
             else:
                 tree.completed(node, prompt + choice.text if isinstance(prompt, str) else "")
             session.last = node if number == 0 else session.last

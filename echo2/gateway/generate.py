@@ -253,15 +253,15 @@ def _event(body: Mapping[str, object]) -> str:
 def parsed_request(body: Mapping[str, object]) -> TokenRequest:
     """Parses a body of `/inference/v1/generate`. Raises `MalformedMessage`, which names the field, what was expected and what came;
     also for a field that would change the tokens and is not obeyed."""
-    token_ids, told = body.get("token_ids"), body.get("sampling_params") or {}
-    if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int and one >= 0 for one in token_ids):
+    token_ids, params = body.get("token_ids"), body.get("sampling_params") or {}
+    if not isinstance(token_ids, list) or not token_ids or not all(type(n) is int and n >= 0 for n in token_ids):
         raise MalformedMessage(f"token_ids: expected one or more token ids, got {shown(token_ids)}")
-    if not isinstance(told, dict):
-        raise MalformedMessage(f"sampling_params: expected an object, got {shown(told)}")
+    if not isinstance(params, dict):
+        raise MalformedMessage(f"sampling_params: expected an object, got {shown(params)}")
     odd = sorted(name for name, value in body.items() if name not in _REQUEST and value is not None)
     if odd:
         raise MalformedMessage(f"{odd[0][:40]}: expected a field of token-in, token-out answer without images")
-    for name, value in told.items():
+    for name, value in params.items():
         if name not in _OBEYED and value is not None and value not in _NEUTRAL.get(name, ()):
             raise MalformedMessage(
                 f"sampling_params.{name[:40]}: expected {' or '.join(map(repr, _NEUTRAL.get(name, ()))) or 'none'}, since "
@@ -272,25 +272,25 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
     )  # fmt: skip
     if exact is not None and least is not None:
         raise MalformedMessage("exact_version: expected it or min_version, got both")
-    stop_ids = told.get("stop_token_ids") or []
-    if not isinstance(stop_ids, list) or not all(type(one) is int and 0 <= one < TOKENS_MAX for one in stop_ids):
+    stop_ids = params.get("stop_token_ids") or []
+    if not isinstance(stop_ids, list) or not all(type(n) is int and 0 <= n < TOKENS_MAX for n in stop_ids):
         raise MalformedMessage(f"sampling_params.stop_token_ids: expected token ids, got {shown(stop_ids)}")
-    tokens, seed = told.get("max_tokens"), told.get("seed")
-    top_k, routes_from = told.get("top_k"), told.get("routed_experts_prompt_start") or 0
+    tokens, seed = params.get("max_tokens"), params.get("seed")
+    top_k, routes_from = params.get("top_k"), params.get("routed_experts_prompt_start") or 0
     return TokenRequest(
         token_ids=tuple(token_ids),
         request_id=str(body.get("request_id") or "")[:128],
-        choices=whole_number(1 if told.get("n") is None else told["n"], "sampling_params.n", CHOICES_MAX),
-        temperature=_number(told, "temperature", 0.0, 100.0),
-        top_p=_number(told, "top_p", 1e-6, 1.0),
+        choices=whole_number(1 if params.get("n") is None else params["n"], "sampling_params.n", CHOICES_MAX),
+        temperature=_number(params, "temperature", 0.0, 100.0),
+        top_p=_number(params, "top_p", 1e-6, 1.0),
         top_k=0 if top_k in (None, -1, 0) else whole_number(top_k, "sampling_params.top_k", TOKENS_MAX),
         max_tokens=None if tokens is None else whole_number(tokens, "sampling_params.max_tokens", TOKENS_MAX),
         seed=None if seed is None else _within(seed, "sampling_params.seed", 0, SEED_MAX),
-        stops=stop_texts(told.get("stop")),
+        stops=stop_texts(params.get("stop")),
         stop_token_ids=tuple(stop_ids),
-        ignores_end=told.get("ignore_eos") is True,
+        ignores_end=params.get("ignore_eos") is True,
         routes_from=_within(routes_from, "sampling_params.routed_experts_prompt_start", 0, len(token_ids)),
-        wants_logprobs=told.get("logprobs") is not None,
+        wants_logprobs=params.get("logprobs") is not None,
         is_streamed=body.get("stream") is True,
         priority=_within(body.get("priority") or 0, "priority", -PRIORITY_MAX, PRIORITY_MAX),
         min_version=least,
@@ -298,17 +298,17 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
     )
 
 
-def _within(told: object, name: str, low: int, high: int) -> int:
-    if type(told) is not int or not low <= told < high:
-        raise MalformedMessage(f"{name}: expected a whole number from {low} to {high - 1}, got {shown(told)}")
-    return told
+def _within(value: object, name: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value < high:
+        raise MalformedMessage(f"{name}: expected a whole number from {low} to {high - 1}, got {shown(value)}")
+    return value
 
 
 def _number(params: Mapping[str, object], name: str, low: float, high: float) -> float:
-    told = 1.0 if params.get(name) is None else params[name]
-    if isinstance(told, bool) or not isinstance(told, int | float) or not low <= told <= high:
-        raise MalformedMessage(f"sampling_params.{name}: expected a number from {low:g} to {high:g}, got {shown(told)}")
-    return float(told)
+    raw = 1.0 if params.get(name) is None else params[name]
+    if isinstance(raw, bool) or not isinstance(raw, int | float) or not low <= raw <= high:
+        raise MalformedMessage(f"sampling_params.{name}: expected a number from {low:g} to {high:g}, got {shown(raw)}")
+    return float(raw)
 
 
 def experts_of(rollout: Rollout, shape: RoutingShape, request: TokenRequest) -> dict[str, object]:

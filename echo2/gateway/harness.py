@@ -43,11 +43,11 @@ Harness = Callable[[Episode], Awaitable[float | None]]
 exception fails the episode."""
 
 
-def make_harness(told: str, at_once: int) -> Harness | None:
+def make_harness(text: str, at_once: int) -> Harness | None:
     """Makes the harness that `agent.harness` names: module:function or a command; None if it is empty."""
-    if not told:
+    if not text:
         return None
-    return _function_harness(told, at_once) if _FUNCTION.fullmatch(told) else _program_harness(told)
+    return _function_harness(text, at_once) if _FUNCTION.fullmatch(text) else _program_harness(text)
 
 
 def _function_harness(name: str, at_once: int) -> Harness:
@@ -81,15 +81,15 @@ def _program_harness(command: str) -> Harness:
         )  # fmt: skip
         try:
             assert process.stdout is not None and process.stderr is not None, "they are pipes"
-            said, told = await asyncio.gather(_last_of(process.stdout), _last_of(process.stderr))
+            output, errors = await asyncio.gather(_last_of(process.stdout), _last_of(process.stderr))
             status = await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if status != 0:
-            raise TaskError(f"agent {arguments[0]}: expected it to exit with 0, got {status}: {told[-400:]}")
-        return _printed(said)
+            raise TaskError(f"agent {arguments[0]}: expected it to exit with 0, got {status}: {errors[-400:]}")
+        return _printed(output)
 
     return play
 
@@ -98,8 +98,8 @@ def past_proxies(url: str) -> dict[str, str]:
     """The environment's `no_proxy` with the host of `url` added, in both spellings, since clients differ in which they read."""
     host = urlsplit(url).hostname or ""
     names = [name for key in ("no_proxy", "NO_PROXY") for name in re.split(r"[,\s]+", os.environ.get(key, "")) if name]
-    told = ",".join(dict.fromkeys([*names, host]))
-    return {"no_proxy": told, "NO_PROXY": told}
+    joined = ",".join(dict.fromkeys([*names, host]))
+    return {"no_proxy": joined, "NO_PROXY": joined}
 
 
 def cause_of(error: BaseException) -> str:
@@ -109,8 +109,8 @@ def cause_of(error: BaseException) -> str:
         if first.__cause__ is None:
             break
         first = first.__cause__
-    told = f"{type(error).__name__}: {error}"
-    return told if first is error else f"{told} ({type(first).__name__}: {first})"
+    text = f"{type(error).__name__}: {error}"
+    return text if first is error else f"{text} ({type(first).__name__}: {first})"
 
 
 async def _last_of(stream: asyncio.StreamReader) -> str:
@@ -123,15 +123,15 @@ async def _last_of(stream: asyncio.StreamReader) -> str:
 
 def _printed(text: str) -> float | None:
     try:
-        told = json.loads((text.strip().splitlines() or [""])[-1])
+        value = json.loads((text.strip().splitlines() or [""])[-1])
     except ValueError:
         return None
-    return _number(told.get("reward") if isinstance(told, dict) else told)
+    return _number(value.get("reward") if isinstance(value, dict) else value)
 
 
-def _number(told: object) -> float | None:
-    if told is None:
+def _number(value: object) -> float | None:
+    if value is None:
         return None
-    if isinstance(told, bool | int | float):
-        return float(told)
-    raise TaskError(f"agent: expected a reward as a number, got {told!r:.80}")
+    if isinstance(value, bool | int | float):
+        return float(value)
+    raise TaskError(f"agent: expected a reward as a number, got {value!r:.80}")

@@ -36,18 +36,18 @@ async def play(episode: Episode) -> float:
     """Plays one episode and returns the sum of its rewards. Raises TaskError if the server failed."""
     from openai import AsyncOpenAI, BadRequestError
 
-    told = episode.problem["metadata"]
+    settings = episode.problem["metadata"]
     messages: list[Any] = list(episode.problem["messages"])
-    async with connected(str(told["url"])) as server, AsyncOpenAI(
+    async with connected(str(settings["url"])) as server, AsyncOpenAI(
         base_url=episode.base_url, api_key=episode.api_key, timeout=None
     ) as client:  # fmt: skip
         if server.asks_for_json:
             messages.append({"role": "system", "content": server.instructions})
-        seen = await server.ask("reset", {"seed": told["seed"], **told["reset"]})
-        reward = seen.reward
-        messages.append({"role": "user", "content": seen.text})
-        for _ in range(int(told["turns"])):
-            if seen.is_done:
+        observation = await server.ask("reset", {"seed": settings["seed"], **settings["reset"]})
+        reward = observation.reward
+        messages.append({"role": "user", "content": observation.text})
+        for _ in range(int(settings["turns"])):
+            if observation.is_done:
                 break
             try:
                 reply = await client.chat.completions.create(model="policy", messages=messages)
@@ -55,15 +55,15 @@ async def play(episode: Episode) -> float:
                 if error.code != "context_length_exceeded":
                     raise
                 break  # as if the turns were over
-            said = reply.choices[0].message.content or ""
-            messages.append({"role": "assistant", "content": said})
+            text = reply.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": text})
             try:
-                seen = await server.ask("step", server.action_of(said))
+                observation = await server.ask("step", server.action_of(text))
             except ActionRefused as error:
                 messages.append({"role": "user", "content": f"error: {error}"})
                 continue
-            reward += seen.reward
-            messages.append({"role": "user", "content": seen.text})
+            reward += observation.reward
+            messages.append({"role": "user", "content": observation.text})
     return reward
 
 
@@ -99,19 +99,19 @@ class OpenEnvServer:
         fields = {key: self._action[key] for key in ("properties", "required", "$defs") if key in self._action}
         return f"Answer with one action as a JSON object of this schema: {json.dumps(fields)}"
 
-    def action_of(self, said: str) -> dict[str, Any]:
+    def action_of(self, completion: str) -> dict[str, Any]:
         """The action in a completion. Raises ActionRefused if there is none."""
         if self._field:
-            return {self._field: said}
+            return {self._field: completion}
         decoder = json.JSONDecoder()
-        places = (place for place, character in enumerate(said) if character == "{")
+        places = (place for place, character in enumerate(completion) if character == "{")
         for place in islice(places, OPENINGS_MAX):
             try:
-                found, _ = decoder.raw_decode(said, place)
+                action, _ = decoder.raw_decode(completion, place)
             except (ValueError, RecursionError):
                 continue
-            return dict(found)
-        raise ActionRefused(f"expected one action as a JSON object, got {said[:80]!r}")
+            return dict(action)
+        raise ActionRefused(f"expected one action as a JSON object, got {completion[:80]!r}")
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> EnvObservation:
         """Resets or steps. Raises ActionRefused if the environment cannot take the step, TaskError if the server failed."""
@@ -127,16 +127,16 @@ class OpenEnvServer:
             raise self._error(f"an answer to {kind}, got: {error}") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise self._error(f"an answer as OpenEnv 0.3 sends it, got {answer!r:.200}")
-        told = answer["data"]
+        content = answer["data"]
         if answer.get("type") == "error":
-            text = f"{told.get('code')}: {told.get('message')} {told.get('errors') or ''}".strip()
-            if kind == "step" and told.get("code") in ACTION_ERRORS:
+            text = f"{content.get('code')}: {content.get('message')} {content.get('errors') or ''}".strip()
+            if kind == "step" and content.get("code") in ACTION_ERRORS:
                 raise ActionRefused(text[:1000])
             raise self._error(f"an observation, got the error {text:.400}")
-        observation, reward, is_done = told.get("observation"), told.get("reward"), told.get("done")
+        observation, reward, is_done = content.get("observation"), content.get("reward"), content.get("done")
         is_number = isinstance(reward, int | float | None) and math.isfinite(reward or 0.0)
         if not isinstance(observation, dict) or not is_number or not isinstance(is_done, bool):
-            raise self._error(f"an observation with a finite reward or null and done, got {told!r:.200}")
+            raise self._error(f"an observation with a finite reward or null and done, got {content!r:.200}")
         return EnvObservation(text_of(observation)[:OBSERVATION_CHARS_MAX], float(reward or 0.0), is_done)
 
     def _error(self, expected: str) -> TaskError:

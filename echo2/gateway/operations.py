@@ -88,9 +88,9 @@ class InOrder:
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
         """Waits until all earlier numbers have had their turn. `check` has passed this one."""
-        mine = self._waiting[number] = asyncio.Event()
+        event = self._waiting[number] = asyncio.Event()
         if number > self._next:
-            await mine.wait()
+            await event.wait()
         try:
             yield
         finally:

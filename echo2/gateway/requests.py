@@ -71,8 +71,8 @@ class CallRequest:
 
     def with_digests(self) -> CallRequest:
         """Returns a copy with `digest`, `history` and `sizes` filled in. Slow for a large request."""
-        said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
-        digest = blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+        parts = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
+        digest = blake2b(json.dumps(parts, sort_keys=True, default=dict).encode(), digest_size=16).digest()
         if self.prompt is not None:
             return replace(self, digest=digest)
         key, size = beginning(self.tools)
@@ -93,16 +93,16 @@ def body_of(data: bytes) -> dict[str, object]:
         text = data.decode() or "{}"
     except UnicodeDecodeError as error:
         raise MalformedMessage(f"body: expected UTF-8, got {error}") from None
-    if not isinstance(told := _parsed(text, "body"), dict):
+    if not isinstance(body := _parsed(text, "body"), dict):
         raise MalformedMessage("body: expected a JSON object")
-    return told
+    return body
 
 
 def chat_call(body: Mapping[str, object]) -> CallRequest:
     """Parses a body of `chat/completions`."""
-    told = body.get("messages")
-    if not isinstance(told, list) or not 1 <= len(told) <= MESSAGES_MAX:
-        raise MalformedMessage(f"messages: expected a list of 1 to {MESSAGES_MAX}, got {shown(told)}")
+    items = body.get("messages")
+    if not isinstance(items, list) or not 1 <= len(items) <= MESSAGES_MAX:
+        raise MalformedMessage(f"messages: expected a list of 1 to {MESSAGES_MAX}, got {shown(items)}")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or len(tools) > TOOLS_MAX or not all(isinstance(tool, dict) for tool in tools):
         raise MalformedMessage(f"tools: expected a list of at most {TOOLS_MAX} objects, got {shown(tools)}")
@@ -110,7 +110,7 @@ def chat_call(body: Mapping[str, object]) -> CallRequest:
         raise MalformedMessage(f"tools: expected an object as each function, got {shown(tools)}")
     if body.get("tool_choice") == "none":
         tools = []
-    messages = tuple(_message(one, place) for place, one in enumerate(told))
+    messages = tuple(_message(item, place) for place, item in enumerate(items))
     return _call(body, messages=messages, tools=tuple(cast(Sequence[Message], tools)))
 
 
@@ -147,79 +147,79 @@ def _call(
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
         wants_ids=body.get("return_token_ids") is True,
         temperature=_temperature(body.get("temperature")),
-        ignored=tuple(sorted(name[:40] for name, told in body.items() if name not in _TAKEN and told is not None)[:32]),
+        ignored=tuple(sorted(name[:40] for name, item in body.items() if name not in _TAKEN and item is not None)[:32]),
     )
     return call.with_digests()
 
 
 def beginning(tools: Sequence[Message]) -> tuple[bytes, int]:
     """Returns the key of an empty chat with these tools, and the length of the tools as JSON."""
-    said = json.dumps(list(tools), sort_keys=True, default=dict)
-    return blake2b(said.encode(), digest_size=16).digest(), len(said)
+    text = json.dumps(list(tools), sort_keys=True, default=dict)
+    return blake2b(text.encode(), digest_size=16).digest(), len(text)
 
 
 def behind(key: bytes, message: Message) -> tuple[bytes, int]:
     """Returns the key of the chat extended by `message`, and the length of the message as JSON."""
     calls = cast(list[Any], message.get("tool_calls", []))
     # Without the call's ID, which some clients generate anew.
-    told = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
-    said = json.dumps([message["role"], message["content"], told], sort_keys=True)
-    return blake2b(key + said.encode(), digest_size=16).digest(), len(said)
+    tools = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
+    text = json.dumps([message["role"], message["content"], tools], sort_keys=True)
+    return blake2b(key + text.encode(), digest_size=16).digest(), len(text)
 
 
-def _message(told: object, place: int) -> Message:
+def _message(item: object, place: int) -> Message:
     """Parses one message: content as plain text, tool calls as name and arguments."""
-    whose = f"messages[{place}]"
-    if not isinstance(told, dict):
-        raise MalformedMessage(f"{whose}: expected an object, got {shown(told)}")
-    role = {"developer": "system", "function": "tool"}.get(str(told.get("role")), told.get("role"))
+    where = f"messages[{place}]"
+    if not isinstance(item, dict):
+        raise MalformedMessage(f"{where}: expected an object, got {shown(item)}")
+    role = {"developer": "system", "function": "tool"}.get(str(item.get("role")), item.get("role"))
     if role not in ROLES:
-        raise MalformedMessage(f"{whose}.role: expected one of {', '.join(ROLES)}, got {shown(told.get('role'))}")
-    message: dict[str, object] = {"role": role, "content": _text(told.get("content"), whose)}
-    if calls := told.get("tool_calls"):
+        raise MalformedMessage(f"{where}.role: expected one of {', '.join(ROLES)}, got {shown(item.get('role'))}")
+    message: dict[str, object] = {"role": role, "content": _text(item.get("content"), where)}
+    if calls := item.get("tool_calls"):
         if role != "assistant" or not isinstance(calls, list) or len(calls) > TOOLS_MAX:
             raise MalformedMessage(
-                f"{whose}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {shown(calls)}"
+                f"{where}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {shown(calls)}"
             )
-        message["tool_calls"] = [_tool_call(call, whose) for call in calls]
-    if role == "tool" and isinstance(told.get("tool_call_id"), str):
-        message["tool_call_id"] = told["tool_call_id"]
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+    if role == "tool" and isinstance(item.get("tool_call_id"), str):
+        message["tool_call_id"] = item["tool_call_id"]
     return message
 
 
-def _tool_call(told: object, whose: str) -> Message:
-    function = told.get("function") if isinstance(told, dict) else None
-    if not isinstance(told, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+def _tool_call(item: object, where: str) -> Message:
+    function = item.get("function") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         expected = "{id, type, function: {name, arguments}}"
-        raise MalformedMessage(f"{whose}.tool_calls: expected {expected}, got {shown(told)}")
+        raise MalformedMessage(f"{where}.tool_calls: expected {expected}, got {shown(item)}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"{whose}.tool_calls: arguments")
+        arguments = _parsed(arguments, f"{where}.tool_calls: arguments")
     called = {"name": function["name"], "arguments": arguments}
-    return {"id": str(told.get("id", "")), "type": "function", "function": called}
+    return {"id": str(item.get("id", "")), "type": "function", "function": called}
 
 
-def _parsed(text: str, whose: str) -> object:
+def _parsed(text: str, where: str) -> object:
     """Parses JSON. Refuses what could not be serialised again: surrogate halves, and nesting deeper than JSON_DEPTH_MAX."""
     try:
-        told: object = json.loads(text)
+        value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedMessage(f"{whose}: expected JSON, got {error}") from None
-    level = [told]
+        raise MalformedMessage(f"{where}: expected JSON, got {error}") from None
+    level = [value]
     for _ in range(JSON_DEPTH_MAX + 1):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
         level = [child for children in inner for child in children if isinstance(child, dict | list)]
     if level:
-        raise MalformedMessage(f"{whose}: expected at most {JSON_DEPTH_MAX} levels of lists and objects")
+        raise MalformedMessage(f"{where}: expected at most {JSON_DEPTH_MAX} levels of lists and objects")
     if _SURROGATE.search(text) is not None:  # the parser has joined whole pairs: only lone halves cannot be encoded
         try:
-            json.dumps(told, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise MalformedMessage(f"{whose}: expected text in Unicode, got half of a surrogate pair") from None
-    return told
+            raise MalformedMessage(f"{where}: expected text in Unicode, got half of a surrogate pair") from None
+    return value
 
 
-def _text(content: object, whose: str) -> str:
+def _text(content: object, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -227,31 +227,31 @@ def _text(content: object, whose: str) -> str:
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise MalformedMessage(f"{whose}.content: expected text, or parts of type text, got {shown(content)}")
+        raise MalformedMessage(f"{where}.content: expected text, or parts of type text, got {shown(content)}")
     return "".join(cast(list[str], texts))
 
 
-def stop_texts(told: object) -> tuple[str, ...]:
-    stops = [told] if isinstance(told, str) else told or []
+def stop_texts(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > STOP_STRINGS_MAX or not all(
         isinstance(text, str) and 1 <= len(text.encode()) <= STOP_STRING_BYTES_MAX for text in stops
     ):  # fmt: skip
         raise MalformedMessage(
-            f"stop: expected at most {STOP_STRINGS_MAX} texts of 1 to {STOP_STRING_BYTES_MAX} bytes, got {shown(told)}"
+            f"stop: expected at most {STOP_STRINGS_MAX} texts of 1 to {STOP_STRING_BYTES_MAX} bytes, got {shown(value)}"
         )
     return tuple(stops)
 
 
-def _temperature(told: object) -> float | None:
-    is_number = isinstance(told, int | float) and not isinstance(told, bool)
-    return float(told) if is_number and 0 <= told <= 100 else None  # type: ignore[operator, arg-type]
+def _temperature(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value <= 100 else None  # type: ignore[operator, arg-type]
 
 
-def whole_number(told: object, name: str, high: int) -> int:
-    if type(told) is not int or not 1 <= told <= high:
-        raise MalformedMessage(f"{name}: expected a whole number from 1 to {high}, got {shown(told)}")
-    return told
+def whole_number(value: object, name: str, high: int) -> int:
+    if type(value) is not int or not 1 <= value <= high:
+        raise MalformedMessage(f"{name}: expected a whole number from 1 to {high}, got {shown(value)}")
+    return value
 
 
-def shown(told: object) -> str:
-    return repr(told)[:80]
+def shown(value: object) -> str:
+    return repr(value)[:80]

@@ -179,7 +179,7 @@ class TinkerApi:
         if asked.session_id not in self._sessions:
             raise CallRefused(404, "no_session", "expected a session since the learner's last start")
         now = monotonic()
-        self._sessions = {name: heard for name, heard in self._sessions.items() if now - heard < SILENT_S}
+        self._sessions = {name: heard_at for name, heard_at in self._sessions.items() if now - heard_at < SILENT_S}
         self._sessions[asked.session_id] = now
         return SessionHeartbeatResponse()
 
@@ -232,8 +232,8 @@ class TinkerApi:
         )  # fmt: skip
 
     def _check_model(self, name: str) -> None:
-        if name != (own := self._driven.terms.model):
-            raise _refused(f"base_model: expected {own}, the run's model.path, got {shown(name)}")
+        if name != (expected := self._driven.terms.model):
+            raise _refused(f"base_model: expected {expected}, the run's model.path, got {shown(name)}")
 
     def _client_of(self, model_id: str | None) -> TrainingClient:
         client = self._client
@@ -388,8 +388,8 @@ class TinkerApi:
                     self._fleet.leave(answer)
 
         try:
-            for one in () if is_scoring else _requests(asked, token_ids, version):
-                answers.append(self._fleet.generate(one))
+            for request in () if is_scoring else _requests(asked, token_ids, version):
+                answers.append(self._fleet.generate(request))
             self.operations.begin(request_id, work)
         except CallRefused:
             for answer in answers:
@@ -495,13 +495,13 @@ def _example(datum: proto.Datum, loss: ClientLoss, terms: Terms, number: int) ->
     raw = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
     token_ids = _array(raw, np.dtype(np.int32), f"{where}.model_input").astype(np.int64)
     count, wanted = len(token_ids), ("target_tokens", *LOSS_COLUMNS[loss.name])
-    given = datum.loss_fn_inputs
+    inputs = datum.loss_fn_inputs
     expected = f"{where}.loss_fn_inputs: expected {', '.join(wanted)} for {loss.name}"
-    if odd := sorted(given.keys() - set(wanted)):
+    if odd := sorted(inputs.keys() - set(wanted)):
         raise MalformedMessage(f"{expected}, got {odd[0]!r:.80}")
-    if missing := [name for name in wanted if name not in given and name != "weights"]:
+    if missing := [name for name in wanted if name not in inputs and name != "weights"]:
         raise MalformedMessage(f"{expected}, {missing[0]} is missing")
-    arrays = {name: _tensor(given[name], f"{where}.{name}") for name in wanted if name in given}
+    arrays = {name: _tensor(inputs[name], f"{where}.{name}") for name in wanted if name in inputs}
     targets = arrays.pop("target_tokens")
     shape, most = targets.shape, terms.context_tokens
     if not 1 <= count <= most or targets.ndim not in (1, 2) or len(targets) != count or not targets.size:
@@ -520,17 +520,17 @@ def _example(datum: proto.Datum, loss: ClientLoss, terms: Terms, number: int) ->
     return Example(token_ids, targets.astype(np.int64).reshape(count, -1), columns)
 
 
-def _tensor(given: proto.Tensor, where: str) -> np.ndarray:
+def _tensor(tensor: proto.Tensor, where: str) -> np.ndarray:
     """A dense array of the SDK's tensor."""
-    if given.dtype not in (proto.DTYPE_FLOAT32, proto.DTYPE_INT64):
-        raise MalformedMessage(f"{where}: expected float32 or int64, got type {given.dtype}")
-    dtype: np.dtype[Any] = np.dtype(np.float32 if given.dtype == proto.DTYPE_FLOAT32 else np.int64)
-    shape = tuple(given.shape)
+    if tensor.dtype not in (proto.DTYPE_FLOAT32, proto.DTYPE_INT64):
+        raise MalformedMessage(f"{where}: expected float32 or int64, got type {tensor.dtype}")
+    dtype: np.dtype[Any] = np.dtype(np.float32 if tensor.dtype == proto.DTYPE_FLOAT32 else np.int64)
+    shape = tuple(tensor.shape)
     try:
-        if not given.HasField("sparse_csr"):
-            flat = _array(given.dense, dtype, where)
+        if not tensor.HasField("sparse_csr"):
+            flat = _array(tensor.dense, dtype, where)
             return flat.reshape(shape) if shape else flat
-        csr = given.sparse_csr
+        csr = tensor.sparse_csr
         rows, columns = (_array(data, np.dtype(np.int64), where) for data in (csr.crow_indices, csr.col_indices))
         if len(shape) != 2 or shape[0] * shape[1] > CHUNK_BYTES or len(rows) != shape[0] + 1:
             raise ValueError

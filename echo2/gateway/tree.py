@@ -124,13 +124,13 @@ class _Beginnings:
 
     def longest(self, data: bytes, limit: int) -> tuple[int, Node] | None:
         """Returns length and node of the longest known prefix of `data` of at most `limit` bytes."""
-        digest, at, found = blake2b(digest_size=16), 0, None
+        digest, at, best = blake2b(digest_size=16), 0, None
         for length in sorted(length for length in self._lengths if length <= limit):
             digest.update(memoryview(data)[at:length])
             at = length
             node = self._nodes.get(digest.digest())
-            found = (length, node) if node is not None else found
-        return found
+            best = (length, node) if node is not None else best
+        return best
 
 
 @dataclass(slots=True)
@@ -161,16 +161,16 @@ class TokenTree:
     def _place_of_text(self, prompt: str | tuple[int, ...]) -> TreePlace:
         if isinstance(prompt, str):
             text = prompt.encode()
-            found = self._texts.longest(text, len(text) - 1)
-            if found is None:
+            known = self._texts.longest(text, len(text) - 1)
+            if known is None:
                 return TreePlace(Wording(text=prompt, size=len(text)), None, b"")
-            rest = text[found[0] :].decode()
-            return TreePlace(Wording(text=rest, turn=found[1].token_ids, size=len(text) - found[0]), found[1], b"")
+            rest = text[known[0] :].decode()
+            return TreePlace(Wording(text=rest, turn=known[1].token_ids, size=len(text) - known[0]), known[1], b"")
         data = array("I", prompt).tobytes()
-        found = self._ids.longest(data, len(data))
-        if found is None:
+        known = self._ids.longest(data, len(data))
+        if known is None:
             return TreePlace(Wording(token_ids=prompt), None, b"")
-        return TreePlace(Wording(token_ids=prompt[found[1].length :]), found[1], b"")
+        return TreePlace(Wording(token_ids=prompt[known[1].length :]), known[1], b"")
 
     def chain_for(self, place: TreePlace) -> int | None:
         """Returns the chain that a call at this place continues; None: the call starts a new one."""

@@ -33,37 +33,37 @@ async def play(episode: Episode) -> float:
     """Plays one episode and returns its reward. Raises TaskError if anything but the model's answer failed."""
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-    told = episode.problem["metadata"]
+    meta = episode.problem["metadata"]
     key_name = f"ECHO2_EPISODE_KEY_{next(_numbers)}"  # the library reads keys only from the environment
     os.environ[key_name] = episode.api_key
     try:
         client = EvalClientConfig(base_url=episode.base_url, api_key_var=key_name)
-        async with _playing(told) as stage:
-            played = await stage.env.run_episode(stage.tasks[int(told["own_index"])], ModelContext("policy", client))
+        async with _playing(meta) as stage:
+            played = await stage.env.run_episode(stage.tasks[int(meta["own_index"])], ModelContext("policy", client))
     finally:
         del os.environ[key_name]
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
     if not played.ok or not played.traces:
-        raise TaskError(f"verifiers/{told['taskset']}: {errors[0].type}: {errors[0].message}" if errors else "no trace")
+        raise TaskError(f"verifiers/{meta['taskset']}: {errors[0].type}: {errors[0].message}" if errors else "no trace")
     return float(played.traces[0].reward)
 
 
 class _ServedTaskset:
     """A taskset's environment, and the servers that its episodes share, run by one asyncio task."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, meta: dict[str, Any]) -> None:
         from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
         from verifiers.v1.utils.loaders import env_config_type, environment_class, taskset_config_type
 
-        name = str(told["taskset"])
-        agent = AgentConfig.model_validate({"harness": dict(_HARNESS), "runtime": dict(_RUNTIME), **told["agent"]})
-        taskset = taskset_config_type(name).model_validate({"id": name, **told["options"]})
+        name = str(meta["taskset"])
+        agent = AgentConfig.model_validate({"harness": dict(_HARNESS), "runtime": dict(_RUNTIME), **meta["agent"]})
+        taskset = taskset_config_type(name).model_validate({"id": name, **meta["options"]})
         config = env_config_type(name)  # of the taskset's own environment, or of one that only lets the agent play
         seats = list(agent_config_fields(config(taskset=taskset)))
         if len(seats) != 1:
             raise TaskError(f"verifiers/{name}: expected an environment of one agent, got {', '.join(seats)}")
         self.env: Any = environment_class(name)(config(taskset=taskset, **{seats[0]: agent}))
-        self.tasks = loaded(told["taskset"], told["options"], int(told["size"]))
+        self.tasks = loaded(meta["taskset"], meta["options"], int(meta["size"]))
         self.players = self.episodes = 0
         self._is_over = asyncio.Event()
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,11 +88,11 @@ class _ServedTaskset:
 
 
 @asynccontextmanager
-async def _playing(told: dict[str, Any]) -> AsyncIterator[_ServedTaskset]:
-    name = json.dumps([told["taskset"], told["options"], told["agent"]], sort_keys=True)
+async def _playing(meta: dict[str, Any]) -> AsyncIterator[_ServedTaskset]:
+    name = json.dumps([meta["taskset"], meta["options"], meta["agent"]], sort_keys=True)
     stage = _stages.get(name)
     if stage is None:
-        stage = _stages[name] = _ServedTaskset(told)
+        stage = _stages[name] = _ServedTaskset(meta)
     stage.players += 1
     stage.episodes += 1
     if stage.episodes >= EPISODES_MAX and _stages.get(name) is stage:

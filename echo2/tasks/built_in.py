@@ -86,8 +86,8 @@ class Sums:
         return TaskInstance(index, (ChatMessage("user", text),), str(left + right))
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
-        found = _NUMBER.findall(completion_text)
-        is_right = bool(found) and found[-1].lstrip("0") == instance.answer.lstrip("0")
+        numbers = _NUMBER.findall(completion_text)
+        is_right = bool(numbers) and numbers[-1].lstrip("0") == instance.answer.lstrip("0")
         is_bare = completion_text.strip() == instance.answer
         return Reward(float(is_right), {"bare": float(is_bare)})
 

@@ -80,9 +80,9 @@ class ChatFormat:
         if not self.is_chat:
             return tuple(self._plain("\n" + "\n".join(_content(message) for message in messages) + "\n"))
         mark, other = marks_for(list(messages))
-        said, after = f"{other}answer{other}", self.control_tokens.marked_chat(messages, mark)
-        chat: _Chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *after]
-        behind = self._rendered(chat, (), [said, *_contents(after)]).rpartition(said)[2]
+        answer, after = f"{other}answer{other}", self.control_tokens.marked_chat(messages, mark)
+        chat: _Chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, *after]
+        behind = self._rendered(chat, (), [answer, *_contents(after)]).rpartition(answer)[2]
         # If the model sampled its closing token, do not repeat that token.
         closing = self._decoded(turn[-1:]) if turn else ""
         if closing and int(turn[-1]) in self._special_ids and behind.startswith(closing):
@@ -103,8 +103,8 @@ class ChatFormat:
                 before.append(message)
                 continue
             if pairs:
-                told = [{"role": one.role, "content": one.content} for one in before]
-                read = list(self.between(told, pairs[-1][1]))
+                chat = [{"role": earlier.role, "content": earlier.content} for earlier in before]
+                read = list(self.between(chat, pairs[-1][1]))
             else:
                 is_text = len(before) == 1 and before[0].role == "user"
                 read = self.prompt(before[0].content if is_text else tuple(before))
@@ -138,8 +138,8 @@ class ChatFormat:
         rest, calls = tool_format.split(_before(self._decoded(token_ids[:end]), stops))
         if not calls:
             return text, []
-        told = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-        return rest, [{"id": "", "type": "function", "function": function} for function in told]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        return rest, [{"id": "", "type": "function", "function": function} for function in functions]
 
     @cached_property
     def turn_end(self) -> int | None:
@@ -171,7 +171,7 @@ class ChatFormat:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return frozenset(self.tokenizer.all_special_ids) | {number for number, one in added.items() if one.special}
+        return frozenset(self.tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
 
     # ---- what a template takes
 
@@ -230,13 +230,13 @@ def _folded(chat: _Chat) -> _Chat:
 
 
 def _joined(chat: _Chat) -> _Chat:
-    found: _Chat = []
+    joined: _Chat = []
     for message in chat:
-        if found and found[-1]["role"] == message["role"]:
-            found[-1] = {**found[-1], "content": f"{_content(found[-1])}\n\n{_content(message)}"}
+        if joined and joined[-1]["role"] == message["role"]:
+            joined[-1] = {**joined[-1], "content": f"{_content(joined[-1])}\n\n{_content(message)}"}
         else:
-            found.append(dict(message))
-    return found
+            joined.append(dict(message))
+    return joined
 
 
 _MARKS = range(0xE000, 0xF900)  # Unicode's private characters, which text does not contain
@@ -291,14 +291,14 @@ class ControlTokens:
 
 def marks_for(value: Any) -> tuple[str, str]:
     """Two characters that occur in none of the texts in `value`. Raises ConfigError if there are none."""
-    taken = set[str]()
+    used = set[str]()
     for text in texts_in(value):
-        taken.update(text)
-    free = (chr(number) for number in _MARKS if chr(number) not in taken)
-    found = next(free, ""), next(free, "")
-    if not found[1]:
+        used.update(text)
+    free = (chr(number) for number in _MARKS if chr(number) not in used)
+    marks = next(free, ""), next(free, "")
+    if not marks[1]:
         raise ConfigError(f"chat: expected text without all {len(_MARKS)} private characters of Unicode, got them all")
-    return found
+    return marks
 
 
 def checked_call(call: Callable[[], _T]) -> _T:
@@ -344,9 +344,9 @@ _SPACE = "▁"  # how SentencePiece writes a space
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
     """Returns GPT-2's table: the byte that each character of a byte-level token stands for."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def named_ids(tokenizer: Any) -> frozenset[int]:
@@ -411,13 +411,13 @@ class TokenIndex:
     def parts_of(self, strings: Sequence[bytes], most: int) -> set[int]:
         """Returns the ids of all tokens that contain one of `strings`, lie within one, end with its beginning or begin with its
         end. Stops early once there are more than `most`."""
-        found: set[int] = set()
+        parts: set[int] = set()
         for string in strings:
             for numbers in self._parts_of(string):
-                found.update(numbers[: most + 1])
-                if len(found) > most:
-                    return found
-        return found
+                parts.update(numbers[: most + 1])
+                if len(parts) > most:
+                    return parts
+        return parts
 
     def _parts_of(self, string: bytes) -> Iterator[Sequence[int]]:
         length = len(string)
@@ -435,8 +435,8 @@ class TokenIndex:
 
 def _behind(start: bytes) -> bytes:
     """Returns the smallest byte string greater than all that begin with `start`."""
-    kept = start.rstrip(b"\xff")
-    return kept[:-1] + bytes((kept[-1] + 1,))
+    head = start.rstrip(b"\xff")
+    return head[:-1] + bytes((head[-1] + 1,))
 
 
 class StopStrings:
@@ -478,9 +478,9 @@ class StopStrings:
             )
         if not wanted:
             return (), ()
-        found = sorted(self.index.parts_of(wanted, STOP_PIECES_MAX))
-        if len(found) > STOP_PIECES_MAX:
+        numbers = sorted(self.index.parts_of(wanted, STOP_PIECES_MAX))
+        if len(numbers) > STOP_PIECES_MAX:
             raise ConfigError(
                 f"stop: expected strings that at most {STOP_PIECES_MAX} tokens are part of, got {strings} with more"
             )
-        return tuple(found), tuple(piece_of_part(self.index.texts[number], wanted) for number in found)
+        return tuple(numbers), tuple(piece_of_part(self.index.texts[number], wanted) for number in numbers)

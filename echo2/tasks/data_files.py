@@ -102,20 +102,20 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
         return [path]
     if not path.is_dir():
         raise TaskError(f"data set {path}: expected a file or folder, found nothing there")
-    found = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}") if not p.name.startswith("cache-"))
-    found = [p for p in found if p.name not in _ABOUT]
-    chosen = [p for p in found if split in _split_words(p.relative_to(path))]
-    if not chosen and len(found) == 1 and not _SPLITS & _split_words(found[0].relative_to(path)):
-        chosen = found  # the only file, whose name speaks of no split
+    files = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}") if not p.name.startswith("cache-"))
+    files = [p for p in files if p.name not in _ABOUT]
+    chosen = [p for p in files if split in _split_words(p.relative_to(path))]
+    if not chosen and len(files) == 1 and not _SPLITS & _split_words(files[0].relative_to(path)):
+        chosen = files  # the only file, whose name speaks of no split
     # The folder of a configuration: `main/train-00000-of-00001.parquet` -> main.
     above = ([part for part in p.relative_to(path).parts[:-1] if part not in (split, "data")] for p in chosen)
-    folders = sorted({own[0] for own in above if own})
+    folders = sorted({folder[0] for folder in above if folder})
     if subset:
         chosen = [p for p in chosen if subset in p.relative_to(path).parts[:-1]]
     elif len(folders) > 1:
         raise TaskError(f"data set {path}: expected the argument subset, one of {', '.join(folders)}")
     if not chosen or len(chosen) > FILES_MAX:
-        names = ", ".join(str(p.relative_to(path)) for p in found[:8]) or "no data files"
+        names = ", ".join(str(p.relative_to(path)) for p in files[:8]) or "no data files"
         raise TaskError(
             f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}; the argument split names another"
         )
@@ -318,19 +318,19 @@ def _messages(value: object, role: str, where: str) -> Conversation:
         return (ChatMessage(role, value),)
     if not isinstance(value, list) or not value:
         raise TaskError(f"{where}: expected text or a list of {{role, content}}, got {str(value)[:80]!r}")
-    return tuple(_message(one, f"{where} message {number}") for number, one in enumerate(value, start=1))
+    return tuple(_message(item, f"{where} message {number}") for number, item in enumerate(value, start=1))
 
 
 def _message(value: object, where: str) -> ChatMessage:
-    said = value if isinstance(value, Mapping) else {}
-    role = _ROLES.get(str(said.get("role") or said.get("from") or ""))
+    fields = value if isinstance(value, Mapping) else {}
+    role = _ROLES.get(str(fields.get("role") or fields.get("from") or ""))
     if role is None:
         raise TaskError(f"{where}: expected a role among {', '.join(_ROLES)}, got {str(value)[:80]!r}")
-    if said.get("tool_calls"):
+    if fields.get("tool_calls"):
         raise TaskError(
             f"{where}: expected calls of tools written out in the content, as the model writes them, got tool_calls"
         )
-    content = _content(said.get("content", said.get("value")), where)
+    content = _content(fields.get("content", fields.get("value")), where)
     if role == "assistant" and not content.strip():
         raise TaskError(f"{where}: expected something that the assistant says, got an empty content")
     return ChatMessage(role, content)
@@ -351,8 +351,8 @@ def local_data_set(path: str) -> Path:
     fetch = partial(snapshot_download, path, repo_type="dataset", allow_patterns=_FILES, cache_dir=_cache())
     with contextlib.suppress(FileNotFoundError):
         return Path(fetch(local_files_only=True))
-    kept = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
-    if fetched_by_commit := max(kept.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
+    snapshots = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
+    if fetched_by_commit := max(snapshots.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
         return fetched_by_commit
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         raise TaskError(
@@ -367,8 +367,8 @@ def local_data_set(path: str) -> Path:
 def folder_to_show(folder: Path) -> Path:
     """Returns the folder that a contained process must see to read `folder`: files in the hub's cache are links to `blobs` beside
     `snapshots`."""
-    kept = folder.parent.parent
-    return kept if folder.parent.name == "snapshots" and kept.name.startswith("datasets--") else folder
+    cached = folder.parent.parent
+    return cached if folder.parent.name == "snapshots" and cached.name.startswith("datasets--") else folder
 
 
 def _cache() -> Path:

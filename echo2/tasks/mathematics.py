@@ -77,8 +77,8 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     gold = parse(gold, parsing_timeout=None)
     if not gold:
         raise TaskError(f"math: expected a reference answer that can be parsed, got {reference[:80]!r}")
-    found = parse(_plain(_final(completion_text)), parsing_timeout=None)
-    return bool(found) and bool(verify(gold, found, timeout_seconds=None)) and not _differ_in_the_small(gold, found)
+    parsed = parse(_plain(_final(completion_text)), parsing_timeout=None)
+    return bool(parsed) and bool(verify(gold, parsed, timeout_seconds=None)) and not _differ_in_the_small(gold, parsed)
 
 
 # A repeating decimal, in pieces of bounded length: in LaTeX, or 0.1(6), where that is the end, since 0.5(10) = 5 is a product.
@@ -128,13 +128,13 @@ def _plain(text: str) -> str:
     """Writes what the parser does not know as what it knows: 0.\\overline{3} as a fraction, \\$18 and ١٨ as 18."""
     text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text)  # full width
     text = "".join(_SIGNS.get(c, str(unicodedata.decimal(c, c))) for c in text)
-    text = re.sub(r"(?<=[\w)}])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9})", lambda found: f"^{{{found[1].translate(_POWERS)}}}", text)
+    text = re.sub(r"(?<=[\w)}])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9})", lambda match: f"^{{{match[1].translate(_POWERS)}}}", text)
     for sign, (top, bottom) in _FRACTIONS.items():
         text = text.replace(sign, f"\\frac{{{top}}}{{{bottom}}}")
     for pattern, plain in _REWRITES:
         text = pattern.sub(plain, text)
     for pattern in _GROUPED:
-        text = pattern.sub(lambda found: "".join(re.findall(r"\d", found[0])), text)
+        text = pattern.sub(lambda match: "".join(re.findall(r"\d", match[0])), text)
     return _REPEATING.sub(_as_fraction, _GOES_ON.sub(_as_fraction, text))
 
 
@@ -151,9 +151,9 @@ def _as_fraction(match: re.Match[str]) -> str:
     return f"\\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(again) - 1)}}}"
 
 
-def _differ_in_the_small(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+def _differ_in_the_small(gold: Sequence[Any], parsed: Sequence[Any]) -> bool:
     """Whether both are small numbers that differ by more than a millionth of their size."""
-    golds, founds = ([n for one in said if (n := _number(one)) is not None] for said in (gold, found))
+    golds, founds = ([n for item in values if (n := _number(item)) is not None] for values in (gold, parsed))
     pairs = [(a, b) for a in golds for b in founds]
     if not pairs or any(max(abs(a), abs(b)) >= _SMALL for a, b in pairs):
         return False

@@ -73,8 +73,8 @@ def turns_of(spec: TaskSpec) -> int:
         return 1
     maker = imported(spec.name, "task.name") if is_users_own(spec) else _BUILT_IN_ENVIRONMENTS[spec.name]
     default = inspect.signature(maker).parameters.get("turns_max")
-    told = spec.args.get("turns_max", default.default if default is not None else 1)
-    return told if isinstance(told, int) and told >= 1 else 1
+    turns = spec.args.get("turns_max", default.default if default is not None else 1)
+    return turns if isinstance(turns, int) and turns >= 1 else 1
 
 
 def is_users_own(spec: TaskSpec) -> bool:
@@ -118,10 +118,10 @@ _BUILT_IN_ENVIRONMENTS: Mapping[str, Callable[..., EnvironmentSource]] = {"calcu
 def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:
     maker = imported(spec.name, "task.name")
     try:
-        made = maker(seed=spec.seed, **spec.args)
+        instance = maker(seed=spec.seed, **spec.args)
     except TypeError as error:
         raise ConfigError(f"task {spec.name}: expected a constructor (seed, **args), got {error}") from error
-    missing = [member for member in members if not hasattr(made, member)]
+    missing = [member for member in members if not hasattr(instance, member)]
     if missing:
         raise TaskError(f"task {spec.name}: expected the members {', '.join(members)}, missing {', '.join(missing)}")
-    return made
+    return instance

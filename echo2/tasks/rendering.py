@@ -43,10 +43,10 @@ class _Renderer:
             answer = self._asked(json.dumps(request, default=str).encode())
         if answer is None:
             raise LimitExceeded(_LIMITS)
-        told = json.loads(answer)
-        if "error" in told:
-            raise ConfigError(told["error"])
-        return str(told["text"])
+        reply = json.loads(answer)
+        if "error" in reply:
+            raise ConfigError(reply["error"])
+        return str(reply["text"])
 
     def _asked(self, request: bytes) -> bytes | None:
         process = self._running()
@@ -89,9 +89,9 @@ def render(
 ) -> str:
     """The text of a chat, up to the point where the model answers. `arguments`: further variables of the template; `now`: what
     its `strftime_now` tells. Raises ConfigError with what the template raised, LimitExceeded if it broke a limit."""
-    said = [{key: value for key, value in message.items() if value is not None} for message in chat]
+    messages = [{key: value for key, value in message.items() if value is not None} for message in chat]
     more = {"tools": list(tools) or None, "more": dict(arguments), "now": now.isoformat()}
-    return _renderer.render({"template": template, "chat": said, **more})
+    return _renderer.render({"template": template, "chat": messages, **more})
 
 
 # ---- inside that process

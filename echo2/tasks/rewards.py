@@ -230,8 +230,8 @@ class InProcessScorer:
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
         began = time.monotonic()
-        told = child.scored(self._task, self._sample(index), completion_text)
-        return _done(_told(told, time.monotonic() - began, is_trusted=True, bound=OWN_REWARD_MAX))
+        answer = child.scored(self._task, self._sample(index), completion_text)
+        return _done(_read_fields(answer, time.monotonic() - began, is_trusted=True, bound=OWN_REWARD_MAX))
 
     def close(self) -> None:
         pass
@@ -358,22 +358,22 @@ def _scored(answer: Answer, *, is_trusted: bool, bound: float, is_step: bool = F
     if answer.ending is not Ending.ANSWERED:
         return _failed(_FAILURES[answer.ending], answer.note, answer.seconds, is_trusted)
     try:
-        told = foreign_object(answer.body)
+        fields = foreign_object(answer.body)
     except MalformedMessage as error:
         return _failed(RewardFailure.DIED, str(error), answer.seconds, is_trusted)
-    return _told(told, answer.seconds, is_trusted=is_trusted, bound=bound, is_step=is_step)
+    return _read_fields(fields, answer.seconds, is_trusted=is_trusted, bound=bound, is_step=is_step)
 
 
-def _told(
-    told: Mapping[str, object], seconds: float, *, is_trusted: bool, bound: float, is_step: bool = False
+def _read_fields(
+    fields: Mapping[str, object], seconds: float, *, is_trusted: bool, bound: float, is_step: bool = False
 ) -> Scored:
-    if "error" in told:
-        failure = RewardFailure.OUT_OF_MEMORY if told.get("is_memory") is True else RewardFailure.RAISED
-        return _failed(failure, shown(told["error"]), seconds, is_trusted)
+    if "error" in fields:
+        failure = RewardFailure.OUT_OF_MEMORY if fields.get("is_memory") is True else RewardFailure.RAISED
+        return _failed(failure, shown(fields["error"]), seconds, is_trusted)
     try:
-        if is_step and "value" not in told:
-            return Scored(None, None, "", seconds, _messages(told.get("messages")))
-        return Scored(_reward(told, bound), None, "", seconds)
+        if is_step and "value" not in fields:
+            return Scored(None, None, "", seconds, _messages(fields.get("messages")))
+        return Scored(_reward(fields, bound), None, "", seconds)
     except (MalformedMessage, TaskError) as error:
         return Scored(None, RewardFailure.RAISED, shown(error), seconds)
 
@@ -404,11 +404,11 @@ def _reward(answer: Mapping[str, object], bound: float) -> Reward:
     return Reward(value, {shown(name): _number(number) for name, number in parts.items()})
 
 
-def _number(found: object) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise MalformedMessage(f"reward: expected a number, got {shown(found)}")
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedMessage(f"reward: expected a number, got {shown(value)}")
     try:
-        number = float(found)
+        number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
@@ -416,15 +416,15 @@ def _number(found: object) -> float:
     return number
 
 
-def _messages(found: object) -> tuple[ChatMessage, ...]:
-    if not isinstance(found, list) or not 0 < len(found) <= MESSAGES_MAX:
-        raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(found)}")
-    for message in found:
+def _messages(items: object) -> tuple[ChatMessage, ...]:
+    if not isinstance(items, list) or not 0 < len(items) <= MESSAGES_MAX:
+        raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(items)}")
+    for message in items:
         if not isinstance(message, list) or len(message) != 2 or not all(isinstance(part, str) for part in message):
             raise MalformedMessage(f"world: expected a message as [role, content], got {shown(message)}")
         if message[0] not in ("system", "user", "assistant", "tool"):
             raise MalformedMessage(f"world: expected the role system, user, assistant or tool, got {shown(message[0])}")
-    return tuple(ChatMessage(role, content) for role, content in found)
+    return tuple(ChatMessage(role, content) for role, content in items)
 
 
 CLUSTER_PROCESSES_MAX = 256  # bounds the actors that one learner keeps
@@ -486,8 +486,8 @@ class RayRunner:
         while is_wanted():
             try:
                 if ready is None:
-                    made = ray.remote(RayScorer).options(num_cpus=1, scheduling_strategy="SPREAD", max_restarts=0)
-                    self._actor = made.remote(*self._made_of)
+                    kind = ray.remote(RayScorer).options(num_cpus=1, scheduling_strategy="SPREAD", max_restarts=0)
+                    self._actor = kind.remote(*self._made_of)
                     ready = self._actor.ready.remote()
                 done, _ = ray.wait([ready], timeout=LOOK_S)
                 if done:

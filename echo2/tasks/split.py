@@ -140,7 +140,7 @@ class MixedSplit:
     def upcoming(self, position: int) -> int:
         """Returns the first position at or after this one that has an instance; if there is none, this one."""
         cycle = range(position, position + len(self._places))
-        return next((one for one in cycle if self.has(one)), position)
+        return next((place for place in cycle if self.has(place)), position)
 
     def has(self, position: int) -> bool:
         task, place = self._at(position)

@@ -116,10 +116,10 @@ def prompt_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
 
 
-def checked_index(index: int, size: int | None, whose: str) -> int:
+def checked_index(index: int, size: int | None, owner: str) -> int:
     """`index`, or a `TaskError` if the task has no such instance."""
     if index < 0 or (size is not None and index >= size):
-        raise TaskError(f"{whose}: expected an index from 0 to {'any' if size is None else size - 1}, got {index}")
+        raise TaskError(f"{owner}: expected an index from 0 to {'any' if size is None else size - 1}, got {index}")
     return index
 
 

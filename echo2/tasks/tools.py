@@ -66,8 +66,8 @@ class ToolEnvironment:
         return Observation(tuple(ChatMessage("tool", self._answered(call)) for call in calls))
 
     def _answered(self, text: str) -> str:
-        told = _json(text)
-        call = None if isinstance(told, list) else next(_calls(told, 0, len(text)), None)
+        parsed = _json(text)
+        call = None if isinstance(parsed, list) else next(_calls(parsed, 0, len(text)), None)
         if call is None:
             return 'error: expected {"name": ..., "arguments": {...}} as JSON in <tool_call>, ' + f"got {text[:80]!r}"
         if call.name not in self._tools:
@@ -180,14 +180,14 @@ class WrittenCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's format. `sign`: text in the chat template that identifies it. `found`: yields the calls of a text."""
+    """One family's format. `sign`: text in the chat template that identifies it. `calls_of`: yields the calls of a text."""
 
     name: str
     sign: str
-    found: Callable[[str], Iterator[WrittenCall]]
+    calls_of: Callable[[str], Iterator[WrittenCall]]
 
     def split(self, text: str) -> tuple[str, tuple[WrittenCall, ...]]:
-        calls = list(itertools.islice(self.found(text), CALLS_MAX))
+        calls = list(itertools.islice(self.calls_of(text), CALLS_MAX))
         rest, at = [], 0
         for call in calls:
             rest.append(text[at : call.begin])
@@ -195,14 +195,14 @@ class ToolFormat:
         return ("".join([*rest, text[at:]]).strip() if calls else text), tuple(calls)
 
 
-def _calls(told: object, begin: int, end: int) -> Iterator[WrittenCall]:
+def _calls(value: object, begin: int, end: int) -> Iterator[WrittenCall]:
     """Reads `{"name": ..., "arguments" or "parameters": {...}}`, or those of a list that have this shape."""
-    for one in told if isinstance(told, list) else [told]:
-        if isinstance(one, dict) and isinstance(one.get("name"), str) and one["name"]:
-            arguments = one.get("arguments", one.get("parameters", {}))
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, dict) and isinstance(item.get("name"), str) and item["name"]:
+            arguments = item.get("arguments", item.get("parameters", {}))
             arguments = _json(arguments) if isinstance(arguments, str) else arguments
             if isinstance(arguments, dict):
-                yield WrittenCall(one["name"], arguments, begin, end)
+                yield WrittenCall(item["name"], arguments, begin, end)
 
 
 def _json(text: str) -> object:
@@ -225,8 +225,8 @@ def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int, 
 
 def _hermes(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
-        if not isinstance(told := _json(inside.strip()), list):
-            yield from _calls(told, begin, end)
+        if not isinstance(value := _json(inside.strip()), list):
+            yield from _calls(value, begin, end)
 
 
 # A parameter's name has up to 200 characters: without a bound the search in a malformed call takes quadratic time.
@@ -237,8 +237,8 @@ _GLM_ARGUMENT = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>(.*)"
 def _arguments(text: str, argument: re.Pattern[str], closing: str) -> Iterator[tuple[str, str]]:
     """Yields keys and values, of which each ends at `closing`; leaves out what has no key."""
     for piece in text.split(closing)[:-1]:
-        if found := argument.search(piece):
-            yield found[1], found[2]
+        if match := argument.search(piece):
+            yield match[1], match[2]
 
 
 def _value(text: str) -> object:
@@ -252,18 +252,18 @@ def _coder(text: str) -> Iterator[WrittenCall]:
         body = inside.strip()
         name, mark, rest = body.removeprefix("<function=").partition(">")
         if body.startswith("<function=") and mark and name and rest.endswith("</function>"):
-            found = _arguments(rest, _CODER_ARGUMENT, "</parameter>")
-            told = {key: _value(value.removeprefix("\n").removesuffix("\n")) for key, value in found}
-            yield WrittenCall(name, told, begin, end)
+            pairs = _arguments(rest, _CODER_ARGUMENT, "</parameter>")
+            arguments = {key: _value(value.removeprefix("\n").removesuffix("\n")) for key, value in pairs}
+            yield WrittenCall(name, arguments, begin, end)
 
 
 def _glm(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
         name = inside.partition("<arg_key>")[0].strip()
         if name and "<" not in name and "{" not in name:
-            found = _arguments(inside, _GLM_ARGUMENT, "</arg_value>")
-            told = {key.strip(): _value(value) for key, value in found}
-            yield WrittenCall(name, told, begin, end)
+            pairs = _arguments(inside, _GLM_ARGUMENT, "</arg_value>")
+            arguments = {key.strip(): _value(value) for key, value in pairs}
+            yield WrittenCall(name, arguments, begin, end)
 
 
 def _mistral(text: str) -> Iterator[WrittenCall]:
@@ -275,8 +275,8 @@ def _mistral(text: str) -> Iterator[WrittenCall]:
         end = following if following >= 0 else len(text)
         body = text[at + len(mark) : end].strip()
         name, is_named, arguments = body.partition("[ARGS]")
-        told = [{"name": name.strip(), "arguments": _json(arguments)}] if is_named else _json(body)
-        yield from _calls(told, at, end) if isinstance(told, list) else ()
+        calls = [{"name": name.strip(), "arguments": _json(arguments)}] if is_named else _json(body)
+        yield from _calls(calls, at, end) if isinstance(calls, list) else ()
         at = following
 
 
@@ -287,9 +287,9 @@ def _deepseek(text: str) -> Iterator[WrittenCall]:
         if first.strip() == "function":  # R1 and V3 write the name after it, and the arguments in a code block
             name, _, arguments = second.partition("\n")
             arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-        told = _json(arguments.strip())
-        if name.strip() and isinstance(told, dict):
-            yield WrittenCall(name.strip(), told, begin, end)
+        value = _json(arguments.strip())
+        if name.strip() and isinstance(value, dict):
+            yield WrittenCall(name.strip(), value, begin, end)
 
 
 def _listed(text: str) -> Iterator[WrittenCall]:
@@ -300,8 +300,8 @@ def _listed(text: str) -> Iterator[WrittenCall]:
         return
     body, is_closed, _ = text[begin + len(mark) :].partition("<|/tool_call|>")
     end = begin + len(mark) + len(body) + (len("<|/tool_call|>") if is_closed else 0)
-    told = _json(body.strip())
-    yield from _calls(told, begin, end) if isinstance(told, list) else ()
+    calls = _json(body.strip())
+    yield from _calls(calls, begin, end) if isinstance(calls, list) else ()
 
 
 def _llama(text: str) -> Iterator[WrittenCall]:
@@ -321,9 +321,9 @@ FORMATS = (
     ToolFormat("llama", "<|python_tag|>", _llama),
     ToolFormat("llama_json", '"parameters":', _llama),
 )
-_DEFAULT = next(one for one in FORMATS if one.name == "hermes")  # what most open models were trained with
+_DEFAULT = next(each for each in FORMATS if each.name == "hermes")  # what most open models were trained with
 
 
 def tool_format_of(template: str) -> ToolFormat:
     """Chooses the family by the chat template; if no sign matches, the Qwen and Hermes format, which most models know."""
-    return next((one for one in FORMATS if one.sign in template), _DEFAULT)
+    return next((tool_format for tool_format in FORMATS if tool_format.sign in template), _DEFAULT)

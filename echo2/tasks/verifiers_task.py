@@ -43,9 +43,9 @@ class VerifiersTask:
 
     def sample(self, index: int) -> TaskInstance:
         data = self._tasks[checked_index(index, self.size, self.name)].data
-        told = {**self._told, "own_index": index} if self._told else {}
+        metadata = {**self._told, "own_index": index} if self._told else {}
         prompt: Prompt = "" if self._agent is not None and data.prompt is None else _prompt(data)
-        return TaskInstance(index, prompt, "", {"task_id": str(data.id or data.name or index), **told})
+        return TaskInstance(index, prompt, "", {"task_id": str(data.id or data.name or index), **metadata})
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         if self._agent is not None:
@@ -81,7 +81,7 @@ def loaded(taskset: str, options: Mapping[str, object], size: int) -> list[Any]:
 def _refuse_container(task: Any, taskset: str) -> None:
     """Refuses a task whose rewards need a container. The library would skip them, and the incomplete reward would look real."""
     parameters = {fn.__name__: inspect.signature(fn).parameters.get("runtime") for fn in task.hooks("reward")}
-    needing = [name for name, found in parameters.items() if found is not None and found.default is found.empty]
+    needing = [name for name, entry in parameters.items() if entry is not None and entry.default is entry.empty]
     if needing or task.NEEDS_CONTAINER:
         raise ConfigError(
             f"verifiers/{taskset}: expected rewards of the text alone, but {', '.join(needing) or 'its tasks'} need a "
@@ -107,8 +107,8 @@ def _trace(task: Any, prompt: Prompt, completion_text: str) -> Any:
     import verifiers.v1 as verifiers
 
     kinds = {"system": verifiers.SystemMessage, "user": verifiers.UserMessage, "assistant": verifiers.AssistantMessage}
-    said = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt
-    messages = [kinds[message.role](content=message.content) for message in said if message.role in kinds]
+    chat = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt
+    messages = [kinds[message.role](content=message.content) for message in chat if message.role in kinds]
     nodes = [
         verifiers.MessageNode(parent=place - 1 if place else None, message=message)
         for place, message in enumerate(messages)

@@ -28,7 +28,7 @@ def own_modules(name: str) -> list[str]:
     """Top-level modules that `module:Class` needs and that are not installed in this Python: its own first."""
     first = name.partition(":")[0]
     top = first.partition(".")[0]
-    found, waiting, read = {top: None}, [first], set[Path]()
+    modules, waiting, read = {top: None}, [first], set[Path]()
     while waiting and len(read) < FILES_MAX:
         module = waiting.pop()
         if module.partition(".")[0] != top and _is_installed(module.partition(".")[0]):
@@ -37,10 +37,10 @@ def own_modules(name: str) -> list[str]:
         if file is None or file in read:
             continue
         read.add(file)
-        found[module.partition(".")[0]] = None
+        modules[module.partition(".")[0]] = None
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         waiting.extend(_imports(file, package))
-    return list(found)
+    return list(modules)
 
 
 def own_files(spec: TaskSpec) -> list[str]:
@@ -102,7 +102,7 @@ def _source_of(module: str) -> Path | None:
     for location in _locations(top):
         path = location.joinpath(*rest)
         candidates = (path,) if location.is_file() else (path.with_name(path.name + ".py"), path / "__init__.py")
-        file = next((one for one in candidates if one.is_file() and one.suffix == ".py"), None)
+        file = next((candidate for candidate in candidates if candidate.is_file() and candidate.suffix == ".py"), None)
         if file is not None:
             return file
     return None
