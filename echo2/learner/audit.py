@@ -94,13 +94,13 @@ def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Hab
     insertions = group.insertions[member] if group.insertions else ()
     text, sampled_at = group.text_of(member)
     prompt = group.spec.prompt_token_ids
-    seed, starts = group.spec.sampling.seed, [0, *(said.position for said in insertions), len(rollout.token_ids)]
+    seed, starts = (group.spec.sampling.seed, [0, *(item.position for item in insertions), len(rollout.token_ids)])
     seeds = [rollout_seed(seed, rollout.index)]
     seeds += [rollout_seed(turn_seed(seed, rollout.index, turn + 1), 0) for turn in range(len(insertions))]
     turns = zip(seeds, itertools.pairwise(starts), strict=True)
     return Passage(
         rollout, group.spec.sampling, (*prompt, *text), np.asarray(sampled_at, dtype=np.int64) + len(prompt),
-        np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns]),
+        np.concatenate([uniforms(turns_seed, stop - start) for turns_seed, (start, stop) in turns]),
         pieces_of(group, member, habits_of),
     )  # fmt: skip
 
@@ -126,25 +126,25 @@ def examine(passages: Sequence[Passage], scorer: Scorer) -> list[list[Evidence]]
     """Scores the passages within a turn of `scorer`; returns, for each, the evidence of the pieces whose version it keeps.
     Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces that share a
     cache is scored only if all its versions are kept."""
-    kept = scorer.versions
+    versions = scorer.versions
     evidence: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
 
     def add(number: int, piece: Piece, exact: TokenScores) -> None:
-        own, passage = slice(piece.start, piece.stop), passages[number]
-        evidence[number].append(Evidence(piece, passage.claimed[own], exact, passage.uniforms[own]))
+        span, passage = slice(piece.start, piece.stop), passages[number]
+        evidence[number].append(Evidence(piece, passage.claimed[span], exact, passage.uniforms[span]))
 
     for number, passage in enumerate(passages):
         for chain in _chains(passage.pieces):
             if len(chain) == 1:
-                alone += [(number, piece) for piece in chain if piece.version in kept]
-            elif all(piece.version in kept for piece in chain):
+                alone += [(number, piece) for piece in chain if piece.version in versions]
+            elif all(piece.version in versions for piece in chain):
                 cached = 0
                 for piece in chain:
                     (exact,) = scorer.score(piece.version, [(passage, piece)], cached)
                     add(number, piece, exact)
                     cached = int(passage.places[piece.stop - 1])
-    for version in kept:
+    for version in versions:
         asked = [(number, piece) for number, piece in alone if piece.version == version]
         scored = scorer.score(version, [(passages[number], piece) for number, piece in asked]) if asked else []
         for (number, piece), exact in zip(asked, scored, strict=True):
@@ -175,16 +175,16 @@ SEEN_MIN = 64  # a worker's unaudited share is reported once it has this many ro
 
 @dataclass(slots=True)
 class _Account:
-    """One worker's rollouts: `seen`, complete ones; `audited`; `tokens` drawn for audit."""
+    """One worker's rollouts: `rollouts`, complete ones; `audited`; `tokens` drawn for audit."""
 
-    seen: int = 0
+    rollouts: int = 0
     audited: int = 0
     tokens: int = 0
 
     @property
     def share(self) -> float:
         """Audited share of the rollouts; smoothed, so that among workers without audits the one with most rollouts is first."""
-        return (self.audited + 1.0) / (self.seen + 1.0)
+        return (self.audited + 1.0) / (self.rollouts + 1.0)
 
 
 @dataclass(slots=True)
@@ -205,7 +205,7 @@ class AuditDraw:
     def falls_on(self, worker: PeerId, *, draws_by_seed: bool) -> bool:
         """Counts a complete rollout; returns whether to audit it. If so, the caller `add`s it."""
         account = self._account(worker)
-        account.seen += 1
+        account.rollouts += 1
         chance = self.share * (1.0 if draws_by_seed else OWN_NOISE_FACTOR)
         return account.tokens < NEWCOMER_TOKENS or self.rng.random() < chance
 
@@ -219,14 +219,14 @@ class AuditDraw:
 
     def take(self, tokens_max: int) -> list[tuple[PeerId, Passage]]:
         """Takes rollouts from the queue: least audited worker first, up to `tokens_max` tokens, at least one rollout."""
-        taken: list[tuple[PeerId, Passage]] = []
+        chosen: list[tuple[PeerId, Passage]] = []
         for drawn in sorted(self.waiting, key=lambda drawn: self._account(drawn[0]).share):
             tokens_max -= len(drawn[1].token_ids)
-            if taken and tokens_max < 0:
+            if chosen and tokens_max < 0:
                 break
-            taken.append(drawn)
-        self.waiting = [drawn for drawn in self.waiting if not any(drawn is one for one in taken)]
-        return taken
+            chosen.append(drawn)
+        self.waiting = [drawn for drawn in self.waiting if not any(drawn is other for other in chosen)]
+        return chosen
 
     def on_audit(self, worker: PeerId, tokens: int) -> None:
         """Counts a rollout as audited if `tokens` of it were scored; with 0 (its versions are not kept), as given up."""
@@ -245,8 +245,8 @@ class AuditDraw:
     @property
     def unaudited(self) -> dict[PeerId, float]:
         """Share of each worker's rollouts that was not audited, for workers with at least `SEEN_MIN` rollouts."""
-        known = {worker: account for worker, account in self._accounts.items() if account.seen >= SEEN_MIN}
-        return {worker: 1.0 - account.audited / account.seen for worker, account in known.items()}
+        known = {worker: account for worker, account in self._accounts.items() if account.rollouts >= SEEN_MIN}
+        return {worker: 1.0 - account.audited / account.rollouts for worker, account in known.items()}
 
     def _account(self, worker: PeerId) -> _Account:
         return bounded_entry(self._accounts, worker, _Account)
@@ -359,10 +359,10 @@ class Auditor:
         try:
             while drawn := self.draw.take(self._turn_tokens(scorer)):
                 passages = [passage for _, passage in drawn]
-                found, took_s = await asyncio.get_running_loop().run_in_executor(thread, _score, scorer, passages)
+                scored, took_s = await asyncio.get_running_loop().run_in_executor(thread, _score, scorer, passages)
                 self.counts.s += took_s
                 self.counts.read_tokens += sum(len(passage.token_ids) for passage in passages)
-                for (worker, _), evidence in zip(drawn, found, strict=True):
+                for (worker, _), evidence in zip(drawn, scored, strict=True):
                     self._weigh(worker, evidence, unix_now())
                 if scorer.is_of_trainer:
                     await self._leave_to_training(took_s)
@@ -381,18 +381,18 @@ class Auditor:
         while not self._is_trainer_idle() and monotonic() < until:
             await asyncio.sleep(min(IDLE_LOOK_S, max(0.0, until - monotonic())))
 
-    def _weigh(self, last: PeerId, found: Sequence[Evidence], now: float) -> None:
+    def _weigh(self, last: PeerId, pieces: Sequence[Evidence], now: float) -> None:
         """Judges the workers of a rollout, which `last` ended."""
-        tokens = sum(len(evidence.claimed) for evidence in found)
+        tokens = sum(len(evidence.claimed) for evidence in pieces)
         self.draw.on_audit(last, tokens)
         self.counts.rollouts += tokens > 0
         self.counts.tokens += tokens
-        for evidence in found:
+        for evidence in pieces:
             worker = evidence.piece.worker
             kind = self._workers.habits_of(worker).kind
             self._of(worker, now).observe(evidence, kind, self._noise)
             self._noise.observe(worker, kind, evidence.claimed - evidence.exact.logprobs)
-        for worker in {evidence.piece.worker for evidence in found}:
+        for worker in {evidence.piece.worker for evidence in pieces}:
             accusation = self._of(worker, now).accusation
             if accusation is not None and worker not in self.accused:
                 self.accused[worker] = accusation

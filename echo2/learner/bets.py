@@ -139,9 +139,9 @@ class KindNoise:
     def of_kind(self, worker: PeerId, kind: str) -> float | None:
         """The noise of the other workers of this kind; None if too few are known."""
         others = [
-            one.nats
-            for peer, one in self._workers.items()
-            if peer != worker and one.kind == kind and one.nats < math.inf
+            measured.nats
+            for peer, measured in self._workers.items()
+            if peer != worker and measured.kind == kind and measured.nats < math.inf
         ]
         if len(others) < MEASURED_WORKERS:
             return None
@@ -247,8 +247,8 @@ class Bets:
     def _bet_on_misses(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
         """Likelihood ratios of the misses seen, against the most that noise explains."""
         chances = np.maximum(MISS_MIN, honest_misses(exact, numbers, sigma))
-        told = chances <= MISS_MAX
-        chances, missed = chances[told], exact.picked[told] < 0.5
+        counted = chances <= MISS_MAX
+        chances, missed = chances[counted], exact.picked[counted] < 0.5
         self.misses += int(missed.sum())
         self.granted_misses += float(chances.sum())
         ratios = [np.where(missed, odds, 1.0) / (1.0 + (odds - 1.0) * chances) for odds in MISS_ODDS]
@@ -260,8 +260,8 @@ class Bets:
         share of the wealth, because a worker may select only some of its rollouts."""
         chances = np.maximum(CHOICE_MISSES, honest_misses(exact, numbers, sigma))
         others = 0.9 * (1.0 - (exact.high - exact.low))
-        told = others > 2.0 * chances
-        chances, others, missed = chances[told], others[told], exact.picked[told] < 0.5
+        counted = others > 2.0 * chances
+        chances, others, missed = chances[counted], others[counted], exact.picked[counted] < 0.5
         evident = float(np.log(np.where(missed, others / chances, (1.0 - others) / (1.0 - chances))).sum())
         self._choice.add(float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident)) for stake in CHOICE_STAKES)
 

@@ -105,8 +105,8 @@ class DrivenTeam(Team):
         trainer.model.forget_gradients()
         trainer.optimiser.state.clear()
         if state is None:
-            own = self._adapter or dict(load_whole(self.model.path, self.model.parameters[0].dtype).named_parameters())
-            self.model.load_masters({name: own[name].detach() for name in self.model.names})
+            raw = self._adapter or dict(load_whole(self.model.path, self.model.parameters[0].dtype).named_parameters())
+            self.model.load_masters({name: raw[name].detach() for name in self.model.names})
         else:
             put_back(state, trainer)
             if not with_optimiser:
@@ -146,11 +146,11 @@ class DrivenTeam(Team):
         if version == self.trainer.step_count and not self.is_changed:
             return self._forward(example, self.model.policy)  # what trains is that version: nothing has to be loaded
         if version == 0:
-            given = self.model
-            if given.adapter is not None:
-                with without_adapter(given.hf_model):
-                    return self._forward(example, given.policy)
-            self._base = self._base or PolicyModel(given.path, given.weights_dtype, given.device, 1.0)
+            model = self.model
+            if model.adapter is not None:
+                with without_adapter(model.hf_model):
+                    return self._forward(example, model.policy)
+            self._base = self._base or PolicyModel(model.path, model.weights_dtype, model.device, 1.0)
             self._base.hf_model.eval()
             return self._forward(example, self._base.policy)
         assert self._scores is not None, "the newest version is kept"

@@ -48,13 +48,7 @@ from echo2.outside import SteadyClock, here, monotonic
 from echo2.outside.guard import cancel_all, under_way
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
-from echo2.trust.tls import (
-    PROTOCOL_VERSION,
-    Credentials,
-    load_credentials,
-    load_or_create_identity,
-    save_credentials,
-)
+from echo2.trust.tls import PROTOCOL_VERSION, Credentials, load_credentials, load_or_create_identity, save_credentials
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 from echo2.wire.rollout import FINISHED, STOPPED, group_to_message, leaving_reason
@@ -145,9 +139,9 @@ class LearnerDaemon:
         it answers; raises `ConfigError` without a join link of this run on the first start, `Unreachable` if stopped before."""
         options = self.options
         identity = load_or_create_identity(options.folder / "node")
-        kept = load_credentials(options.folder / "node", identity)
-        if kept is not None and kept.run_id == options.config.run.name:
-            return kept
+        stored = load_credentials(options.folder / "node", identity)
+        if stored is not None and stored.run_id == options.config.run.name:
+            return stored
         if not options.join_link:
             raise ConfigError(
                 f"run {options.config.run.name}: expected a join link on the learner's first start, got none"

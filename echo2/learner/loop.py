@@ -343,11 +343,11 @@ def keep_for_inspection(batch: Batch, folder: Path) -> None:
     """Writes `batch` to not_finite/ in the run folder `folder`, unless `INSPECTED_MAX` batches are already there. Not for the
     event loop's thread: a batch of 6 million tokens is 300 MB of text and takes a while. It is written piece by piece, so that
     other threads get the GIL."""
-    kept = folder / "not_finite"
-    kept.mkdir(exist_ok=True)
-    if len(list(kept.glob("*.json"))) >= INSPECTED_MAX:
+    inspected = folder / "not_finite"
+    inspected.mkdir(exist_ok=True)
+    if len(list(inspected.glob("*.json"))) >= INSPECTED_MAX:
         return
-    target = kept / f"step-{batch.step:08d}.json"
+    target = inspected / f"step-{batch.step:08d}.json"
     partial = target.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump({"step": batch.step, "groups": list(map(_readable, batch.groups))}, file)

@@ -170,12 +170,12 @@ def state_fields(
 
 def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
     """Tokens left out of the step, by worker, because their reported log-probabilities are too far from the learner's own."""
-    found: Counter[PeerId] = Counter()
+    counts: Counter[PeerId] = Counter()
     rollouts = [senders for group in batch.groups for senders in group.senders or [()] * len(group.rollouts)]
     for senders, tokens in zip(rollouts, result.left_out, strict=False):
         for peer_id in {sent.peer_id for sent in senders} if tokens else ():
-            found[peer_id] += tokens
-    return found
+            counts[peer_id] += tokens
+    return counts
 
 
 def optimiser_fields(result: StepResult) -> dict[str, float]:

@@ -106,15 +106,15 @@ class RunFolder:
                 raise StateError(f"{path}: expected it beside {left}, found none; restore it from a backup")
             _write(path, {**wanted, **(notes or {})})
             return
-        found = _read(path)
-        for name in (name for name in wanted if name in found):
-            if found[name] != wanted[name]:
+        recorded = _read(path)
+        for name in (name for name in wanted if name in recorded):
+            if recorded[name] != wanted[name]:
                 raise StateError(
-                    f"run folder {self.path}: expected {name} {_short(found[name])} as when the run began, got "
+                    f"run folder {self.path}: expected {name} {_short(recorded[name])} as when the run began, got "
                     f"{_short(wanted[name])}; start a new run under another name, or put the option back"
                 )
-        if wanted.keys() - found.keys():
-            _write(path, {**found, **wanted})
+        if wanted.keys() - recorded.keys():
+            _write(path, {**recorded, **wanted})
 
     def began(self) -> datetime:
         """When the run began, as recorded by `check_identity`; now if it has not."""
@@ -132,10 +132,10 @@ class RunFolder:
         path = self.path / "sampling.secret"
         if not path.exists():
             write_secret(path, here().rng.randbytes(SECRET_BYTES))
-        found = read_secret(path)
-        if len(found) != SECRET_BYTES:
-            raise StateError(f"{path}: expected {SECRET_BYTES} bytes, got {len(found)}; restore it from a backup")
-        return found
+        content = read_secret(path)
+        if len(content) != SECRET_BYTES:
+            raise StateError(f"{path}: expected {SECRET_BYTES} bytes, got {len(content)}; restore it from a backup")
+        return content
 
     def release(self) -> None:
         os.close(self._lock)
@@ -152,14 +152,14 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found: dict[str, object] = json.loads(path.read_text())
-        if found.pop("check", None) != _check_of(found):
+        content: dict[str, object] = json.loads(path.read_text())
+        if content.pop("check", None) != _check_of(content):
             raise ValueError("it differs from what was written")
     except (OSError, ValueError, AttributeError) as error:
         raise StateError(
             f"{path}: expected the run's identity, got something else ({error}); restore it from a backup"
         ) from None
-    return found
+    return content
 
 
 def _check_of(content: Mapping[str, object]) -> str:

@@ -267,19 +267,19 @@ class OwnTrainer:
             return None
         checkpoint = store.load(newest, None)
         if int(checkpoint.published_version) == int(newest) and self._weights is not None:
-            kept, given = fingerprint(dict(checkpoint.published), 0), fingerprint(self._weights, 0)
-            if kept != given:
+            expected, actual = fingerprint(dict(checkpoint.published), 0), fingerprint(self._weights, 0)
+            if expected != actual:
                 raise ConfigError(
-                    f"publish: expected the weights that were published as version {newest}, fingerprint {kept:016x}, "
-                    f"got others, {given:016x}"
+                    f"publish: expected the weights that were published as version {newest}, fingerprint {expected:016x}, "
+                    f"got others, {actual:016x}"
                 )
         return checkpoint
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
         from transformers import AutoModelForCausalLM
 
-        own = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
-        return VersionScorer(own, versions_max)
+        hf_model = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
+        return VersionScorer(hf_model, versions_max)
 
     def stop(self) -> None:
         self.ranks.tell({"is_over": True})

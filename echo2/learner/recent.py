@@ -41,8 +41,8 @@ STEP_SHARE = 4  # one step gets 1/4 of the tokens kept
 
 @dataclass(frozen=True, slots=True)
 class SeenRollout:
-    """A rollout as step number `step` (counted from 1) trained on it: the sampled tokens, all turns concatenated. `said`: where a
-    turn begins, as the index of its first sampled token, and the environment's tokens before it."""
+    """A rollout as step number `step` (counted from 1) trained on it: the sampled tokens, all turns concatenated. `insertions`:
+    where a turn begins, as the index of its first sampled token, and the environment's tokens before it."""
 
     rollout_id: str
     step: Step
@@ -53,11 +53,11 @@ class SeenRollout:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str
     senders: tuple[SentTokens, ...]
-    said: tuple[tuple[int, array[int]], ...]
+    insertions: tuple[tuple[int, array[int]], ...]
 
     @property
     def size(self) -> int:
-        return len(self.token_ids) + len(self.prompt_token_ids) + sum(len(token_ids) for _, token_ids in self.said)
+        return len(self.token_ids) + len(self.prompt_token_ids) + sum(len(ids) for _, ids in self.insertions)
 
     @property
     def peer_ids(self) -> tuple[PeerId, ...]:
@@ -66,8 +66,8 @@ class SeenRollout:
     @property
     def turns(self) -> list[tuple[int, int, array[int]]]:
         """Number (from 1), position and environment's tokens of each turn; a first one without such tokens is left out."""
-        first = 1 if self.said and not self.said[0][0] else 2
-        return [(first + index, *said) for index, said in enumerate(self.said)]
+        first = 1 if self.insertions and not self.insertions[0][0] else 2
+        return [(first + index, *insertion) for index, insertion in enumerate(self.insertions)]
 
 
 class RecentRollouts:
@@ -85,7 +85,7 @@ class RecentRollouts:
         every = max(1, -(-total * STEP_SHARE // self._tokens_max))
         for group, index in islice(places, 0, None, every):
             if _size(group, index) * STEP_SHARE <= self._tokens_max:
-                self._keep(_seen(batch.step, group, index))
+                self._keep(_recorded(batch.step, group, index))
 
     def newest(self, count: int) -> list[SeenRollout]:
         return list(islice(self._kept, count))
@@ -102,10 +102,10 @@ class RecentRollouts:
         ends = [len(newest) * share // LENGTH_SHARES_MAX for share in range(LENGTH_SHARES_MAX + 1)]
         return [round(statistics.fmean(newest[start:end])) for start, end in pairwise(ends)]
 
-    def _keep(self, seen: SeenRollout) -> None:
-        self._kept.appendleft(seen)
-        self._by_id[seen.rollout_id] = seen
-        self._size += seen.size
+    def _keep(self, rollout: SeenRollout) -> None:
+        self._kept.appendleft(rollout)
+        self._by_id[rollout.rollout_id] = rollout
+        self._size += rollout.size
         while self._size > self._tokens_max:
             dropped = self._kept.pop()
             self._size -= dropped.size
@@ -116,7 +116,7 @@ def _size(group: TrainGroup, index: int) -> int:
     return group.tokens_of(index) + len(group.spec.prompt_token_ids)
 
 
-def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
+def _recorded(step: Step, group: TrainGroup, index: int) -> SeenRollout:
     rollout, insertions = group.rollouts[index], group.insertions[index] if group.insertions else ()
     return SeenRollout(
         f"{rollout.group_id}/{rollout.index}",
@@ -128,7 +128,7 @@ def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
         rollout.version_spans,
         rollout.finish_reason.value,
         group.senders[index] if group.senders else (),
-        tuple((said.position, array("i", said.token_ids)) for said in insertions),
+        tuple((insertion.position, array("i", insertion.token_ids)) for insertion in insertions),
     )
 
 
@@ -162,8 +162,8 @@ def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) ->
     turns = [turn for turn in rollout.turns if wanted.offset <= turn[1] < wanted.offset + TOKENS_SHOWN_MAX]
     ends = [position for _, position, _ in turns[TURNS_SHOWN_MAX:]]  # what does not fit is asked for next
     part = slice(wanted.offset, min([wanted.offset + TOKENS_SHOWN_MAX, *ends]))
-    for number, position, said in turns[:TURNS_SHOWN_MAX]:
-        text = plain(_text(tokenizer, said[:TURN_CHARS_MAX]), TURN_CHARS_MAX)
+    for number, position, inserted in turns[:TURNS_SHOWN_MAX]:
+        text = plain(_text(tokenizer, inserted[:TURN_CHARS_MAX]), TURN_CHARS_MAX)
         reply.turns.add(turn=number, position=position, text=text)
     token_ids = rollout.token_ids[part]
     texts = [_text(tokenizer, [token]) for token in token_ids]
@@ -184,14 +184,14 @@ def pages(recent: RecentRollouts, tokenizer: Any) -> Iterator[pb.RolloutsShown]:
     for rollout in recent.newest(ROLLOUTS_SHOWN_MAX):
         at = 0
         while at < len(rollout.token_ids) and left > 0:
-            shown = answer(recent, tokenizer, pb.RolloutsWanted(rollout_id=rollout.rollout_id, offset=at))
-            at, left = at + len(shown.tokens), left - len(shown.tokens)
-            yield shown
+            page = answer(recent, tokenizer, pb.RolloutsWanted(rollout_id=rollout.rollout_id, offset=at))
+            at, left = at + len(page.tokens), left - len(page.tokens)
+            yield page
 
 
 def keep(recent: RecentRollouts, tokenizer: Any, folder: Path) -> None:
     """Writes `pages` for the report of the run, which is made when this process has ended."""
-    if lines := [MessageToJson(shown, indent=None) for shown in pages(recent, tokenizer)]:
+    if lines := [MessageToJson(page, indent=None) for page in pages(recent, tokenizer)]:
         (folder / KEPT_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -201,7 +201,7 @@ def _summary(rollout: SeenRollout, tokenizer: Any) -> pb.RolloutSummary:
         rollout_id=rollout.rollout_id, step=rollout.step, reward=rollout.reward, token_count=len(rollout.token_ids),
         oldest_version=min(versions, default=0), newest_version=max(versions, default=0),
         finish_reason=rollout.finish_reason, peer_ids=rollout.peer_ids[:SENDERS_SHOWN_MAX],
-        turn_count=rollout.turns[-1][0] if rollout.said else 1,
+        turn_count=rollout.turns[-1][0] if rollout.insertions else 1,
         completion=plain(_text(tokenizer, rollout.token_ids[:PREVIEW_TOKENS]), PREVIEW_CHARS),
     )  # fmt: skip
 

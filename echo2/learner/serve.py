@@ -84,9 +84,9 @@ class ServedModel(DeclaredModel):
 
     def read(self, folder: str) -> dict[str, Tensor]:
         """Loads the tensors of a model folder, in the published dtype. Raises `ConfigError` unless they are this model's."""
-        found = published_tensors(load_whole(folder, self.dtype))
-        self.check_table(found)
-        return {name: found[name].detach() for name in sorted(self.shapes)}
+        tensors = published_tensors(load_whole(folder, self.dtype))
+        self.check_table(tensors)
+        return {name: tensors[name].detach() for name in sorted(self.shapes)}
 
 
 class ServedWeights(OwnTrainer):

@@ -132,7 +132,7 @@ def prepare_with(
 def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str, Tensor]) -> dict[str, object]:
     """What must not change within a run; otherwise replaying the journal would not give the same weights."""
     config, held_out = options.config, options.config.task.held_out
-    shares = [[name, one.task, one.args, one.weight, held_out[name]] for name, one in config.task.mixture.items()]
+    shares = [[name, row.task, row.args, row.weight, held_out[name]] for name, row in config.task.mixture.items()]
     mixture: dict[str, object] = {"mixture": shares} if shares else {}
     return {
         "run_id": config.run.name,
@@ -197,8 +197,8 @@ def _train_again(prepared: Prepared, left: LeftVersions) -> None:
     rows: list[Mapping[str, object]] = []
     if (step := Version(prepared.team.step_count)) > exact[0] and step in published:
         # The supervised warm start is on disk before its version is published: the checkpoint has the version's masters.
-        made = step, team.snapshot()
-        exact, begun = (made, None) if published[step] else (exact, made)
+        standing = step, team.snapshot()
+        exact, begun = (standing, None) if published[step] else (exact, standing)
     last, began_s, told_s = max(history.drawn, default=Step(0)), monotonic(), float("-inf")
     while (batch := history.next_batch(groups)) is not None:
         if monotonic() - told_s >= TOLD_EVERY_S:
@@ -212,15 +212,15 @@ def _train_again(prepared: Prepared, left: LeftVersions) -> None:
         )  # the kill may have come before it was written
         if version not in published or difference is not None:
             continue
-        made = version, team.snapshot()
+        standing = version, team.snapshot()
         if not published[version]:
-            begun = made
+            begun = standing
             continue
-        found = f"{team.coder.fingerprint(*made, prepared.fingerprint_key):016x}"
-        if found != published[version]:
-            difference = version, found
+        fingerprint = f"{team.coder.fingerprint(*standing, prepared.fingerprint_key):016x}"
+        if fingerprint != published[version]:
+            difference = version, fingerprint
         else:
-            exact, begun = made, None
+            exact, begun = standing, None
             team.coder.forget_before(version)
     newest, before = (begun, exact) if begun is not None else (exact, None)
     if difference is not None:

@@ -131,8 +131,8 @@ def put_back(checkpoint: Checkpoint, trainer: Trainer, *, is_given_away: bool = 
     for key, value in checkpoint.shards.items():
         if not key.startswith(_OPTIMISER):
             continue
-        name, _, kept = key.removeprefix(_OPTIMISER).rpartition("|")
-        put_back_state(trainer.optimiser, masters[name], kept, value, is_given_away=is_given_away)
+        name, _, entry = key.removeprefix(_OPTIMISER).rpartition("|")
+        put_back_state(trainer.optimiser, masters[name], entry, value, is_given_away=is_given_away)
 
 
 def groups_state(groups: OpenGroups, version: Version) -> dict[str, Any]:
@@ -235,12 +235,12 @@ class CheckpointStore:
             if isinstance(error, DiskFull) or error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFull(f"checkpoint of step {checkpoint.step}: no space left in {self.folder}") from error
             raise
-        kept = self.steps()[-self.limits.checkpoints_kept :]
+        remaining = self.steps()[-self.limits.checkpoints_kept :]
         for step in self.steps():
-            if step not in kept:
+            if step not in remaining:
                 shutil.rmtree(self.folder_of(step))
         try:
-            return Step(int(_read_state(self.folder_of(kept[0]))["journal_from"]))
+            return Step(int(_read_state(self.folder_of(remaining[0]))["journal_from"]))
         except StateError as error:  # an older checkpoint was damaged; the one just written is good
             _log.error("%s. The journal is kept whole", error)
             return Step(0)
@@ -266,20 +266,20 @@ def write_shards(
     if not is_shared:
         folder.mkdir(parents=True, exist_ok=True)
     name, written, failure = f"rank-{ranks.rank:05d}.safetensors", {}, None
-    own = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, ranks)}
+    rows = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, ranks)}
     try:
-        if own:
-            written[name] = _write(folder / name, _safetensors(own, ranks, lent or LentTensors({})))
+        if rows:
+            written[name] = _write(folder / name, _safetensors(rows, ranks, lent or LentTensors({})))
     except OSError as error:
         failure = error
-    told = ranks.gather({"files": written, "error": str(failure or ""), "errno": failure.errno if failure else 0})
+    reports = ranks.gather({"files": written, "error": str(failure or ""), "errno": failure.errno if failure else 0})
     if failure is not None:
         raise failure
-    for rank, said in enumerate(told):
-        if said["error"]:
-            is_full = said["errno"] in (errno.ENOSPC, errno.EDQUOT)
-            raise (DiskFull if is_full else StateError)(f"checkpoint of rank {rank}: {said['error']}")
-    files: dict[str, list[Any]] = {file: sum_ for said in told for file, sum_ in said["files"].items()}
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            is_full = report["errno"] in (errno.ENOSPC, errno.EDQUOT)
+            raise (DiskFull if is_full else StateError)(f"checkpoint of rank {rank}: {report['error']}")
+    files: dict[str, list[Any]] = {file: sum_ for report in reports for file, sum_ in report["files"].items()}
     _to_leader(folder, {file: size for file, (size, _) in written.items()}, ranks, is_shared=is_shared)
     return files
 
@@ -337,11 +337,11 @@ def check(folder: Path) -> dict[str, Any]:
     if unknown := sorted(there.keys() - files.keys()):
         raise _damaged(folder, "only files of this checkpoint", unknown[0])
     with ThreadPoolExecutor(min(len(files) or 1, os.cpu_count() or 1)) as pool:
-        for (name, (_, said)), found in zip(
+        for (name, (_, expected)), actual in zip(
             files.items(), pool.map(_hash_of, map(folder.joinpath, files)), strict=True
         ):
-            if found != said:
-                raise _damaged(folder, f"{name} with the hash {said}", found)
+            if actual != expected:
+                raise _damaged(folder, f"{name} with the hash {expected}", actual)
     return state
 
 
@@ -357,9 +357,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
     """Reads the JSON of a checkpoint and verifies its own hash and its format."""
     try:
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_bytes())
-        said = state.pop("sum")
-        if (found := _sum_of(state)) != said:
-            raise ValueError(f"the hash {found} instead of {said}")
+        expected = state.pop("sum")
+        if (actual := _sum_of(state)) != expected:
+            raise ValueError(f"the hash {actual} instead of {expected}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder, f"{STATE_FILE} as it was written", str(error)) from None
     if state["format"] != FORMAT:
@@ -373,24 +373,24 @@ def _sum_of(state: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
 
 
-def _damaged(folder: Path, expected: str, found: str) -> StateError:
-    return StateError(f"checkpoint {folder}: expected {expected}, found {found}")
+def _damaged(folder: Path, expected: str, actual: str) -> StateError:
+    return StateError(f"checkpoint {folder}: expected {expected}, found {actual}")
 
 
 def load_shards(folder: Path, trainer: Trainer | None, *, is_checked: bool = False) -> Checkpoint:
     """Loads a checkpoint: the rows of `trainer`'s rank, or whole tensors if `trainer` is None. `is_checked`: this process has
     compared its bytes. A collective of all ranks; what one cannot read is a `StateError` on all."""
     ranks = trainer.ranks if trainer is not None else Ranks()
-    with _for_reading(folder, ranks) as own:
+    with _for_reading(folder, ranks) as source:
         error, state, tensors = "", {}, {}
         try:
-            state = _read_state(own) if is_checked and own == folder else check(own)
-            tensors = _read_rows(own, state["files"], trainer)
+            state = _read_state(source) if is_checked and source == folder else check(source)
+            tensors = _read_rows(source, state["files"], trainer)
         except (OSError, ValueError, KeyError, SafetensorError, StateError) as failure:
             error = (
-                str(failure) if isinstance(failure, StateError) else f"checkpoint {own}: cannot be read: {failure!r}"
+                str(failure) if isinstance(failure, StateError) else f"checkpoint {source}: cannot be read: {failure!r}"
             )
-        errors = [said["error"] for said in ranks.gather({"error": error})]
+        errors = [answer["error"] for answer in ranks.gather({"error": error})]
     if failed := next(filter(None, [error, *errors]), None):
         raise StateError(failed)
     published = {key.removeprefix(_PUBLISHED): t for key, t in tensors.items() if key.startswith(_PUBLISHED)}
@@ -422,23 +422,23 @@ def _read_rows(folder: Path, files: Mapping[str, object], trainer: Trainer | Non
     return tensors
 
 
-def _room_for(key: str, said: Tensor, trainer: Trainer | None, folder: Path) -> Tensor:
-    """Allocates a tensor to read into, like `said` on the meta device: sharded like the trainer's own, or whole without a
+def _room_for(key: str, like: Tensor, trainer: Trainer | None, folder: Path) -> Tensor:
+    """Allocates a tensor to read into, `like` the one on the meta device: sharded like the trainer's own, or whole without a
     trainer."""
-    if trainer is None or not said.ndim:
-        return torch.empty(said.shape, dtype=said.dtype)
+    if trainer is None or not like.ndim:
+        return torch.empty(like.shape, dtype=like.dtype)
     name = key.split("|")[1]
     model = trainer.model
     master = model.layout_of(name) if key.startswith(_PUBLISHED) else model.masters_by_name().get(name)
     if master is None:
         raise StateError(f"checkpoint {folder}: expected the tensors of {model.path}, got another: {name}")
     if key.startswith(_OPTIMISER) and trainer.learner.optimizer_state == "8bit":
-        return torch.empty(said.shape, dtype=said.dtype)
-    if master.shape != said.shape:
+        return torch.empty(like.shape, dtype=like.dtype)
+    if master.shape != like.shape:
         raise StateError(
-            f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(said.shape)} in {folder}"
+            f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(like.shape)} in {folder}"
         )
-    return as_sharded(torch.empty(own_part(master).shape, dtype=said.dtype), master, trainer.ranks)
+    return as_sharded(torch.empty(own_part(master).shape, dtype=like.dtype), master, trainer.ranks)
 
 
 # ---- between ranks that do not share rank 0's disk
@@ -487,30 +487,30 @@ def _for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
         return
     files = ranks.gather(_sizes(folder))[0]
     lacks = [
-        said.get("place", "")
-        for said in ranks.gather({"place": _place(folder, ranks)} if _sizes(folder) != files else {})
+        answer.get("place", "")
+        for answer in ranks.gather({"place": _place(folder, ranks)} if _sizes(folder) != files else {})
     ]
     if not any(lacks):
         yield folder
         return
     takers = [rank for rank, place in enumerate(lacks) if place and place not in lacks[:rank]]
     taker = lacks.index(lacks[ranks.rank])  # the first rank that shares this folder
-    own = folder.with_name(f"{folder.name}.of-rank-{taker}") if lacks[ranks.rank] else folder
+    target = folder.with_name(f"{folder.name}.of-rank-{taker}") if lacks[ranks.rank] else folder
     if ranks.rank in takers:
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
     try:
         for name, size in files.items():
             if ranks.is_leader:
                 _send(folder / name, takers, group)
             elif ranks.rank in takers:
-                _receive(own / name, size, 0, group)
+                _receive(target / name, size, 0, group)
         ranks.gather({})  # barrier: the copies are complete
-        yield own
+        yield target
         ranks.gather({})  # barrier: all ranks have finished reading
     finally:
         if ranks.rank in takers:
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
 
 
 def _place(folder: Path, ranks: Ranks) -> str:

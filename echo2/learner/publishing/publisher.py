@@ -86,11 +86,11 @@ class SeedNode:
     async def serve_relay(self, listen_host: str, port: int) -> int:
         return await self.node.nat.serve(HostOptions(listen_host, port))
 
-    def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
+    def hold_pipe_place(self, relay: PeerId, relay_address: str, local: tuple[str, int]) -> None:
         """Keeps a reservation at the relay, so that workers that cannot dial this learner reach it through the relay's byte pipes.
-        `own`: host and port at which this machine itself can dial the learner's server."""
+        `local`: host and port at which this machine itself can dial the learner's server."""
         self.node.nat.hold_pipe_place(relay, relay_address)
-        self.node.serves_grpc_at(own)
+        self.node.serves_grpc_at(local)
 
     async def stop(self) -> None:
         await self.node.stop()
@@ -399,13 +399,13 @@ class VersionPublisher:
         )
         # If the artifact was already sealed in the store, no frames were encoded and the encoding has no fingerprint.
         if encoding.encoded_bytes:
-            found = encoding.fingerprint
+            digest = encoding.fingerprint
         else:
-            found = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
+            digest = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
         self.encode_s = monotonic() - began
         artifact = pb.VersionPublished(
             version=version, parent=parent or 0, has_parent=parent is not None, artifact_bytes=size,
-            full_snapshot_bytes=full_bytes, encode_s=self.encode_s, fingerprint=f"{found:016x}",
+            full_snapshot_bytes=full_bytes, encode_s=self.encode_s, fingerprint=f"{digest:016x}",
         )  # fmt: skip
         self.port.on_artifact(artifact)
         _log.info(

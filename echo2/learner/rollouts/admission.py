@@ -16,15 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rng import turn_seed
-from echo2.base.rollout import (
-    FinishReason,
-    GroupSpec,
-    Rollout,
-    SamplingParams,
-    SegmentVerdict,
-    Verdict,
-    Work,
-)
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, SegmentVerdict, Verdict, Work
 from echo2.config.run import RunConfig
 from echo2.learner.rollouts.groups import (
     NOBODY,
@@ -209,13 +201,13 @@ class OpenGroups:
                     moved.append(group.spec)
         return moved
 
-    def open_turn(self, before: TurnOf, said: tuple[int, ...]) -> GroupSpec | None:
-        """Opens the turn after `before`, with the environment's tokens `said` appended; None if the group is gone."""
+    def open_turn(self, before: TurnOf, inserted: tuple[int, ...]) -> GroupSpec | None:
+        """Opens the turn after `before`, with the environment's tokens `inserted` appended; None if the group is gone."""
         asked, root = self.groups.get(before.group_id), self.groups.get(before.root)
         if asked is None or root is None:
             return None
         rollout = asked.rollouts[before.index if before.turn == 0 else 0]
-        prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
+        prompt = asked.spec.prompt_token_ids + rollout.token_ids + inserted
         return self._open_member(root, before.next, prompt, root.spec.sampling, root.spec.sampling)
 
     def open_call(
@@ -337,11 +329,11 @@ class OpenGroups:
         """Records the end of an agent's episode (see `RolloutPool.end_episode`); drops the calls after those that count. Returns
         the chains that count, and the others."""
         group = self.groups[root]
-        for chain, kept in chains.items():
-            for group_id in self.family(root, chain)[kept if is_final else 0 :]:
+        for chain, count in chains.items():
+            for group_id in self.family(root, chain)[count if is_final else 0 :]:
                 del self.groups[group_id]
                 self.closures.append(Closure(group_id, "unused"))
-        counted = tuple(chain for chain, kept in chains.items() if kept and is_final)
+        counted = tuple(chain for chain, count in chains.items() if count and is_final)
         lost = tuple(chain for chain in chains if chain not in counted)
         group.end_seat(counted, lost, reward, is_final=is_final)
         self.counts.dropped_reward_failed += is_final and reward is None and group.is_training
@@ -415,7 +407,7 @@ class OpenGroups:
         whole = [joined(each, i, opening) for i, each in turns.items()]
         return TrainGroup(
             spec, group.cursor, tuple(rollout for rollout, _, _ in whole), tuple(rewards.values()),
-            tuple(said for _, said, _ in whole) if any(said for _, said, _ in whole) else (),
+            tuple(insertions for _, insertions, _ in whole) if any(insertions for _, insertions, _ in whole) else (),
             tuple(senders for _, _, senders in whole),
         )  # fmt: skip
 
@@ -463,8 +455,8 @@ class OpenGroups:
             self.closures.append(Closure(group_id, reason, again if group_id == root else None))
 
     def take_closures(self) -> list[Closure]:
-        taken, self.closures = self.closures, []
-        return taken
+        closures, self.closures = self.closures, []
+        return closures
 
 
 # ---- what no honest worker sends, whatever its engine's numerical noise

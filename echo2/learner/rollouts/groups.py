@@ -258,8 +258,8 @@ class TrainGroup:
 
     def tokens_of(self, index: int) -> int:
         """Number of tokens after the prompt of rollout `index`, the environment's included."""
-        said = self.insertions[index] if self.insertions else ()
-        return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in said)
+        insertions = self.insertions[index] if self.insertions else ()
+        return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in insertions)
 
 
 def joined(
@@ -277,9 +277,9 @@ def joined(
     for number, (group, turn) in enumerate(turns):
         prompt = group.spec.prompt_token_ids
         assert prompt[: len(before)] == before, "a turn's prompt begins with all that came before it"
-        said = prompt[len(before) :]
-        if said or number > 0 or opening is not None:  # an empty insertion marks a turn's start, too
-            insertions.append(Insertion(count, said))
+        inserted = prompt[len(before) :]
+        if inserted or number > 0 or opening is not None:  # an empty insertion marks a turn's start, too
+            insertions.append(Insertion(count, inserted))
         routing = joined_routing(routing, count, turn.routing, len(turn.token_ids))
         spans, senders = joined_spans(spans, turn.version_spans), senders + group.senders.get(turn.index, ())
         count += len(turn.token_ids)

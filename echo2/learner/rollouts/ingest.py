@@ -100,10 +100,10 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
             self._fail(error)
             await call.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             raise
-        useful = [one for one in verdicts if one.verdict in (Verdict.HELD, Verdict.ADMITTED)]
-        new = sum(max(0, one.held_tokens - before.get(one.index, 0)) for one in useful)
-        told = sum(len(segment.token_ids) for segment in segments)
-        call.share.repay((worked_s + charged_s) * min(1.0, new / max(1, told)))
+        useful = [verdict for verdict in verdicts if verdict.verdict in (Verdict.HELD, Verdict.ADMITTED)]
+        new = sum(max(0, verdict.held_tokens - before.get(verdict.index, 0)) for verdict in useful)
+        sent = sum(len(segment.token_ids) for segment in segments)
+        call.share.repay((worked_s + charged_s) * min(1.0, new / max(1, sent)))
         return ingest_pb2.RolloutVerdict(sequence=report.sequence, segments=map(verdict_to_message, verdicts))
 
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
@@ -124,8 +124,8 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
                 if rollout.token_ids:
                     begun = monotonic()
                     routing_room -= len(rollout.routing.tokens) + len(rollout.routing.prompt)
-                    told = rollout if routing_room >= 0 else replace(rollout, routing=NO_ROUTING)
-                    reply.rollouts.append(rollout_to_message(told))
+                    sent = rollout if routing_room >= 0 else replace(rollout, routing=NO_ROUTING)
+                    reply.rollouts.append(rollout_to_message(sent))
                     await context.pause(2 * (monotonic() - begun))  # gRPC serialises it once more
             return reply
 

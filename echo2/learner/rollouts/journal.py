@@ -160,10 +160,10 @@ class History:
         """Adds every group that a later batch or an unfinished evaluation may need; `groups` must be at the checkpoint's step."""
         groups.published = sorted({*groups.published, *self.published})
         drawn_before = (batch.groups for step, batch in self.drawn.items() if step < groups.next_step)
-        gone = self.dropped.union(GroupId(group.group_id) for drawn in drawn_before for group in drawn)
+        absent = self.dropped.union(GroupId(group.group_id) for drawn in drawn_before for group in drawn)
         for group_id, group in self.groups.items():
             root = root_of(group_id)
-            if not {group_id, root} & gone and not groups.ledger.is_trained(root):
+            if not {group_id, root} & absent and not groups.ledger.is_trained(root):
                 groups.groups[group_id] = group
 
     def next_batch(self, groups: OpenGroups) -> Batch | None:

@@ -298,11 +298,11 @@ class RolloutPool:
         """What the worker reports about its engine; the weakest assumptions if it has reported nothing yet."""
         return self._habits.get(peer_id, Habits())
 
-    def note_habits(self, peer_id: PeerId, told: Habits) -> None:
+    def note_habits(self, peer_id: PeerId, habits: Habits) -> None:
         """Records a worker's habits. One that once did not draw by its seeds stays marked so: otherwise it could choose with
         each report how it is tested."""
-        known = bounded_entry(self._habits, peer_id, lambda: told)
-        self._habits[peer_id] = replace(told, draws_by_seed=told.draws_by_seed and known.draws_by_seed)
+        known = bounded_entry(self._habits, peer_id, lambda: habits)
+        self._habits[peer_id] = replace(habits, draws_by_seed=habits.draws_by_seed and known.draws_by_seed)
 
     def on_plan(self, cap_rollouts: int | None) -> None:
         self.cap_rollouts = cap_rollouts
@@ -496,22 +496,22 @@ class RolloutPool:
         versions = {group.spec.exact_version for group in restored}
         left = [version for version in versions if version is not None and version not in self.evaluations.rewards]
         newest = max(left, default=None) if rules.questions else None
-        found = [group for group in restored if newest is not None and group.spec.exact_version == newest]
-        kept = {name for group in found if not is_driven(name := group.spec.group_id) and not rules.is_driven}
+        current = [group for group in restored if newest is not None and group.spec.exact_version == newest]
+        names = {name for group in current if not is_driven(name := group.spec.group_id) and not rules.is_driven}
         again: list[tuple[int, int]] = []
         for group in restored:
-            if (group_id := group.spec.group_id) not in kept:
+            if (group_id := group.spec.group_id) not in names:
                 del self.groups.groups[group_id]
                 self.journal.append(records.closed(group_id))
                 if group.spec.exact_version == newest and not is_later_turn(group_id):
                     again.append((group.cursor, group.retry + 1))
         if newest is None:
             return
-        asked = 1 + max(group.cursor for group in found)
+        asked = 1 + max(group.cursor for group in current)
         newer = [version for version in self.groups.published if version > newest]
         self._evaluation = VersionEvaluation(rules, newest, asked=asked, newer=newer)
         # Some may be missing: the power failed between the end of a question's group and the opening of its next one.
-        missing = set(range(asked)) - {group.cursor for group in found}
+        missing = set(range(asked)) - {group.cursor for group in current}
         for number, retry in (*again, *((number, 0) for number in sorted(missing))):
             self._open_question(number, retry)
 

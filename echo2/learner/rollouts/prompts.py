@@ -111,12 +111,12 @@ class EnvironmentWorld:
         messages = [{"role": message.role, "content": message.content} for message in stepped.messages]
         scored = replace(stepped, messages=())
         try:
-            said = self._chat.between(messages, turns[-1])
+            token_ids = self._chat.between(messages, turns[-1])
         except ConfigError as error:  # what the environment says came from anywhere: it costs this rollout alone
             return replace(scored, failure=RewardFailure.RAISED, message=str(error))
-        if len(said) >= room_tokens:
+        if len(token_ids) >= room_tokens:
             return replace(scored, reward=Reward(0.0, {"cut": 1.0}))
-        return replace(scored, said=said)
+        return replace(scored, said=token_ids)
 
     def close(self) -> None:
         self._pool.close()
@@ -145,12 +145,12 @@ def check_rewards_of(options: LearnerOptions) -> LearnerOptions:
     config = options.config
     if config.agent.is_on:
         return options
-    further = (TaskSpec(one.task, one.args, config.run.seed) for one in config.task.eval_sets.values())
+    further = (TaskSpec(table.task, table.args, config.run.seed) for table in config.task.eval_sets.values())
     for spec in {spec.to_json(): spec for spec in (*_task_specs(config), *further)}.values():
         check_rewards(spec, _containment(options))
     specs = _task_specs(config)
     left_out = [unjudgeable_references(spec, _containment(options)) for spec in specs]
-    indices = (task + own * len(specs) for task, found in enumerate(left_out) for own in found)
+    indices = (task + row * len(specs) for task, rows in enumerate(left_out) for row in rows)
     return replace(options, left_out=frozenset(indices))
 
 
@@ -158,12 +158,12 @@ def check_teacher(config: RunConfig) -> None:
     """Raises `ConfigError` unless the teacher reads each of the model's tokens as the same text; a model is not loaded for it."""
     if not config.learner.teacher:
         return
-    own, other = (load_tokenizer(path).get_vocab() for path in (config.model.path, config.learner.teacher))
-    differing = sorted((token for token in own if other.get(token) != own[token]), key=own.__getitem__)
+    ids, other = (load_tokenizer(path).get_vocab() for path in (config.model.path, config.learner.teacher))
+    differing = sorted((token for token in ids if other.get(token) != ids[token]), key=ids.__getitem__)
     if differing:
         raise ConfigError(
             f"learner.teacher {config.learner.teacher}: expected a model with the tokenizer of {config.model.path}, because it "
-            f"scores the same tokens, got {len(differing)} of {len(own)} tokens that differ, first {own[differing[0]]} "
+            f"scores the same tokens, got {len(differing)} of {len(ids)} tokens that differ, first {ids[differing[0]]} "
             f"{differing[0]!r}"
         )
 
@@ -215,8 +215,8 @@ class Prompts:
         self._prompt_tokens_max = config.sampling.max_prompt_tokens
         self._containment = _containment(options)
         # An index encodes the task and its instance (tasks/split).
-        given = map(self.make_world, _task_specs(config)) if source is None else (source.world,)
-        self.worlds = tuple(given)
+        worlds = map(self.make_world, _task_specs(config)) if source is None else (source.world,)
+        self.worlds = tuple(worlds)
         self.is_mixed = source is None and bool(config.task.mixture)
         self.names = tuple(config.task.mixture) if self.is_mixed else (self.worlds[0].name,)
         self.name = "mixture" if self.is_mixed else self.names[0]
@@ -237,8 +237,8 @@ class Prompts:
         """What prompts are made of, as digests: a run's data, its tokenizer with the template."""
         data = [str(getattr(getattr(world, "task", None), "content", "")) for world in self.worlds]
         vocabulary = sorted(getattr(self.tokenizer, "get_vocab", dict)().items())
-        told = json.dumps([vocabulary, getattr(self.tokenizer, "chat_template", None)])
-        return {"data": data, "tokenizer": hashlib.sha256(told.encode()).hexdigest()}
+        description = json.dumps([vocabulary, getattr(self.tokenizer, "chat_template", None)])
+        return {"data": data, "tokenizer": hashlib.sha256(description.encode()).hexdigest()}
 
     # ---- drawing
 
@@ -335,8 +335,8 @@ class Prompts:
 
     def instance(self, index: int) -> TaskInstance:
         own_index, task = divmod(index, len(self.worlds))
-        found = self.worlds[task].instance(own_index)
-        return replace(found, index=index) if self.is_mixed else found
+        problem = self.worlds[task].instance(own_index)
+        return replace(problem, index=index) if self.is_mixed else problem
 
     def name_of(self, index: int) -> str:
         """Name of an instance's task; in a mixture, the run's name for one of several."""
@@ -350,7 +350,7 @@ class Prompts:
     def held_out_counts(self) -> tuple[tuple[str, int], ...]:
         """Held-out instances per task, with the task's name in the mixture; a single task has an empty name."""
         names = self.names if self.is_mixed else ("",)
-        return tuple((name, one.held_out_count) for name, one in zip(names, self.split.splits, strict=True))
+        return tuple((name, split.held_out_count) for name, split in zip(names, self.split.splits, strict=True))
 
     def held_out(self, position: int) -> TaskInstance:
         return self.instance(self.split.held_out_index(position))

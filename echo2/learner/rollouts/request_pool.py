@@ -67,7 +67,7 @@ class RequestPool(RolloutPool):
 
     @property
     def rollouts_asked(self) -> int:
-        return sum(one.answer.request.choices for one in (*self._asked.values(), *self._waiting))
+        return sum(asked.answer.request.choices for asked in (*self._asked.values(), *self._waiting))
 
     def generate(self, request: TokenRequest) -> TokenAnswer:
         """Begins a request. Raises CallRefused if the fleet cannot answer it."""
@@ -97,7 +97,7 @@ class RequestPool(RolloutPool):
         for group_id, asked in list(self._asked.items()):
             if asked.answer is answer:
                 self.groups.close_family(group_id, "unused")
-        self._waiting = [one for one in self._waiting if one.answer is not answer]
+        self._waiting = [waiting for waiting in self._waiting if waiting.answer is not answer]
         heapq.heapify(self._waiting)
         self._note_idle()
         self._settle()
@@ -107,8 +107,8 @@ class RequestPool(RolloutPool):
         if self._asked or self._waiting:
             self._busy_s += now - self._busy_since
             self._busy_since = now
-        taken, self._busy_s = self._busy_s, 0.0
-        return taken
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
 
     def _check_versions(self, request: TokenRequest) -> None:
         newest, coming = self.groups.published[-1], self.groups.next_step  # the same, unless a version is being written
@@ -229,7 +229,7 @@ class RequestPool(RolloutPool):
 
     def _draw_missing(self) -> None:
         """Offers what waits, by priority, while there is room."""
-        offered = sum(one.answer.request.choices for one in self._asked.values())
+        offered = sum(other.answer.request.choices for other in self._asked.values())
         while self._waiting and offered < OFFERED_MAX:
             asked = heapq.heappop(self._waiting)
             request, name = asked.answer.request, asked.group_id

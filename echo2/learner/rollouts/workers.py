@@ -119,14 +119,14 @@ class SenderRecords:
         self._fresh.clear()
         while self._last and (len(self._last) > ROLLOUTS_MAX or now - next(iter(self._last.values())) > HEARD_S):
             del self._last[next(iter(self._last))]
-        heard = Counter(worker for worker, _, _ in self._last)
+        rollouts = Counter(worker for worker, _, _ in self._last)
         admitted = {worker: record.admitted for worker, record in self._records.items() if record.admitted}
         for worker in admitted:
             self._records[worker].admitted = 0.0
-        self._reported_at, self._reported = now, set(heard)
+        self._reported_at, self._reported = now, set(rollouts)
         return [
-            pb.WorkerDelivered(peer_id=each, heard_rollouts=heard[each], admitted_rollouts=admitted.get(each, 0.0))
-            for each in sorted(heard.keys() | admitted.keys())
+            pb.WorkerDelivered(peer_id=each, heard_rollouts=rollouts[each], admitted_rollouts=admitted.get(each, 0.0))
+            for each in sorted(rollouts.keys() | admitted.keys())
         ]
 
     # ---- scoring

@@ -34,21 +34,21 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
 
     transformers_logging.disable_progress_bar()
     with naming(path):
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             checked_path(path, has_weights=True), config=read_config(path), dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
-    if odd := sorted(told["mismatched_keys"]):
+    if odd := sorted(info["mismatched_keys"]):
         raise ConfigError(
             f"model {path}: expected the shapes that config.json says, {len(odd)} tensors differ, first {odd[0][0]}: "
             f"{tuple(odd[0][1])} in its files, {tuple(odd[0][2])} in the model: another model's config.json?"
         )
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             f"model {path}: expected all tensors of a {type(model).__name__} in its files, {len(missing)} are missing, first "
             f"{missing[0]}: an unfinished download, or another model's config.json?"
         )
-    if unexpected := sorted(told["unexpected_keys"]):
+    if unexpected := sorted(info["unexpected_keys"]):
         _log.warning(
             "model %s: its files hold %d tensors that a %s does not have, first %s: neither trained nor written back",
             path, len(unexpected), type(model).__name__, unexpected[0],
@@ -131,11 +131,11 @@ class Skeleton:
                     owner.register_parameter(leaf, self._read(parameter))
 
     def _read(self, parameter: nn.Parameter) -> nn.Parameter:
-        found = self._filled.get(id(parameter))
-        if found is None:
+        filled = self._filled.get(id(parameter))
+        if filled is None:
             tensor = self._tensor(self._names[id(parameter)])
-            found = self._filled[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        return found
+            filled = self._filled[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        return filled
 
     def _tensor(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt") as file:
@@ -196,9 +196,9 @@ def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], 
         if name not in files:
             return f"its files have no tensor {name}"
         with safe_open(files[name], framework="pt") as file:
-            found = tuple(file.get_slice(name).get_shape())
-        if found != shape:
-            return f"{name} has the shape {found} in its files, {shape} in the model"
+            actual = tuple(file.get_slice(name).get_shape())
+        if actual != shape:
+            return f"{name} has the shape {actual} in its files, {shape} in the model"
     return ""
 
 
@@ -292,12 +292,12 @@ def digest_of(config_json: bytes, table: Iterable[tuple[str, Sequence[int]]], dt
 def stop_tokens_of(generation_config: Any, config: Any) -> tuple[int, ...]:
     """Tokens that end a completion: those of the generation config and of the model's config, but those that it cannot sample, as
     the -1 that says none."""
-    found: list[Any] = []
+    tokens: list[Any] = []
     for ends in (getattr(generation_config, "eos_token_id", None), getattr(config, "eos_token_id", None)):
-        found += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if odd := [end for end in found if not isinstance(end, int) or isinstance(end, bool)]:
+        tokens += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if odd := [end for end in tokens if not isinstance(end, int) or isinstance(end, bool)]:
         raise ConfigError(
             f"eos_token_id: expected token ids in the model's config and generation config, got {odd[0]!r}"
         )
     vocabulary = config.get_text_config(decoder=True).vocab_size
-    return tuple(dict.fromkeys(end for end in found if 0 <= end < vocabulary))
+    return tuple(dict.fromkeys(end for end in tokens if 0 <= end < vocabulary))

@@ -72,8 +72,8 @@ class PackedTokens:
     def __post_init__(self) -> None:
         shape = self.logprobs_T.shape
         optional = (self.proximal_logprobs_T, self.reference_logprobs_T, self.entropy_T, self.advantages_T)
-        given = [self.behaviour_logprobs_T, self.sequence_T, self.mask_T, *(x for x in optional if x is not None)]
-        assert len(shape) == 1 and all(x.shape == shape for x in given), "packed tensors are 1-D and aligned"
+        tensors = [self.behaviour_logprobs_T, self.sequence_T, self.mask_T, *(x for x in optional if x is not None)]
+        assert len(shape) == 1 and all(x.shape == shape for x in tensors), "packed tensors are 1-D and aligned"
         assert self.mask_T.dtype == torch.bool, "mask_T is bool"
 
     @property
@@ -300,12 +300,12 @@ def token_losses(inputs: LossInputs) -> TokenLosses:
         losses = TokenLosses(losses, inputs.log_ratio_T.exp(), none_T, none_T)
     loss_T, count = losses.loss_T, len(inputs.logprobs_T)
     if not isinstance(loss_T, Tensor) or loss_T.shape != (count,) or not (loss_T.requires_grad or not count):
-        came = type(loss_T).__name__
+        actual = type(loss_T).__name__
         if isinstance(loss_T, Tensor):
-            came = f"shape {tuple(loss_T.shape)}" + ("" if loss_T.requires_grad else " without gradient")
+            actual = f"shape {tuple(loss_T.shape)}" + ("" if loss_T.requires_grad else " without gradient")
         raise ConfigError(
             f"learner.loss {name}: expected a tensor of shape ({count},), each token's loss, computed with gradient from "
-            f"logprobs_T or log_ratio_T; got {came}"
+            f"logprobs_T or log_ratio_T; got {actual}"
         )
     return losses
 
@@ -402,13 +402,13 @@ def loss_metrics(sums_M: Tensor, ratio_max: float) -> dict[str, float]:
     }
 
 
-def _metric_sums(tokens: PackedTokens, given: Mapping[str, Tensor], moved_T: Tensor, loss: Tensor) -> Tensor:
-    """`given`: values by token under their names. `moved_T`: log-ratio current over behaviour."""
+def _metric_sums(tokens: PackedTokens, values: Mapping[str, Tensor], moved_T: Tensor, loss: Tensor) -> Tensor:
+    """`values`: by token under their names. `moved_T`: log-ratio current over behaviour."""
     segments, ratio_T = tokens.segments, moved_T.exp()
     rollout_ratio_R = segments.sum_R(moved_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     rollout_ratio_R = rollout_ratio_R[segments.count_R() > 0].to(torch.float64)
     by_token = {
-        **given,
+        **values,
         "tokens": torch.ones_like(ratio_T),
         "ratio": ratio_T,
         "ratio_sq": ratio_T.square(),

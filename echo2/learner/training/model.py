@@ -346,15 +346,15 @@ class PolicyModel:
             return [parameter.grad for parameter in self.parameters]
         for number in range(len(self.parameters)):
             self._add_gradient(number)
-        found, self._summed = self._summed, [None] * len(self.parameters)
-        return found
+        gradients, self._summed = self._summed, [None] * len(self.parameters)
+        return gradients
 
     def _add_gradient(self, number: int) -> None:
         parameter = self.parameters[number]
         if parameter.grad is None:
             return
-        found, before = parameter.grad.to(torch.float32), self._summed[number]
-        self._summed[number] = found if before is None else before.add_(found)
+        gradient, before = parameter.grad.to(torch.float32), self._summed[number]
+        self._summed[number] = gradient if before is None else before.add_(gradient)
         parameter.grad = None
 
     def forget_gradients(self) -> None:
@@ -367,12 +367,12 @@ class PolicyModel:
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads a checkpoint's masters; raises `StateError` unless names and shapes are this model's."""
-        own = self.masters_by_name()
-        if own.keys() != tensors.keys():
-            odd = sorted(own.keys() ^ tensors.keys())[0]
+        masters = self.masters_by_name()
+        if masters.keys() != tensors.keys():
+            odd = sorted(masters.keys() ^ tensors.keys())[0]
             raise StateError(f"checkpoint: expected the tensors of {self.path}, got another table, first at {odd}")
         with torch.no_grad():
-            for name, master in own.items():
+            for name, master in masters.items():
                 if master.shape != tensors[name].shape:
                     raise StateError(
                         f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
@@ -386,8 +386,8 @@ class PolicyModel:
         parts = (own_part(parameter.detach()) for parameter in self.parameters)
         copies = host_copies(parts, self.published_dtype, pinned=self.device.type == "cuda")
         rows = zip(self.published_names, copies, self.parameters, strict=True)
-        kept = {name: tensor.to("cpu", copy=True) for name, tensor in self.kept.items()}
-        return {name: as_sharded(part, parameter, self.ranks) for name, part, parameter in rows} | kept
+        buffers = {name: tensor.to("cpu", copy=True) for name, tensor in self.kept.items()}
+        return {name: as_sharded(part, parameter, self.ranks) for name, part, parameter in rows} | buffers
 
     def layout_of(self, published_name: str) -> Tensor | None:
         """A tensor sharded over the ranks like the one published under this name; None if the name is unknown."""
@@ -454,9 +454,9 @@ def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
 
 def _add_gradient_of(model: weakref.ref[PolicyModel], number: int, _: Tensor) -> None:
     """A hook of the parameter itself: a strong reference to the model would keep both for ever."""
-    found = model()
-    if found is not None:
-        found._add_gradient(number)
+    policy_model = model()
+    if policy_model is not None:
+        policy_model._add_gradient(number)
 
 
 def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
@@ -577,7 +577,7 @@ def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.d
         raise ConfigError(f"model.lora_rank: expected the package peft, got: {error}") from None
     dtype, layers = PRECISIONS[weights_dtype], linear_layers(hf_model)
     round_parameters(hf_model, weights_dtype, device)
-    found = fingerprint({name: p.detach().to(dtype) for name, p in hf_model.named_parameters()}, 0)
+    digest = fingerprint({name: p.detach().to(dtype) for name, p in hf_model.named_parameters()}, 0)
     if not layers:
         raise ConfigError("model.lora_rank: expected a model with linear layers, found none")
     config = LoraConfig(
@@ -587,7 +587,7 @@ def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.d
     if weights_dtype == "nf4":
         for name in list(layers):
             hf_model.get_submodule(name).base_layer = Nf4Linear(layers.pop(name), device)
-    return TrainedAdapter(rank, SCALE, weights_dtype, f"{found:016x}")
+    return TrainedAdapter(rank, SCALE, weights_dtype, f"{digest:016x}")
 
 
 @contextmanager
@@ -614,8 +614,8 @@ class Nf4Linear(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = _Nf4Product.apply(inputs, self.codes, self.scales, self.bias, self.shape)  # type: ignore[no-untyped-call]
-        return found
+        outputs: Tensor = _Nf4Product.apply(inputs, self.codes, self.scales, self.bias, self.shape)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 class _Nf4Product(torch.autograd.Function):

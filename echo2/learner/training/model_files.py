@@ -92,11 +92,11 @@ def _kinds_of(file: Path) -> dict[str, str]:
             raise ValueError(f"a header of {header_bytes} bytes")
         tensors = json.loads(content.read(header_bytes))
     tensors.pop("__metadata__", None)
-    told = 8 + header_bytes + max((one["data_offsets"][1] for one in tensors.values()), default=0)
+    expected = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     size = file.stat().st_size
-    if told != size:
-        raise ValueError(f"{size} bytes instead of {told}")
-    return {name: str(one["dtype"]) for name, one in tensors.items()}
+    if expected != size:
+        raise ValueError(f"{size} bytes instead of {expected}")
+    return {name: str(tensor["dtype"]) for name, tensor in tensors.items()}
 
 
 def _check_index(file: Path, index: object) -> None:

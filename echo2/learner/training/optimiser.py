@@ -50,8 +50,8 @@ def adamw_of(
         return torch.optim.AdamW(masters, fused=True if device.type == "cuda" else None, **settings)
     import bitsandbytes
 
-    found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(masters, **settings)
-    return found
+    optimiser: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(masters, **settings)
+    return optimiser
 
 
 def host_tensors(like: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -71,10 +71,10 @@ def host_tensors(like: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 
 def clip(gradients: Sequence[Tensor | None], norm_max: float) -> float:
     """Scales the gradients to a global norm of at most `norm_max`, as torch's `clip_grad_norm_` does; returns the norm before."""
-    given = [gradient for gradient in gradients if gradient is not None]
-    norm = whole(torch.nn.utils.get_total_norm(given))
+    present = [gradient for gradient in gradients if gradient is not None]
+    norm = whole(torch.nn.utils.get_total_norm(present))
     scale = torch.clamp(norm_max / (norm + 1e-6), max=1.0)
-    for gradient in given:
+    for gradient in present:
         own_part(gradient).mul_(scale)
     return float(norm)
 
@@ -105,21 +105,21 @@ class HostAdamW(torch.optim.Optimizer):
             if gradient is None:
                 continue
             state = self.moments_of(master)
-            kept = [part.view(-1) for part in (own_part(master), state["exp_avg"], state["exp_avg_sq"])]
-            given, rounded = own_part(gradient).reshape(-1), own_part(parameter).view(-1)
-            for begin in range(0, kept[0].numel(), PIECE_ELEMENTS):
+            held = [part.view(-1) for part in (own_part(master), state["exp_avg"], state["exp_avg_sq"])]
+            flat, rounded = own_part(gradient).reshape(-1), own_part(parameter).view(-1)
+            for begin in range(0, held[0].numel(), PIECE_ELEMENTS):
                 place = slice(begin, begin + PIECE_ELEMENTS)
-                self._update_piece([part[place] for part in kept], given[place], rounded[place], state["step"])
+                self._update_piece([part[place] for part in held], flat[place], rounded[place], state["step"])
             state["step"] += 1
         if self._streams is not None:
             self._streams.going.synchronize()
 
-    def _update_piece(self, kept: list[Tensor], gradient: Tensor, rounded: Tensor, step: Tensor) -> None:
+    def _update_piece(self, held: list[Tensor], gradient: Tensor, rounded: Tensor, step: Tensor) -> None:
         how = self.param_groups[0]
-        first, second, steps = kept[1], kept[2], step.clone()
-        master = kept[0]
+        first, second, steps = held[1], held[2], step.clone()
+        master = held[0]
         if self._streams is not None:
-            master, first, second, steps = self._streams.bring([*kept, step], self._device)
+            master, first, second, steps = self._streams.bring([*held, step], self._device)
         adamw(
             [master], [gradient], [first], [second], [], [steps], foreach=False, amsgrad=False, lr=how["lr"],
             beta1=how["betas"][0], beta2=how["betas"][1], weight_decay=how["weight_decay"], eps=how["eps"], maximize=False,
@@ -127,7 +127,7 @@ class HostAdamW(torch.optim.Optimizer):
         )  # fmt: skip
         rounded.copy_(master.to(torch.bfloat16))
         if self._streams is not None:
-            self._streams.take_back([master, first, second], kept)
+            self._streams.take_back([master, first, second], held)
 
 
 class _Streams:
@@ -144,17 +144,17 @@ class _Streams:
         if len(self._gone) == self.IN_FLIGHT:
             self._gone.popleft().synchronize()
         with torch.cuda.stream(self.coming):
-            found = [tensor.to(device, non_blocking=True) for tensor in tensors]
+            moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
         current = torch.cuda.current_stream(device)
         current.wait_stream(self.coming)
-        for tensor in found:
+        for tensor in moved:
             tensor.record_stream(current)
-        return found
+        return moved
 
-    def take_back(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    def take_back(self, tensors: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         self.going.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(self.going):
-            for part, tensor in zip(kept, tensors, strict=True):
+            for part, tensor in zip(held, tensors, strict=True):
                 part.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self.going)
             self._gone.append(self.going.record_event())

@@ -184,10 +184,10 @@ class UnitTree:
         """Whether position `query` attends to position `key` in row `b`; the arguments are index tensors that broadcast."""
         part = self.part_BW[b, key]
         same_part = (part == 0) | (part == self.part_BW[b, query])
-        seen = (self.unit_BW[b, key] == self.unit_BW[b, query]) & same_part & (key <= query)
+        allowed = (self.unit_BW[b, key] == self.unit_BW[b, query]) & same_part & (key <= query)
         if self.places_BW is None:
-            return seen
-        return seen & (self.places_BW[b, query] - self.places_BW[b, key] < self.window)
+            return allowed
+        return allowed & (self.places_BW[b, query] - self.places_BW[b, key] < self.window)
 
 
 def dense_mask(tree: UnitTree) -> Tensor:
@@ -211,9 +211,9 @@ def block_mask(tree: UnitTree) -> BlockMask:
     for first in range(0, blocks, BAND_BLOCKS):
         band = slice(first, min(first + BAND_BLOCKS, blocks))
         query = torch.arange(band.start * BLOCK, band.stop * BLOCK, device=device)[None, :, None]
-        seen = tree.visible(b, query, key).view(rows, band.stop - first, BLOCK, blocks, BLOCK)
-        any_BNN[:, band] = seen.any(4).any(2)
-        all_BNN[:, band] = seen.all(4).all(2)
+        allowed = tree.visible(b, query, key).view(rows, band.stop - first, BLOCK, blocks, BLOCK)
+        any_BNN[:, band] = allowed.any(4).any(2)
+        all_BNN[:, band] = allowed.all(4).all(2)
     partial, full = _ordered(any_BNN & ~all_BNN), _ordered(all_BNN)
 
     def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ class PackedInputs:
     def to(self, device: torch.device) -> PackedInputs:
         if device.type == "cpu":
             return self
-        given = (self.token_ids_BW, self.positions_BW, self.predictor_T, self.target_T)
-        ids, positions, predictor, target = (tensor.to(device, non_blocking=True) for tensor in given)
+        tensors = (self.token_ids_BW, self.positions_BW, self.predictor_T, self.target_T)
+        ids, positions, predictor, target = (tensor.to(device, non_blocking=True) for tensor in tensors)
         experts = None if self.experts_PLK is None else self.experts_PLK.to(device, non_blocking=True)
         return PackedInputs(ids, positions, self.tree.to(device), predictor, target, experts)
 
@@ -298,13 +298,13 @@ def collated(
     if first is None:
         return
     how = (multiple, routing, rollouts_before)
-    made = collate(groups, first, *how)
+    batch = collate(groups, first, *how)
     with ThreadPoolExecutor(1, "collate") as pool:  # starts its thread only for a second micro-batch
         for micro in rest:
             following = pool.submit(collate, groups, micro, *how)
-            yield made
-            made = following.result()
-        yield made
+            yield batch
+            batch = following.result()
+        yield batch
 
 
 def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:

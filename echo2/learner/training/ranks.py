@@ -67,9 +67,9 @@ class Ranks:
     def meet(self) -> None:
         """Barrier: returns once all ranks have called it."""
 
-    def gather(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What all ranks say, as JSON, in order of rank. A collective, over the writers' group."""
-        return [dict(said)]
+        return [dict(message)]
 
     def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
         """On rank 0: sends the next command to the other ranks."""
@@ -107,9 +107,9 @@ class DistributedRanks(Ranks):
         return torch.stack(gathered).sum(0)  # the same order everywhere, so all ranks get the same bits
 
     def largest(self, value: float) -> float:
-        found = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._sums)
-        return float(found)
+        highest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._sums)
+        return float(highest)
 
     def mesh(self, device_type: str) -> DeviceMesh | None:
         if device_type not in self._meshes:
@@ -123,15 +123,15 @@ class DistributedRanks(Ranks):
     def meet(self) -> None:
         self.sum(torch.zeros(1))
 
-    def gather(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        text = _as_tensor(json.dumps(said).encode())
+    def gather(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        text = _as_tensor(json.dumps(message).encode())
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.count)]
         dist.all_gather(sizes, torch.tensor([text.numel()]), group=self.writers)
         padded = torch.zeros(int(torch.stack(sizes).max()), dtype=torch.uint8)
         padded[: text.numel()] = text
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self.writers)
-        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(found, sizes, strict=True)]
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.writers)
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
         text = json.dumps(head).encode()
@@ -268,20 +268,20 @@ def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
     """Raises `ConfigError` on every rank, before one loads the model, if one would train with other options, on another kind of
     device or from another model than rank 0. Of weights it compares the size and samples of each file, not every byte; of a model
     given by hub id, only that id. A collective."""
-    if found := difference(ranks.gather(_facts(options))):
-        raise ConfigError(found)
+    if text := difference(ranks.gather(_facts(options))):
+        raise ConfigError(text)
 
 
-def difference(told: Sequence[Mapping[str, str]]) -> str:
+def difference(facts: Sequence[Mapping[str, str]]) -> str:
     """Describes the first difference between a rank and rank 0; empty if all agree."""
-    first = told[0]
-    for rank, other in enumerate(told):
+    first = facts[0]
+    for rank, other in enumerate(facts):
         for name in sorted(first.keys() | other.keys()):
-            expected, came = first.get(name, "nothing"), other.get(name, "nothing")
-            if name != _HOST and expected != came:
+            expected, actual = first.get(name, "nothing"), other.get(name, "nothing")
+            if name != _HOST and expected != actual:
                 return (
                     f"{name} of rank {rank} on {other[_HOST]}: expected {expected}, as on rank 0 on {first[_HOST]}, got "
-                    f"{came}. {_TO_DO_MODEL if name.startswith(_MODEL) else _TO_DO}"
+                    f"{actual}. {_TO_DO_MODEL if name.startswith(_MODEL) else _TO_DO}"
                 )
     return ""
 
@@ -295,9 +295,9 @@ _TO_DO_MODEL = "Put the same model on every machine"
 
 def _facts(options: LearnerOptions) -> dict[str, str]:
     config = options.config
-    told: dict[str, object] = {f"learner.{name}": getattr(config.learner, name) for name in _COMPARED}
-    told |= {"run": (config.run.name, config.run.seed), "sft": (config.sft.step_count, config.sft.lr)}
-    told |= {
+    facts: dict[str, object] = {f"learner.{name}": getattr(config.learner, name) for name in _COMPARED}
+    facts |= {"run": (config.run.name, config.run.seed), "sft": (config.sft.step_count, config.sft.lr)}
+    facts |= {
         "weights": (config.model.weights_dtype, config.model.lora_rank),
         "temperature": config.sampling.temperature,
     }
@@ -305,7 +305,7 @@ def _facts(options: LearnerOptions) -> dict[str, str]:
         _HOST: platform.node() or "a machine without a name",
         "torch": torch.__version__,
         "device": pick_device(local_device(config.learner.device)).type,
-        **{name: repr(value) for name, value in told.items()},
+        **{name: repr(value) for name, value in facts.items()},
         **dict(_model_facts(config.model.path)),
     }
 
@@ -325,11 +325,11 @@ def _model_facts(path: str) -> Iterator[tuple[str, str]]:
 
 def _sampled(file: Path) -> str:
     try:
-        size, found = file.stat().st_size, xxhash.xxh3_64()
+        size, digest = file.stat().st_size, xxhash.xxh3_64()
         with file.open("rb") as opened:
             for number in range(SAMPLES + 1):
                 opened.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
-                found.update(opened.read(SAMPLE_BYTES))
+                digest.update(opened.read(SAMPLE_BYTES))
     except OSError as error:
         return f"a file that cannot be read ({error})"
-    return f"{size} bytes of sum {found.hexdigest()}"
+    return f"{size} bytes of sum {digest.hexdigest()}"

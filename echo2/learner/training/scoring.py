@@ -197,8 +197,8 @@ class _Change:
 
 def rows_by_name(hf_model: Any) -> dict[str, Tensor]:
     """This rank's rows of a model's tensors, under both their own and their published names: an adapter's differ."""
-    own = {name: own_part(tensor.detach()) for name, tensor in published_tensors(hf_model).items()}
-    return own | {published_name(name): rows for name, rows in own.items()}
+    tensors = {name: own_part(tensor.detach()) for name, tensor in published_tensors(hf_model).items()}
+    return tensors | {published_name(name): rows for name, rows in tensors.items()}
 
 
 class KeptVersions:
@@ -234,10 +234,10 @@ class KeptVersions:
             raise StateError(f"version {version}: expected tensors of the model that scores, got {unknown[0]}")
         if self._order and version <= self._order[-1]:
             return
-        found = {name: _change(self._newest[name], tensor) for name, tensor in rows.items()} if self._order else {}
+        changes = {name: _change(self._newest[name], tensor) for name, tensor in rows.items()} if self._order else {}
         with self._lock:
             if self._order:
-                self._changes[version] = {name: change for name, change in found.items() if change is not None}
+                self._changes[version] = {name: change for name, change in changes.items() if change is not None}
             self._order.append(version)
             before, self._newest = self._newest, rows
             if not before or not self._is_leader:
@@ -380,17 +380,17 @@ class VersionScorer:
         self.kept.load(version)
         is_shared = not any(reading.keeps for reading in readings)
         count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
-        found = [torch.zeros(COLUMNS, reading.count, dtype=torch.float64) for reading in readings]
+        scored = [torch.zeros(COLUMNS, reading.count, dtype=torch.float64) for reading in readings]
         for begin in range(0, len(readings), count):
-            own = min(begin + rank, len(readings) - 1)  # without one, the last again: all must join the forward pass
-            columns_CT = self._read(readings[own])
+            place = min(begin + rank, len(readings) - 1)  # without one, the last again: all must join the forward pass
+            columns_CT = self._read(readings[place])
             if begin + rank < len(readings):
-                found[own] = columns_CT
+                scored[place] = columns_CT
         if count == 1:
-            return found
-        together = self._ranks.sum(torch.cat([columns_CT.flatten() for columns_CT in found]))
-        parts = torch.split(together, [columns_CT.numel() for columns_CT in found])
-        return [part.view(columns_CT.shape) for part, columns_CT in zip(parts, found, strict=True)]
+            return scored
+        together = self._ranks.sum(torch.cat([columns_CT.flatten() for columns_CT in scored]))
+        parts = torch.split(together, [columns_CT.numel() for columns_CT in scored])
+        return [part.view(columns_CT.shape) for part, columns_CT in zip(parts, scored, strict=True)]
 
     def _read(self, reading: Reading) -> Tensor:
         if reading.keeps and (reading.begin == 0 or self._cache is None):
@@ -485,7 +485,7 @@ TRIAL_PROMPT, TRIAL_COMPLETIONS = 24, (8, 5)
 """Tokens of a prompt, beyond its window of attention if it has one, and of its completions."""
 
 
-def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
+def refuse_wrong_rows(policy: Policy, longest_tokens: int, owner: str) -> None:
     """`ConfigError` unless rows give the log-probabilities of the model's own forward pass, one sequence at a time; beyond the
     window of attention too, if the run's sequences are longer. A collective."""
     windows = [window for window in policy.windows.values() if window < longest_tokens]
@@ -502,28 +502,28 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
         (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(1 << 30, 1 << 30, policy.is_packed))
         ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units else [micro]
         try:
-            found = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
+            results = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
         except (AttributeError, IndexError, TypeError, ValueError) as error:  # a model whose code takes no mask of rows
-            raise ConfigError(f"{whose}: the learner cannot lay out its sequences in rows: {error!r}") from error
+            raise ConfigError(f"{owner}: the learner cannot lay out its sequences in rows: {error!r}") from error
         if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
             longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]
             rounding = float((_own_logprobs(policy, longer, prompt) - expected_T).abs().mean())
     policy.hf_model.train(was_training)
     reshard(policy)
-    for found_T in found:
+    for found_T in results:
         if difference := difference_of(found_T, expected_T, dtype, rounding):
-            raise ConfigError(f"{whose}: the learner cannot lay out its sequences in rows: {difference}")
+            raise ConfigError(f"{owner}: the learner cannot lay out its sequences in rows: {difference}")
 
 
 def _own_logprobs(policy: Policy, sequences: Sequence[Tensor], prompt: int) -> Tensor:
     """Log-probabilities of the completions' tokens by the model's own forward pass, one sequence at a time."""
     sampling = SamplingParams(temperature=policy.temperature)
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for ids, count in zip(sequences, TRIAL_COMPLETIONS, strict=True):
         scored = len(ids) - prompt
         reading = Reading(tuple(ids.tolist()), scored, sampling, (0.0,) * scored)
-        found.append(policy(functools.partial(columns_of, reading))[0, :count].float())
-    return torch.cat(found)
+        parts.append(policy(functools.partial(columns_of, reading))[0, :count].float())
+    return torch.cat(parts)
 
 
 def difference_of(found_T: Tensor, expected_T: Tensor, dtype: torch.dtype, rounding_nats: float = 0.0) -> str:

@@ -38,13 +38,7 @@ from echo2.weights.container import (
     parse_table,
 )
 from echo2.weights.elements import Block, WeightSet, blocks_of
-from echo2.weights.encode import (
-    CodedBlock,
-    Encoding,
-    encode_sections,
-    section_blocks,
-    section_fingerprint,
-)
+from echo2.weights.encode import CodedBlock, Encoding, encode_sections, section_blocks, section_fingerprint
 from echo2.weights.fingerprint import MODULUS, whole_fingerprint
 from echo2.weights.host import table_of
 
@@ -195,16 +189,16 @@ class ShardLeader:
     ) -> Encoding:
         header = replace(header, shard_count=self._count)
         table = table_of(target)
-        own = section_blocks(parent, target, header, table, 0, executor)
-        return encode_sections(header, table, self._all_blocks(header, table, own))
+        blocks = section_blocks(parent, target, header, table, 0, executor)
+        return encode_sections(header, table, self._all_blocks(header, table, blocks))
 
-    def _all_blocks(self, header: DeltaHeader, table: TensorTable, own: Iterator[CodedBlock]) -> Iterator[CodedBlock]:
+    def _all_blocks(self, header: DeltaHeader, table: TensorTable, first: Iterator[CodedBlock]) -> Iterator[CodedBlock]:
         """Yields all ranks' blocks in order; the other ranks start encoding when the first block is drawn."""
         with self._lock:
             self._encodings += 1
             number = self._encodings
         self._tell_all(_Message(_Kind.BEGIN, number, _begin_bytes(header, table)), self._lines)
-        yield from own
+        yield from first
         blocks = [b for b in blocks_of(table.specs, header.block_elements, self._count) if b.shard > 0]
         ready: deque[tuple[int, EncodedBlock]] = deque()
         for block in blocks:
@@ -329,11 +323,11 @@ class Ahead:
             self._changed.wait_for(lambda: self._ready or self._is_over)
             if not self._ready:
                 raise self._failure or StateError("expected more blocks of this section, all were given")
-            taken = b"".join(self._ready)
+            data = b"".join(self._ready)
             self._ready.clear()
             self._ready_bytes = 0
             self._changed.notify_all()
-            return taken
+            return data
 
     def stop(self) -> None:
         with self._changed:

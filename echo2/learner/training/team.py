@@ -115,13 +115,13 @@ def batch_from_bytes(data: bytes) -> Batch:
     frames = _frames(data)
     head = json.loads(next(frames))
     groups = []
-    for said in head["groups"]:
+    for entry in head["groups"]:
         spec = group_from_message(rollout_pb2.GroupSpec.FromString(next(frames)), prompt_tokens_min=0)
         rollouts = tuple(
-            rollout_from_message(rollout_pb2.RolloutSegment.FromString(next(frames))) for _ in range(said["rollouts"])
+            rollout_from_message(rollout_pb2.RolloutSegment.FromString(next(frames))) for _ in range(entry["rollouts"])
         )
-        insertions = tuple(tuple(Insertion(at, tuple(ids)) for at, ids in row) for row in said["insertions"])
-        groups.append(TrainGroup(spec, said["cursor"], rollouts, tuple(said["rewards"]), insertions))
+        insertions = tuple(tuple(Insertion(at, tuple(ids)) for at, ids in row) for row in entry["insertions"])
+        groups.append(TrainGroup(spec, entry["cursor"], rollouts, tuple(entry["rewards"]), insertions))
     return Batch(Step(head["step"]), tuple(groups))
 
 
@@ -183,9 +183,9 @@ class Team:
     def snapshot(self) -> dict[str, Tensor]:
         """Returns rank 0's rows of the weights; by then all ranks hold theirs, as the version of this step."""
         self.ranks.tell({"command": "snapshot"})
-        taken = self.model.snapshot()
+        rows = self.model.snapshot()
         self.ranks.meet()
-        return taken
+        return rows
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
         """Gathers all rows of a snapshot that is still held, tensor by tensor."""

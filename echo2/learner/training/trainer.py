@@ -120,13 +120,13 @@ class _Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The groups of one update and their micro-batches. Of this rank's micro-batches `own`, the first `counted` contribute to
+    """The groups of one update and their micro-batches. Of this rank's micro-batches `share`, the first `counted` contribute to
     the loss. `rollouts`: the slice of the batch's flat list of rollouts. `before`: per micro-batch, the policy's
     log-probabilities before the batch's first update; empty if they are not needed."""
 
     groups: Sequence[TrainGroup]
     layout: list[MicroBatch]
-    own: list[MicroBatch]
+    share: list[MicroBatch]
     counted: int
     rollouts: slice
     before: list[Tensor] = field(default_factory=list)
@@ -263,7 +263,7 @@ class Trainer:
     def _packed(self, part: _Part) -> Iterator[PackedBatch]:
         """This rank's micro-batches, prepared one ahead of the device."""
         policy = self.model.policy
-        return collated(part.groups, part.own, policy.row_multiple, policy.routing, part.rollouts.start)
+        return collated(part.groups, part.share, policy.row_multiple, policy.routing, part.rollouts.start)
 
     def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
         """With several ranks, makes micro-batches small enough that each rank has one to compute."""
@@ -277,20 +277,20 @@ class Trainer:
     def _own_share(self, layout: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This rank's micro-batches. All ranks must join the same collectives, so a rank that has one micro-batch too few adds
         a dummy that does not count."""
-        own = list(layout[self.ranks.rank :: self.ranks.count])
+        share = list(layout[self.ranks.rank :: self.ranks.count])
         rounds = -(-len(layout) // self.ranks.count)
-        return own + [layout[0]] * (rounds - len(own))
+        return share + [layout[0]] * (rounds - len(share))
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[Tensor]:
         """Returns the current policy's log-probabilities of each rollout's tokens, for audits and tests."""
         layout = self._layout(groups, self.packing_limits)
-        found: dict[int, Tensor] = {}
+        by_rollout: dict[int, Tensor] = {}
         with torch.no_grad():
             for micro in collated(groups, layout, self.model.policy.row_multiple, self.model.policy.routing):
                 logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
                 for index, rollout in enumerate(micro.rollout_R.tolist()):
-                    found[rollout] = logprobs_T[micro.sequence_T == index].cpu()
-        return [found[index] for index in range(len(found))]
+                    by_rollout[rollout] = logprobs_T[micro.sequence_T == index].cpu()
+        return [by_rollout[index] for index in range(len(by_rollout))]
 
     def cross_entropy(self, batch: Batch) -> float:
         """Mean negative log-probability of the batch's tokens, nats, at temperature 1."""
@@ -357,7 +357,7 @@ class Trainer:
             loss, left_out_R = self._loss(micro, advantages, totals, number < part.counted, proximal_T)
             left_out_N[micro.rollout_R] += left_out_R
             watch.lap("forward")
-            self.model.meet_copies(is_due=number + 1 == len(part.own))
+            self.model.meet_copies(is_due=number + 1 == len(part.share))
             torch.autograd.backward(loss.loss)
             self.model.gather_gradients()
             watch.lap("backward")

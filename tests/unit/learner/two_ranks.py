@@ -156,7 +156,7 @@ def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: lis
         "whole": policy,
         "dtypes": {str(parameter.dtype) for parameter in team.model.parameters},
         "met": meetings,
-        "microbatches": [len(part.own) for step in range(STEPS) for part in team.trainer._parts(batch(step))],
+        "microbatches": [len(part.share) for step in range(STEPS) for part in team.trainer._parts(batch(step))],
         "held": is_held and all(isinstance(tensor, DTensor) for tensor in rows.values()),
         "again": again.metrics["loss"] if again.metrics else None,
         "repeated": repeated.metrics["loss"] if repeated.metrics else None,
