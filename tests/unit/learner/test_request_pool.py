@@ -150,13 +150,12 @@ def test_a_request_that_nobody_waits_for_is_closed(door: Door, monkeypatch: pyte
     monkeypatch.setattr(request_pool, "OFFERED_MAX", 1)
     monkeypatch.setattr(request_pool, "monotonic", lambda: clock[0])
     pool: Any = door.pool
-    asked = []
-    for at in (10.0, 12.0):
-        clock[0] = at
-        asked.append(door.ask())
+    offered = door.ask()
+    clock[0] = 12.0
+    waiting = door.ask()
     (name,) = door.offered
-    for answer, at in zip(reversed(asked), (13.0, 14.0), strict=True):
-        clock[0] = at
+    for answer in (waiting, offered):
+        clock[0] += 1.0
         door.tell(pool.leave, answer)
     assert (name, "unused") in door.closed and not door.offered and pool.rollouts_asked == 0
     clock[0] = 20.0

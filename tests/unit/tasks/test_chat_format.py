@@ -51,31 +51,24 @@ def grown(family: Family, rng: random.Random, is_canonical: bool) -> tuple[Chat,
 
 
 def check_tree(family: Family, seed: int) -> None:
-    rng = random.Random(seed)
+    rng, where = random.Random(seed), f"{family.name} {seed}"
     is_canonical = rng.random() < 0.5
     chat, tokens, known = grown(family, rng, is_canonical)
     tokenizer = tokenizer_of(family.name)
     for prompt in known:
-        assert tuple(tokens[: len(prompt)]) == prompt, (
-            f"{family.name} {seed}: the next prompt begins with what was sampled"
-        )
+        assert tuple(tokens[: len(prompt)]) == prompt, f"{where}: the next prompt begins with what was sampled"
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     for message in chat:
-        assert message["content"].strip() in text or message["role"] == "assistant", (
-            f"{family.name} {seed}: {message} is lost"
-        )
+        assert message["content"].strip() in text or message["role"] == "assistant", f"{where}: {message} is lost"
     if family.closing:
-        assert family.closing * 2 not in text and text.count(family.closing) >= len(known), (
-            f"{family.name} {seed}: {text}"
-        )
+        assert family.closing * 2 not in text and text.count(family.closing) >= len(known), f"{where}: {text}"
     is_plain = is_canonical and all(
         (m["role"] != "tool" or family.knows_tools) and (m["role"] != "system" or family.knows_system) for m in chat
     )
-    if is_plain and not (
-        family.name == "mistral" and chat[0]["role"] == "system"
-    ):  # it moves the system's words each turn
+    moves_system = family.name == "mistral" and chat[0]["role"] == "system"  # its words, each turn
+    if is_plain and not moves_system:
         whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert _plain(text) == _plain(whole), f"{family.name} {seed}: the template writes it so"
+        assert _plain(text) == _plain(whole), f"{where}: the template writes it so"
 
 
 def _plain(text: str) -> str:
