@@ -74,7 +74,7 @@ class GatewayLimits:
     calls_in_flight_max: int = 4096
     idle_s: float = 600.0
     episode_s: float = 3600.0
-    restarts_max: int = 2
+    restarts_max: int = 2  # a harness that fails each time has a fault
     harnesses_max: int = 64
     retry_after_s: float = 1.0
 
@@ -191,7 +191,7 @@ class Session:
         """Whether a call of it waits for workers."""
         return any(not call.is_sampled for call in self.calls)
 
-    def heard(self, now: float) -> None:
+    def touch(self, now: float) -> None:
         self.own_s += 0.0 if self.is_waiting else now - self.heard_at
         self.heard_at = now
 
@@ -265,7 +265,7 @@ class Episodes:
         session, call, choice = self._of_group.pop(group_id, (None, None, 0))
         if session is None or call is None:
             return
-        session.heard(self._clock())
+        session.touch(self._clock())
         call.completions[choice] = completion
         if call.is_sampled and call.has_client:
             self._deliver(session, call)
@@ -304,7 +304,7 @@ class Episodes:
         """Begins a call, or takes up the same call of a client that disconnected. Its `answer` may raise CallRefused, too."""
         if session.session_id not in self.sessions or session.is_scored:
             raise CallRefused(410, "session_ended", "this episode has ended")
-        session.heard(self._clock())
+        session.touch(self._clock())
         for call in session.calls:
             if call.request.digest == request.digest and not call.has_client:
                 # A retry takes over an abandoned call, and its answer if there is one.

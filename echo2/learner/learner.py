@@ -460,7 +460,7 @@ class Learner:
 
     def on_welcome(self, welcome: pb.LearnerWelcome) -> None:
         self._broadcaster.hold_pipe_place(
-            self._credentials.coordinator_peer_id, welcome.relay_address, self._ingest.own
+            self._credentials.coordinator_peer_id, welcome.relay_address, self._ingest.local
         )
 
     def on_order(self, order: pb.LearnerOrder) -> None:

@@ -328,7 +328,7 @@ class TinyWorld:
         await asyncio.sleep(0.01 + 0.2 * rng.random())
         if len(turns) < 1 + index % self._turns and room_tokens > 8:
             question = tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4))
-            return Scored(None, None, "", 0.0, said=question)
+            return Scored(None, None, "", 0.0, reply=question)
         if rng.random() < self._fails:
             return Scored(None, RewardFailure.RAISED, "made up", 0.0)
         return Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0)

@@ -28,17 +28,17 @@ def make_task(spec: TaskSpec) -> Task:
     """Makes the task that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if is_environment(spec):
         raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
-    return cast(Task, _made(spec, _BUILT_IN, _TASK_MEMBERS))
+    return cast(Task, _make(spec, _BUILT_IN, _TASK_MEMBERS))
 
 
 def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
     """Makes the source of environments that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if not is_environment(spec):
         raise ConfigError(f"task {spec.name}: expected an environment of several turns, got a task of one completion")
-    return cast(EnvironmentSource, _made(spec, _BUILT_IN_ENVIRONMENTS, _SOURCE_MEMBERS))
+    return cast(EnvironmentSource, _make(spec, _BUILT_IN_ENVIRONMENTS, _SOURCE_MEMBERS))
 
 
-def _made(spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members: Sequence[str]) -> object:
+def _make(spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members: Sequence[str]) -> object:
     if is_users_own(spec):
         return _users_own(spec, members)
     maker = built_in[spec.name]

@@ -69,14 +69,14 @@ _USED_UP = (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT, RewardFailure.OUT_
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A reward; or what an environment says next; or why there is neither. `seconds`: time taken, without waiting in the queue.
-    `said`: what the environment says as tokens, before the model's next turn."""
+    `reply`: what the environment says as tokens, before the model's next turn."""
 
     reward: Reward | None
     failure: RewardFailure | None
     message: str
     seconds: float
     messages: tuple[ChatMessage, ...] = ()
-    said: tuple[int, ...] = ()
+    reply: tuple[int, ...] = ()
 
 
 PROCESSES_MIN, PROCESSES_MAX = 2, 16  # one may hang while the other scores; more than 16 are for a cluster (task.ray)

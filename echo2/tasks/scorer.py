@@ -46,7 +46,7 @@ def _reward(reward: Reward) -> Answer:
     return {"value": reward.value, "parts": dict(reward.parts)}
 
 
-def _made(setup: str) -> Handler:
+def _make(setup: str) -> Handler:
     """Makes the request handler for the task or the environments that `setup` (a TaskSpec as JSON) describes."""
     spec = spec_from_json(setup)
     if is_environment(spec):
@@ -103,4 +103,4 @@ class EpisodeReplay:
 
 
 if __name__ == "__main__":
-    serve(_made)
+    serve(_make)

@@ -366,7 +366,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "width.running += 1  # counted here", "width.running += 0  # counted here", ("tests/contract/test_broadcast_stripes.py",)),
     # limits, money, and what a restart gives back
     Mutant("sampling does not count as being heard", _EPISODES,
-           "        session.heard(self._clock())\n        call.completions[choice] = completion", "        call.completions[choice] = completion",
+           "        session.touch(self._clock())\n        call.completions[choice] = completion", "        call.completions[choice] = completion",
            (_UNIT + "gateway/test_episodes.py",)),
     Mutant("waiting for workers takes an episode's own time", _EPISODES,
            "0.0 if self.is_waiting else now - self.heard_at", "now - self.heard_at", (_UNIT + "gateway/test_episodes.py",)),

@@ -305,7 +305,7 @@ def _safetensors(tensors: Mapping[str, Tensor], ranks: Ranks, lent: LentTensors)
     text += b" " * (-len(text) % 8)
     yield _HEADER_LENGTH.pack(len(text)) + text
     for key in keys:
-        with lent.taken(key) as borrowed:
+        with lent.borrow(key) as borrowed:
             part = own_part(tensors[key] if borrowed is None else borrowed).detach().cpu().contiguous()
             if part.numel():
                 yield part.view(-1).view(torch.uint8).numpy().data

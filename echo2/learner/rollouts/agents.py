@@ -29,7 +29,6 @@ from echo2.tasks.task import TaskInstance
 from echo2.trust.tls import read_secret, write_secret
 
 KEY_FILE = "gateway.key"
-RESTARTS_MAX = 2  # an episode that breaks is restarted so often: a harness that fails each time has a fault
 EPISODES_AT_ONCE = 64  # episodes that echo2 plays, each in a thread of its own
 _log = logging.getLogger("echo2.learner")
 
@@ -49,7 +48,7 @@ class Agents:
         limits = GatewayLimits(
             prompts.context_tokens, prompts.sampling.max_new_tokens, prompts.vocabulary_size,
             prompts.stop_strings.longest_bytes, idle_s=config.agent.episode_timeout / 6,
-            episode_s=config.agent.episode_timeout, restarts_max=RESTARTS_MAX, harnesses_max=EPISODES_AT_ONCE,
+            episode_s=config.agent.episode_timeout, harnesses_max=EPISODES_AT_ONCE,
         )  # fmt: skip
         harness = make_harness(config.agent.harness, EPISODES_AT_ONCE)
         self._port = GatewayPort(config.agent.listen, config.agent.tls)
@@ -147,7 +146,7 @@ class Agents:
             return "its group is closed"
         index, world = problem
         scored = await self._prompts.answer_instance(index, [token_ids], 0, world=world)
-        if scored.said:
+        if scored.reply:
             return "expected a task that scores one completion, got an environment"
         if scored.reward is None:
             return scored.message

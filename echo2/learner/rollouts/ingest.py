@@ -153,7 +153,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
 
 
 class IngestPort:
-    """The port at which workers reach the learner. `address`: for workers; `own`: host and port on this machine."""
+    """The port at which workers reach the learner. `address`: for workers; `local`: host and port on this machine."""
 
     def __init__(
         self, pool: RolloutPool, options: LearnerOptions, credentials: Credentials,
@@ -167,6 +167,6 @@ class IngestPort:
         ingest_pb2_grpc.add_IngestServicer_to_server(service, self.server)
         listen = address_of(options.host, options.config.learner.port)
         port = bind_server(self.server, listen, server_credentials(credentials))
-        self.own = loopback_of(options.host), port
+        self.local = loopback_of(options.host), port
         host = outward_host(options.host, credentials.coordinator_address)
         self.address = options.config.learner.advertise or address_of(host, port)

@@ -198,9 +198,9 @@ class RolloutPool:
         except Exception as error:  # noqa: BLE001 - a completion, that is a worker, can provoke it: it costs this reward alone
             self._mishaps.note("the answer to a completion", sender, error)
             scored = Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0)
-        self.rewards.add(scored.seconds, is_last=not scored.said)
-        if scored.said:
-            self._offer(self.groups.open_turn(at, scored.said))
+        self.rewards.add(scored.seconds, is_last=not scored.reply)
+        if scored.reply:
+            self._offer(self.groups.open_turn(at, scored.reply))
         else:
             is_held = scored.failure is not None and scored.failure.is_held_against_sender
             self.groups.workers.on_scored(authors, scored.seconds, is_held)

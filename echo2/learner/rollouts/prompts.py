@@ -116,7 +116,7 @@ class EnvironmentWorld:
             return replace(scored, failure=RewardFailure.RAISED, message=str(error))
         if len(token_ids) >= room_tokens:
             return replace(scored, reward=Reward(0.0, {"cut": 1.0}))
-        return replace(scored, said=token_ids)
+        return replace(scored, reply=token_ids)
 
     def close(self) -> None:
         self._pool.close()

@@ -119,7 +119,7 @@ class RequestPool(RolloutPool):
             raise CallRefused(409, "version_not_published", text, RETRY_AFTER_S)
         oldest = max(0, coming - self.groups.bound)
         if exact is not None and (exact < oldest or exact not in self.groups.published):
-            raise _gone(exact, f"one of the versions that workers may hold, {oldest} to {coming}")
+            raise _stale(exact, f"one of the versions that workers may hold, {oldest} to {coming}")
 
     def _sampling_of(self, request: TokenRequest, number: int) -> SamplingParams:
         run, room = self.prompts.sampling, self.prompts.context_tokens - len(request.token_ids)
@@ -217,7 +217,7 @@ class RequestPool(RolloutPool):
             if exact is None or exact >= newest or now - asked.offered_at <= EXACT_WAIT_S:
                 continue
             if group is not None and not group.is_begun:
-                asked.answer.whole.set_exception(_gone(exact, f"{newest}, the newest, since no worker is at another"))
+                asked.answer.whole.set_exception(_stale(exact, f"{newest}, the newest, since no worker is at another"))
                 asked.answer.whole.exception()  # its client may have left
                 self.groups.close_family(group_id, "unused")
         self._settle()
@@ -256,5 +256,5 @@ class RequestPool(RolloutPool):
         return f"{len(self._asked)} requests, {begun} begun by workers; {len(self._waiting)} wait for their turn"
 
 
-def _gone(exact: int, expected: str) -> CallRefused:
+def _stale(exact: int, expected: str) -> CallRefused:
     return CallRefused(409, "version_gone", f"expected {expected}, got {exact}")

@@ -223,18 +223,18 @@ class ShardLeader:
         try:
             self._everyone[rank].send(message)
         except RuntimeError as error:  # raised by gloo: closed, or timed out
-            raise self._gone(rank, f"it to take an order ({message.kind.name})", error) from error
+            raise self._outage(rank, f"it to take an order ({message.kind.name})", error) from error
 
     def _answer(self, shard: int, what: str) -> _Message:
         try:
             message = self._lines[shard].receive(PAYLOAD_BYTES_MAX + _ITEM.size)
         except RuntimeError as error:
-            raise self._gone(shard, what, error) from error
+            raise self._outage(shard, what, error) from error
         if message.kind is not _Kind.DONE:
             raise StateError(f"rank {shard}: expected {what}, got {message.payload.decode(errors='replace')}")
         return message
 
-    def _gone(self, shard: int, what: str, error: RuntimeError) -> Unreachable:
+    def _outage(self, shard: int, what: str, error: RuntimeError) -> Unreachable:
         return Unreachable(f"rank {shard}: expected {what} within {self._timeout_s:.0f} s, got: {error}")
 
 

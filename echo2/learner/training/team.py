@@ -268,11 +268,11 @@ class Team:
                     self._held.add(Version(head["version"]), head["name"], self._rows_of(head["name"], tensor))
                 case "save":
                     self._written()
-                    folder, published = self._own(head["folder"]), self._held.of(Version(head["version"]))
+                    folder, published = self._local(head["folder"]), self._held.of(Version(head["version"]))
                     shards = {**shards_of(self.trainer), **published_shards(published)}
                     self._writing = self._begin("checkpoint", partial(write_shards, shards, folder, self.ranks))
                 case "load":
-                    checkpoint = load_shards(self._own(head["folder"]), self.trainer)
+                    checkpoint = load_shards(self._local(head["folder"]), self.trainer)
                     put_back(checkpoint, self.trainer)
                     self._held.keep(checkpoint.published_version, checkpoint.published)
                 case "stop":
@@ -283,7 +283,7 @@ class Team:
                 case command:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
 
-    def _own(self, folder: str) -> Path:
+    def _local(self, folder: str) -> Path:
         return Path(folder) if self._folder is None else self._folder / "checkpoints" / Path(folder).name
 
     def _keep_for_audits(self, version: Version) -> None:

@@ -140,7 +140,7 @@ class LentTensors:
         self._lock = threading.Lock()
 
     @contextmanager
-    def taken(self, name: str) -> Iterator[Tensor | None]:
+    def borrow(self, name: str) -> Iterator[Tensor | None]:
         """Yields the tensor with its value at the time of lending; `keep` waits meanwhile. None if `name` was not lent."""
         with self._lock:
             yield self._tensors.pop(name, None)

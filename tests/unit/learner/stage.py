@@ -229,7 +229,7 @@ class Stage:
         future = self.prompts.due.pop(number)
         failure = RewardFailure.RAISED if value is None else None
         scored = Scored(None if value is None else Reward(value, {"exact": value}), failure, "planted", 0.25)
-        future.set_result(Scored(None, None, "", 0.0, said=said) if said else scored)
+        future.set_result(Scored(None, None, "", 0.0, reply=said) if said else scored)
         self.run_ready()
 
     def next_batch(self) -> Batch | None:

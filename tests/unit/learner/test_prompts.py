@@ -214,9 +214,9 @@ def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: P
     prompts = prompts_for(options_for(tmp_path, model_path, task={"name": f"{WORLDS}Endless"}))
     prompts.context_tokens = 256
     going_on = asyncio.run(prompts.answer(0, [(10, 11)], 20))
-    assert going_on.reward is None and len(going_on.said) > 12
+    assert going_on.reward is None and len(going_on.reply) > 12
     assert prompts.sampling.max_new_tokens == 6, "the room that the next turn needs"
-    cut = asyncio.run(prompts.answer(0, [(10, 11)], 256 - 6 - len(going_on.said)))
+    cut = asyncio.run(prompts.answer(0, [(10, 11)], 256 - 6 - len(going_on.reply)))
     assert cut is not None and cut.reward is not None and cut.reward.value == 0.0 and cut.reward.parts["cut"] == 1
     prompts.close()
 
