@@ -244,7 +244,7 @@ class VersionPublisher:
         encoding = self._coder.keyframe(self.newest_tensors, header)
         artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
         self.bytes.keyframes += artifact.artifact_bytes
-        self.schedule.keyframe_published(self.newest_version, artifact.artifact_bytes)
+        self.schedule.keyframe_published(artifact.artifact_bytes)
 
     async def take_up(
         self, tensors: Mapping[str, Tensor], version: Version, cut_off: tuple[Version, Mapping[str, Tensor]] | None,

@@ -64,8 +64,7 @@ class PublicationSchedule:
         self.chain_bytes += delta_bytes
         self.chain_length += 1
 
-    def keyframe_published(self, version: Version, keyframe_bytes: int) -> None:
-        self.newest = max(self.newest, version)
+    def keyframe_published(self, keyframe_bytes: int) -> None:
         self.keyframe_bytes = keyframe_bytes
         self.chain_bytes = self.chain_length = 0
 

@@ -190,12 +190,12 @@ def test_a_fixed_kappa_wins_over_the_plan_and_default_is_one_less_than_the_bound
 @given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=60))
 def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes: list[int]) -> None:
     schedule = schedule_of(4, 1, chain_max=8)
-    schedule.keyframe_published(Version(0), 1000)
+    schedule.keyframe_published(1000)
     for step, size in enumerate(sizes, start=1):
         schedule.begin(Version(step))
         schedule.delta_published(Version(step), size)
         if schedule.is_keyframe_due:
-            schedule.keyframe_published(Version(step), 1000)
+            schedule.keyframe_published(1000)
         assert schedule.chain_bytes <= 1000 and schedule.chain_length < 8
 
 
