@@ -190,9 +190,7 @@ def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, m
         ({"stop_token_ids": (-1,)}, "expected"),
     ],
 )
-def test_a_request_that_the_run_or_no_message_has_room_for_is_refused(
-    door: Door, asked: dict[str, Any], told: str
-) -> None:
+def test_a_request_that_has_no_room_anywhere_is_refused(door: Door, asked: dict[str, Any], told: str) -> None:
     with pytest.raises(CallRefused, match=told) as refused:
         door.ask(**asked)
     assert refused.value.status == 400 and not door.offered and not door.pool.rollouts_asked
