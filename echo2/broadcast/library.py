@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
 
 from echo2.base.errors import (
     CorruptChunk,
@@ -53,8 +54,6 @@ class RecentChunks:
         self._kept: dict[tuple[ArtifactKey, int], tuple[Chunk, Frame]] = {}
 
     def add(self, chunk: Chunk, frame: Frame) -> None:
-        if (old := self._kept.pop((chunk.key, chunk.index), None)) is not None:
-            self.held_bytes -= len(old[1])
         self._kept[(chunk.key, chunk.index)] = chunk, frame
         self.held_bytes += len(frame)
         while self.held_bytes > self._bytes_max:
@@ -128,19 +127,18 @@ class Library:
         """Stores a verified chunk; False if its artifact turned out to be sealed wrongly, and is dropped. DiskFull without
         room. `record`: the received frame, of which the payload is a view; None for a chunk made here."""
         entry = self.entries[chunk.key]
-        frame = record if record is not None else memoryview(wire.chunk_to_bytes(chunk))
-        chunk = Chunk(
-            chunk.key, chunk.index, chunk.ends_block, frame[len(frame) - len(chunk.payload) :], chunk.signature
-        )
+        if record is None:
+            record = memoryview(wire.chunk_to_bytes(chunk))
+            chunk = replace(chunk, payload=record[len(record) - len(chunk.payload) :])
         while True:
             try:
-                written = self.store.append(entry, frame)
+                written = self.store.append(entry, record)
                 break
             except ResourceError:
-                if not self._drop_victims(chunk.key, len(frame)):
+                if not self._drop_victims(chunk.key, len(record)):
                     raise
         entry.add(chunk, digest, written)
-        self.recent.add(chunk, frame)
+        self.recent.add(chunk, record)
         self.chunks_stored += 1
         return self._is_sound(entry)
 

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,11 +220,7 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     tmp_path: Path, order: tuple[int, int]
 ) -> None:
     held = library(tmp_path)
-    made = [
-        Header(ArtifactId(Version(1)), RUN, "delta 1", at_s, 1000, True, LEARNER.peer_id).signed(LEARNER)
-        for at_s in (1.0, 2.0)
-    ]
-
+    made = [header_of(1), replace(header_of(1), published_unix_s=2.0).signed(LEARNER)]
     exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
     exchange.trust(LEARNER.peer_id)
     for number in order:
@@ -231,6 +228,16 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     exchange.on_header(PeerId("peer"), header_of(2, run=RunId("another")))  # signed by our publisher, of no use here
     exchange.stop_timer()
     assert list(held.entries) == [made[1].key]
+
+
+def test_of_two_publications_the_whole_one_is_given_out_and_of_two_whole_ones_the_newer(tmp_path: Path) -> None:
+    held = library(tmp_path)
+    older, newer = header_of(1), replace(header_of(1), published_unix_s=2.0).signed(LEARNER)
+    added(held, older, 500)
+    begun(held, bytes(700), 1000, newer)
+    assert held.find(older.artifact) == older.key
+    added(held, newer, 700)
+    assert held.find(older.artifact) == newer.key
 
 
 # ---- the next start

@@ -40,22 +40,17 @@ def test_pacer_never_lets_more_through_than_its_rate(rate: int, sizes: list[int]
         assert sent <= rate * (now + pacer.burst_s) + size + 1
 
 
-def room(first_bytes: float, *chunk_bytes: int) -> int:
-    """How many chunks are given to one relay before the first acknowledgement, after chunks of such sizes."""
-    window, count = RelayWindow(0.15, first_bytes), 0
-    while count < len(chunk_bytes) or window.has_room(0.0):
-        window.given((b"k", count), chunk_bytes[min(count, len(chunk_bytes) - 1)], True, 0.0)
-        count += 1
-    return count
-
-
-def filled(window: RelayWindow, now: float) -> int:
-    """How many chunks it takes more."""
+def filled(window: RelayWindow, now: float, *chunk_bytes: int) -> int:
+    """How many chunks it is given before the next acknowledgement: of such sizes, then more of the last."""
     count = 0
-    while window.has_room(now):
-        window.given((b"l", count), 256 << 10, True, now)
+    while count < len(chunk_bytes) or window.has_room(now):
+        window.given((b"l", count), chunk_bytes[min(count, len(chunk_bytes) - 1)], True, now)
         count += 1
     return count
+
+
+def room(first_bytes: float, *chunk_bytes: int) -> int:
+    return filled(RelayWindow(0.15, first_bytes), 0.0, *chunk_bytes)
 
 
 def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_no_more_than_its_bound() -> None:
@@ -73,7 +68,7 @@ def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_
         window.given(ref, 256 << 10, True, 0.0)
     assert window.suspend(1.0) == given and not window.has_room(2.0)
     window.resume()
-    assert filled(window, 2.0) == RelayWindow.SMALLEST
+    assert filled(window, 2.0, 256 << 10) == RelayWindow.SMALLEST
 
 
 def test_versions_of_few_chunks_leave_a_relays_window_as_it_was() -> None:
@@ -81,7 +76,7 @@ def test_versions_of_few_chunks_leave_a_relays_window_as_it_was() -> None:
     for number in range(100):
         window.given((b"k", number), 256 << 10, True, number)
         window.passed_on((b"k", number), 0, number + 0.1)
-    assert filled(window, 100.0) == room(GBIT * LAP_AND_SLACK_S, 256 << 10)
+    assert filled(window, 100.0, 256 << 10) == room(GBIT * LAP_AND_SLACK_S, 256 << 10)
 
 
 @pytest.mark.parametrize("chunk_s", [0.05, 0.15, 0.3])
