@@ -16,10 +16,10 @@ import logging
 import os
 import shutil
 import subprocess
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
@@ -219,7 +219,7 @@ def _is_noticed(source: NoticeSource) -> bool:
         with opener.open(urllib.request.Request(source.url, headers=headers), timeout=ANSWER_S) as answer:
             text = answer.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
             return answer.status == 200 and source.word in text
-    except (OSError, ValueError, urllib.error.URLError):
+    except (OSError, ValueError, HTTPException):
         return False
 
 

@@ -31,6 +31,7 @@ from echo2.trust.identity import (
 
 NOW = 1_700_000_000.0
 RUN = RunId("a-run")
+PEER = Identity.from_private_bytes(bytes(32)).peer_id
 
 
 def test_py_libp2p_has_our_peer_id_and_accepts_our_certificate() -> None:
@@ -77,19 +78,17 @@ def test_join_link_survives_being_written_and_read(seed: bytes, token: str, port
 @pytest.mark.parametrize(
     "text",
     [
-        "http://h:1/x?token=t",
-        "echo2://h/12D3?token=t",
-        "echo2://h:99999/12D3?token=t",
-        "echo2://h:1/notapeer?token=t",
-        "echo2://h:1/",
+        f"http://h:1/{PEER}?token=t", f"echo2://h/{PEER}?token=t", f"echo2://:1/{PEER}?token=t",
+        f"echo2://h:99999/{PEER}?token=t", "echo2://h:1/notapeer?token=t", f"echo2://h:1/{PEER}",
+        f"echo2://h:1/{PEER}?token={'t' * 257}", f"echo2://h:1/{PEER}?token=t&token=u",
     ],
-)
+)  # fmt: skip
 def test_wrong_join_link_says_what_was_expected(text: str) -> None:
     with pytest.raises(ConfigError, match="echo2://HOST:PORT/PEER_ID"):
         JoinLink.parse(text)
 
 
-def test_issued_certificate_names_peer_role_and_run() -> None:
+def test_issued_certificate_names_peer_role_and_run_and_the_authority_survives_being_kept() -> None:
     authority = RunAuthority.create(Identity.generate(), RUN, NOW)
     node, key = Identity.generate(), TlsKey.generate()
     certificate = authority.issue(certificate_request(node, key), Role.WORKER, NOW)
@@ -107,6 +106,12 @@ def test_issued_certificate_names_peer_role_and_run() -> None:
         certificate.check_issuer(RunAuthority.create(Identity.generate(), RUN, NOW).certificate_pem)
     with pytest.raises(TrustError, match=authority.identity.peer_id):
         certificate.check_peer(authority.identity.peer_id)
+    again = RunAuthority(authority.identity, TlsKey.from_pem(authority.key_pem()), authority.certificate_pem)
+    assert again.run_id == RUN
+    with pytest.raises(TrustError, match="another key"):
+        RunAuthority(authority.identity, key, authority.certificate_pem)
+    with pytest.raises(ConfigError, match="expected 1 to 64 characters, got 65"):
+        RunAuthority.create(node, RunId("r" * 65), NOW)
 
 
 def test_request_that_borrows_anothers_extension_is_refused() -> None:
@@ -131,11 +136,3 @@ def test_rubbish_requests_and_certificates_are_trust_errors(data: bytes) -> None
 
 
 _AUTHORITY = RunAuthority.create(Identity.generate(), RUN, NOW)
-
-
-def test_authority_survives_being_kept() -> None:
-    authority = RunAuthority.create(Identity.generate(), RUN, NOW)
-    again = RunAuthority(authority.identity, TlsKey.from_pem(authority.key_pem()), authority.certificate_pem)
-    assert again.run_id == RUN
-    with pytest.raises(TrustError, match="another key"):
-        RunAuthority(authority.identity, TlsKey.generate(), authority.certificate_pem)

@@ -155,7 +155,7 @@ def test_a_machine_knows_its_provider_and_region_from_its_environment() -> None:
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """Says 404 or FALSE for two looks, then gives the notice; hands out a token as AWS does."""
+    """Says nonsense, then 404 or FALSE, then gives the notice; hands out a token as AWS does."""
 
     looks = 0
 
@@ -166,9 +166,12 @@ class Metadata(BaseHTTPRequestHandler):
         if self.path == "/needs-token" and self.headers.get("X-Token") != "a-token":
             return self._answer(401, "")
         type(self).looks += 1
-        if self.path == "/word":
-            return self._answer(200, "TRUE" if self.looks > 2 else "FALSE")
-        return self._answer(200 if self.looks > 2 else 404, "terminate")
+        if self.looks == 1:
+            self.wfile.write(b"nonsense\n")
+        elif self.path == "/word":
+            self._answer(200, "TRUE" if self.looks > 2 else "FALSE")
+        else:
+            self._answer(200 if self.looks > 2 else 404, "terminate")
 
     def _answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -181,7 +184,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 async def test_a_notice_is_told_once_it_is_there_and_not_before() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         at = f"http://127.0.0.1:{server.server_port}"
         for source in (
             NoticeSource(f"{at}/action"),
