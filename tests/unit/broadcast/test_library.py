@@ -202,7 +202,7 @@ def test_a_store_without_a_size_of_its_own_follows_the_weights_also_after_a_rest
     assert f"at least {store_bytes_min(8 << 30)} bytes for a keyframe" in str(asked.shortage([header.key]))
 
 
-def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: Path) -> None:
+def test_blocks_are_read_back_of_the_whole_or_newer_publication_and_what_was_dropped_is_said(tmp_path: Path) -> None:
     held = library(tmp_path)
     key, artifact = added(held, header_of(1, 0), 2_500), ArtifactId(Version(1), Version(0))
     blocks = held.blocks_of(artifact)
@@ -213,6 +213,10 @@ def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: P
     with pytest.raises(CorruptChunk, match="dropped"):
         next(blocks)
     assert held.blocks_of(artifact) is None
+    older, newer = added(held, header_of(1, 0), 500), replace(header_of(1, 0), published_unix_s=2.0).signed(LEARNER)
+    begun(held, bytes(700), 1000, newer)
+    assert held.find(artifact) == older, "the one that is whole"
+    assert added(held, newer, 700) == held.find(artifact), "the newer of two whole ones"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -228,16 +232,6 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     exchange.on_header(PeerId("peer"), header_of(2, run=RunId("another")))  # signed by our publisher, of no use here
     exchange.stop_timer()
     assert list(held.entries) == [made[1].key]
-
-
-def test_of_two_publications_the_whole_one_is_given_out_and_of_two_whole_ones_the_newer(tmp_path: Path) -> None:
-    held = library(tmp_path)
-    older, newer = header_of(1), replace(header_of(1), published_unix_s=2.0).signed(LEARNER)
-    added(held, older, 500)
-    begun(held, bytes(700), 1000, newer)
-    assert held.find(older.artifact) == older.key
-    added(held, newer, 700)
-    assert held.find(older.artifact) == newer.key
 
 
 # ---- the next start

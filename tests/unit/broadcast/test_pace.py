@@ -63,9 +63,7 @@ def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_n
 
 def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_it_works() -> None:
     window = RelayWindow(0.15, GBIT * LAP_AND_SLACK_S)
-    given = [(b"k", number) for number in range(10)]
-    for ref in given:
-        window.given(ref, 256 << 10, True, 0.0)
+    given = [(b"l", number) for number in range(filled(window, 0.0, 256 << 10))]
     assert window.suspend(1.0) == given and not window.has_room(2.0)
     window.resume()
     assert filled(window, 2.0, 256 << 10) == RelayWindow.SMALLEST

@@ -52,14 +52,10 @@ def test_records_come_out_as_they_went_in(sizes: list[int], steps: list[int]) ->
         found, count = found + whole, count + more
         assert count == sum(end <= came for end in ends), "each as soon as it is whole"
         assert cutter.held_bytes == came - len(found) < RECORD_BYTES_MAX
-    assert found == data
-    assert count == len(records)
+    assert found == data and count == len(records)
 
 
-@given(
-    st.lists(st.integers(1, PLAIN_BYTES_MAX), min_size=1, max_size=12),
-    st.floats(0, 1),
-)
+@given(st.lists(st.integers(1, PLAIN_BYTES_MAX), min_size=1, max_size=12), st.floats(0, 1))
 def test_no_more_is_expected_than_must_come(sizes: list[int], share: float) -> None:
     """A frame fills the rest of the first record and all others; a sender of full records is told to the byte."""
     records = [record(size, number) for number, size in enumerate(sizes)]
@@ -84,7 +80,5 @@ def test_between_frames_the_rest_of_a_record_is_expected_or_nothing() -> None:
 
 def test_a_record_longer_than_any_may_be_comes_out_as_it_is() -> None:
     """OpenSSL then refuses it by its head; nothing waits for the rest."""
-    cutter = RecordCutter(BUFFER_BYTES)
-    data = b"\x17\x03\x03\xff\xff" + bytes(100)
-    assert put(cutter, data) == (data, 1)
-    assert cutter.held_bytes == 0
+    cutter, data = RecordCutter(BUFFER_BYTES), b"\x17\x03\x03\xff\xff" + bytes(100)
+    assert put(cutter, data) == (data, 1) and cutter.held_bytes == 0
