@@ -338,7 +338,7 @@ class _Stage:
             return
         alone_s = run.rollouts_per_group / run.rewards_per_s
         self.rewards_free_s = max(self.rewards_free_s, self.now - alone_s) + alone_s
-        self._schedule(max(self.rewards_free_s, self.now) + run.reward_s, self._rewarded, 0, version)
+        self._schedule(self.rewards_free_s + run.reward_s, self._rewarded, 0, version)
 
     def _rewarded(self, _: int, version: int) -> None:
         self.finished[version] = self.finished.get(version, 0) + 1
@@ -351,9 +351,8 @@ class _Stage:
             return
         run = self.run
         oldest = self.step - run.staleness_bound
-        if self.finished and min(self.finished) < oldest:
-            for version in [one for one in self.finished if one < oldest]:
-                self.outstanding -= self.finished.pop(version)
+        for version in [one for one in self.finished if one < oldest]:
+            self.outstanding -= self.finished.pop(version)
         if sum(self.finished.values()) >= run.groups_per_step:
             left = run.groups_per_step
             for version in sorted(self.finished):

@@ -148,7 +148,7 @@ class PoolProgram:
         fixed = self._all_of(kinds[:first])
         fixed_usd = float(self.price @ fixed)
         gap = min(0.5, MIP_GAP * bound / max(bound - fixed_usd, 1e-9)) if bound > 0 else MIP_GAP
-        found = self._integers(fixed, kinds[first : first + CORE_KINDS] if len(kinds) > CORE_KINDS else kinds, gap)
+        found = self._integers(fixed, kinds[first : first + CORE_KINDS], gap)
         if found is None:
             return None, bound
         if len(kinds) <= CORE_KINDS:  # then the program was solved whole
@@ -164,7 +164,7 @@ class PoolProgram:
             return self.count.copy()
         first = max(0, int(np.searchsorted(spent, self.price_cap)) - CORE_KINDS // 2) if len(kinds) > CORE_KINDS else 0
         fixed = self._all_of(kinds[:first])
-        core = kinds[first : first + CORE_KINDS] if len(kinds) > CORE_KINDS else kinds
+        core = kinds[first : first + CORE_KINDS]
         rates = self.value * self.count
         gap = MIP_GAP * (1 + float(rates[kinds[:first]].sum()) / max(0.5 * float(rates[core].sum()), 1e-12))
         found = self._integers(fixed, core, min(0.1, 5 * gap if first else gap), True)

@@ -231,10 +231,7 @@ def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest
         ("x = 1", "1 to 64 tables"),
         ("offer = [", "expected TOML"),
         ("[[offer]]\nname = 'a'", "expected a field 'provider'"),
-        (
-            "[[offer]]\nname = 'a'\nprovider = 'moon'",
-            "expected one of manual, local, skypilot, command, got 'moon'",
-        ),
+        ("[[offer]]\nname = 'a'\nprovider = 'moon'", "expected one of manual, local, skypilot, command, got 'moon'"),
         ("[[offer]]\nname = 'A b'\nprovider = 'local'", "expected a name"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nusd_per_hour = true", "usd_per_hour: expected"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nprice = 1", "got 'price'"),
@@ -255,9 +252,11 @@ def test_offers_are_read_wrong_settings_named_and_workers_told_where_the_base_ch
         load_offers(Path("no.toml"))
     path = tmp_path / "offers.toml"
     path.write_text(
+        "[[offer]]\nname = 'm'\nprovider = 'manual'\n"
         "[[offer]]\nname = 'here'\nprovider = 'local'\nusd_per_hour = 1\nmachines_max = 3\n[offer.settings]\ncolour = 'red'"
     )
-    (offer,) = load_offers(path)
+    by_hand, offer = load_offers(path)
+    assert not by_hand.is_automatic, "nor does the planner wait for a person"
     assert (offer.usd_per_hour, offer.machines_max, offer.is_automatic) == (1, 3, True)
     for wrong, problem in ((offer, "got 'colour'"), (MachineOffer("k", "command"), "'start', it is missing")):
         with pytest.raises(ConfigError, match=problem):

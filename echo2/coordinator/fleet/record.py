@@ -284,8 +284,7 @@ class WorkerRecords:
             record.bars, record.finished_since = max(0, record.bars - 1), 0
 
     def judge(self, now: float) -> Iterator[str]:
-        """Counts what workers gave up in episodes that are over; ends bars. Yields messages for the operator."""
-        self._barred = {worker_id for worker_id in self._barred if self.workers[worker_id].barred_until > now}
+        """Counts what workers gave up in episodes that are over. Yields messages for the operator."""
         for worker_id in sorted(self._settling):
             record = self.workers[worker_id]
             if record.episode and now - record.episode_at < SETTLE_S:

@@ -207,15 +207,13 @@ class LeaseQueue:
     staleness_bound: int
     _paced: list[_Key] = field(default_factory=list)
     _exact: dict[Version, list[_Key]] = field(default_factory=dict)
-    _count: int = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._paced) + sum(map(len, self._exact.values()))
 
     def add(self, group: OpenGroup) -> None:
         exact = group.spec.exact_version
         insort(self._paced if exact is None else self._exact.setdefault(exact, []), _key(group))
-        self._count += 1
 
     def remove(self, group: OpenGroup) -> None:
         exact, key = group.spec.exact_version, _key(group)
@@ -223,7 +221,6 @@ class LeaseQueue:
         at = bisect_left(keys, key)
         assert keys[at] == key, f"group {key[3]} is queued under another key"
         del keys[at]
-        self._count -= 1
         if exact is not None and not keys:
             del self._exact[exact]
 

@@ -206,8 +206,9 @@ def test_a_prediction_waits_for_three_steps_a_delta_and_a_window_of_heartbeats()
     made.delta_size = DeltaSizeEstimator()
     assert not has_settled()
     for version in (2, 3):
-        made.on_publish(pb.VersionPublished(version=version, artifact_bytes=9), 1.0, workers, 3.0)
-    assert has_settled(), "only snapshots are published"
+        snapshot = pb.VersionPublished(version=version, artifact_bytes=9, full_snapshot_bytes=20)
+        made.on_publish(snapshot, 1.0, workers, 3.0)
+    assert has_settled() and (made.totals.artifact_bytes, made.totals.full_bytes) == (27, 40), "only snapshots"
     for peer_id in workers:
         members.members[peer_id].measures = WorkerMeasures()
     assert not has_settled(beats=WINDOW - 1)

@@ -60,7 +60,7 @@ def test_a_straggler_moves_when_that_ends_it_sooner_and_the_reason_says_by_how_m
 
 
 @pytest.mark.parametrize(
-    "why", ["nearly done", "as fast where it is", "no faster worker", "evaluation", "queued group"]
+    "why", ["nearly done", "as fast where it is", "no faster worker", "evaluation", "queued group", "only its own room"]
 )
 def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(why: str) -> None:
     exam = replace(spec("e"), work=Work.EVALUATE, exact_version=Version(0))
@@ -70,7 +70,11 @@ def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(
         book.request(now, FAST, 0, Version(0))
         book.offer(now, (spec("h"),))
         book.wanting[FAST] = LeaseRequest(SIZE, Version(0), now)  # between the word of its room and the next match
-    assert found(book, **({"fast": 5.0} if why == "no faster worker" else {})) == []
+    if why == "only its own room":
+        book.request(now, FAST, 0, Version(0))
+        book.request(now, SLOW, SIZE, Version(0))
+    fast = {"no faster worker": {"fast": 5.0}, "only its own room": {"slow": 50.0}}
+    assert found(book, **fast.get(why, {})) == []
 
 
 def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:

@@ -145,6 +145,7 @@ async def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_pa
             data = good if rng.random() < 0.3 else mutated(good, rng)
             refused = ("PERMISSION_DENIED", "INVALID_ARGUMENT")  # the last: it is no message
             assert await raw_call(worker.channel, path, data) in refused
+        assert await raw_call(worker.channel, "/echo2.v1.Operator/Act", good) == "PERMISSION_DENIED"
         huge = b"\x0a" + b"\xff\xff\xff\x07" + b"x" * (5 << 20)
         assert await raw_call(operator.channel, "/echo2.v1.Operator/Act", huge) != "OK"
         assert await raw_call(operator.channel, "/echo2.v1.Operator/Reboot", b"") == "UNIMPLEMENTED"

@@ -44,10 +44,8 @@ def same_facts(fleet: Fleet) -> tuple[dict[str, Any], pb.RunStatus]:
     spent = (status.usd_spent, status.usd_per_hour, status.usd_useful)
     assert (money["spent"], money["per_hour"], money["useful"]) == tuple(pytest.approx(one, abs=1e-4) for one in spent)
     assert (leases["open"], leases["queued"]) == (status.open_leases, status.queued_groups)
-    assert (sent["artifact_bytes"], sent["full_bytes"]) == (
-        status.artifact_bytes_published,
-        status.full_bytes_published,
-    )
+    published = (status.artifact_bytes_published, status.full_bytes_published)
+    assert (sent["artifact_bytes"], sent["full_bytes"]) == published
     assert [(one["what"], one["since"]) for one in page["waits"]] == [
         (one.what, round(one.since_unix_s, 1)) for one in status.waits
     ]
