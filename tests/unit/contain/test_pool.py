@@ -41,20 +41,25 @@ def test_everything_comes_out_once_and_a_sender_in_debt_has_one_request_running(
 def test_who_used_little_is_next_and_being_away_earns_nothing() -> None:
     queue: FairQueue[int] = FairQueue()
     served = list[str]()
-    for number in range(70):
+
+    def serve(count: int) -> None:
+        for name, _ in (queue.pop() or ("", 0) for _ in range(count)):
+            served.append(name)
+            queue.done(name, 100.0 if name == "slow" else 1.0, is_held=False)
+
+    for number in range(200):
         queue.push("busy", number)
-        if number >= 50:
+    for _ in ("a newcomer", "one that was away"):
+        serve(50)
+        for number in range(10):
             queue.push("idle", number)
-        if number == 60:
-            queue.push("slow", number)
-        found = queue.pop()
-        assert found is not None
-        served.append(found[0])
-        queue.done(found[0], 100.0 if found[0] == "slow" else 1.0, is_held=False)
-    assert 8 <= served[50:].count("busy") <= 11, "what was not used while away is not paid back"
+        serve(10)
+        assert 4 <= served[-10:].count("busy") <= 6, "what was not used while away is not paid back"
+    queue.push("slow", 0)
+    serve(3)
     queue.push("slow", 0)
     rest = [queue.pop() for _ in range(len(queue))]
-    assert rest[-1] == ("slow", 0), "one that used much waits behind those that used little"
+    assert served.count("slow") == 1 and rest[-1] == ("slow", 0), "one that used much waits behind others"
 
 
 class Elsewhere:
