@@ -203,8 +203,6 @@ def reduced(run: Rehearsal, larger: int = 1) -> Rehearsal:
 
 def rehearse(run: Rehearsal, steps: int = 0, larger: int = 1) -> float:
     """Simulates `steps` steps (0: as many as this pool needs to settle); the utilisation over the later ones."""
-    if not len(run.slots):
-        return 0.0
     part = reduced(run, larger)
     late = math.ceil(part.common_s / part.train_s)
     wanted = max(STEPS_LEAST, ROLLOUTS_IN_ALL // (part.groups_per_step * part.rollouts_per_group))

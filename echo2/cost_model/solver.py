@@ -114,7 +114,7 @@ class PoolProgram:
         if last == len(kinds):
             return math.inf, math.inf, last, kinds
         before = float(rising[last - 1]) if last else 0.0
-        part = max(0.0, self.need - before) / float(self.value[kinds[last]])
+        part = (self.need - before) / float(self.value[kinds[last]])
         amount = np.append(self.count[kinds[:last]].astype(np.float64), part)
         taken = kinds[: last + 1]
         over = float(amount @ self.burden[taken]) - self.burden_room
