@@ -53,21 +53,21 @@ def load_config(
     files: Sequence[Path] = (), preset: str | None = None, overrides: Mapping[str, str] | None = None
 ) -> RunConfig:
     """Returns the resolved config. `overrides` maps dotted names to text as typed on the command line."""
-    given: dict[str, Any] = {}
+    from_files: dict[str, Any] = {}
     for path in files:
-        _merge(given, read_toml(path))
-    of_files = given.pop("preset", None)
+        _merge(from_files, read_toml(path))
+    of_files = from_files.pop("preset", None)
     preset = preset or of_files
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"preset: expected one of {', '.join(sorted(PRESETS))}, got {preset!r}")
     tree: dict[str, Any] = deepcopy(PRESETS.get(str(preset), {}))
-    _merge(tree, given)
+    _merge(tree, from_files)
     for name, text in (overrides or {}).items():
         _set_dotted(tree, name, _value_of(text))
     for name, instead in FORMER.items():
-        section, _, own = name.partition(".")
-        if isinstance(tree.get(section), dict) and own in tree[section]:
-            _log.warning("%s = %s: no longer an option and left out: %s", name, tree[section].pop(own), instead)
+        section, _, option = name.partition(".")
+        if isinstance(tree.get(section), dict) and option in tree[section]:
+            _log.warning("%s = %s: no longer an option and left out: %s", name, tree[section].pop(option), instead)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -76,7 +76,7 @@ def load_config(
 
 def parse_overrides(arguments: Iterable[str]) -> dict[str, str]:
     """`--learner.lr 1e-6` or `--learner.lr=1e-6` -> {"learner.lr": "1e-6"}."""
-    found: dict[str, str] = {}
+    overrides: dict[str, str] = {}
     rest = iter(arguments)
     for argument in rest:
         name, equals, text = argument.removeprefix("--").partition("=")
@@ -86,10 +86,10 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, str]:
         if not argument.startswith("--") or "." not in name:
             raise ConfigError(f"command line: expected an override such as --learner.lr 1e-6, got {argument!r}")
         try:
-            found[name] = text if equals else next(rest)
+            overrides[name] = text if equals else next(rest)
         except StopIteration:
             raise ConfigError(f"command line: expected a value after --{name}, got nothing") from None
-    return found
+    return overrides
 
 
 def to_toml(config: BaseModel, with_descriptions: bool = False, notes: Mapping[str, str] | None = None) -> str:
@@ -199,10 +199,10 @@ def problem(item: Mapping[str, Any]) -> str:
 def meant(name: str) -> str:
     """Guesses the intended option: the most similar name in the same section, else the same name in another section, else a
     similar section; empty if there is none."""
-    section, _, own = name.rpartition(".")
+    section, _, last_part = name.rpartition(".")
     known = [option.rpartition(".") for option in option_names()]
-    like = get_close_matches(own, [last for first, _, last in known if first == section], 1, 0.65)
-    elsewhere = [f"{first}.{last}" for first, _, last in known if last == own]
+    like = get_close_matches(last_part, [last for first, _, last in known if first == section], 1, 0.65)
+    elsewhere = [f"{first}.{last}" for first, _, last in known if last == last_part]
     sections = get_close_matches(name.partition(".")[0], [first for first, _, _ in known], 1, 0.65)
     if like:
         return f"{section}.{like[0]}" if section else like[0]

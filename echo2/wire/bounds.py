@@ -35,15 +35,15 @@ class Number:
     high: float
     low: float = 0
 
-    def check(self, name: str, value: float, whose: str) -> None:
+    def check(self, name: str, value: float, origin: str) -> None:
         if not self.low <= value <= self.high:
-            raise MalformedMessage(f"{name} of {whose}: expected {self.low:.16g} to {self.high:.16g}, got {value}")
+            raise MalformedMessage(f"{name} of {origin}: expected {self.low:.16g} to {self.high:.16g}, got {value}")
 
-    def check_all(self, name: str, values: Sequence[float], whose: str) -> None:
-        self.check(name, min(values), whose)
-        self.check(name, max(values), whose)
+    def check_all(self, name: str, values: Sequence[float], origin: str) -> None:
+        self.check(name, min(values), origin)
+        self.check(name, max(values), origin)
         if math.isnan(sum(values)):  # which `min` and `max` may miss
-            raise MalformedMessage(f"{name} of {whose}: expected finite numbers, got one that is none")
+            raise MalformedMessage(f"{name} of {origin}: expected finite numbers, got one that is none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Text:
     chars_max: int
     is_printable: bool = True
 
-    def check(self, name: str, value: str, whose: str) -> None:
+    def check(self, name: str, value: str, origin: str) -> None:
         if len(value) > self.chars_max or (self.is_printable and not value.isprintable()):
             kind = "printable characters" if self.is_printable else "characters"
             raise MalformedMessage(
-                f"{name} of {whose}: expected up to {self.chars_max} {kind}, got {len(value)}: {value[:40]!r}"
+                f"{name} of {origin}: expected up to {self.chars_max} {kind}, got {len(value)}: {value[:40]!r}"
             )
 
 
@@ -65,8 +65,8 @@ class Text:
 class Data:
     bytes_max: int
 
-    def check(self, name: str, value: bytes, whose: str) -> None:
-        _check_size(len(value), f"bytes of {name}", whose, self.bytes_max)
+    def check(self, name: str, value: bytes, origin: str) -> None:
+        _check_size(len(value), f"bytes of {name}", origin, self.bytes_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +76,17 @@ class Listed:
     count_max: int
     each: Number | Text | Data | None = None
 
-    def check(self, name: str, values: Sequence[Any], whose: str) -> None:
-        _check_size(len(values), f"number of {name}", whose, self.count_max)
+    def check(self, name: str, values: Sequence[Any], origin: str) -> None:
+        _check_size(len(values), f"number of {name}", origin, self.count_max)
         match self.each:
             case None:
                 for value in values:
-                    check(value, whose)
+                    check(value, origin)
             case Number():
-                self.each.check_all(name, values, whose)
+                self.each.check_all(name, values, origin)
             case each:
                 for value in values:
-                    each.check(name, value, whose)
+                    each.check(name, value, origin)
 
 
 Bound = Number | Text | Data | Listed
@@ -130,17 +130,17 @@ _OF_KIND: dict[int, Number | Text | Data] = {
 def bound_of(field: Any) -> Bound | None:
     """The bound that the declaration of a field (its descriptor) names; None if it names none."""
     options: Any = field.GetOptions()
-    told = options.Extensions
-    each: Number | Text | Data | None = _OF_KIND.get(told[kinds.holds])
+    extensions = options.Extensions
+    each: Number | Text | Data | None = _OF_KIND.get(extensions[kinds.holds])
     if each is None and options.HasExtension(kinds.max):
         match field.type:
             case FieldDescriptor.TYPE_STRING:
-                each = Text(int(told[kinds.max]), not told[kinds.any_text])
+                each = Text(int(extensions[kinds.max]), not extensions[kinds.any_text])
             case FieldDescriptor.TYPE_BYTES:
-                each = Data(int(told[kinds.max]))
+                each = Data(int(extensions[kinds.max]))
             case _:
-                each = Number(told[kinds.max])
-    return Listed(told[kinds.most], each) if told[kinds.most] else each
+                each = Number(extensions[kinds.max])
+    return Listed(extensions[kinds.most], each) if extensions[kinds.most] else each
 
 
 def most_of(kind: type[Message], name: str) -> int:
@@ -165,11 +165,11 @@ TOKEN_CHARS_MAX = most_of(coordinator_pb2.TokenShown, "text")
 TURN_CHARS_MAX = most_of(coordinator_pb2.TurnShown, "text")
 
 
-def check(message: Message, whose: str) -> None:
+def check(message: Message, origin: str) -> None:
     """Raises MalformedMessage for the first field out of bounds, in `message` or in nested messages."""
     rules = _rules_of(message.DESCRIPTOR)
     for field, value in message.ListFields():
-        rules[field.number](value, whose)
+        rules[field.number](value, origin)
 
 
 _Rule = Callable[[Any, str], None]
@@ -182,8 +182,8 @@ def _rules_of(kind: Descriptor) -> dict[int, _Rule]:
 
 def needs_bound(field: FieldDescriptor) -> bool:
     """Whether the declaration must name a bound: all except single messages, flags and enums, which bound themselves."""
-    own = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM)
-    return field.is_repeated or field.type not in own
+    unbounded_types = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM)
+    return field.is_repeated or field.type not in unbounded_types
 
 
 def _rule(field: FieldDescriptor, bound: Bound | None) -> _Rule:
@@ -193,17 +193,17 @@ def _rule(field: FieldDescriptor, bound: Bound | None) -> _Rule:
     if field.enum_type is not None:
         known = frozenset(value.number for value in field.enum_type.values)
         return functools.partial(_check_known, field.name, known)
-    return check if field.message_type is not None else lambda value, whose: None
+    return check if field.message_type is not None else lambda value, origin: None
 
 
-def _check_known(name: str, known: frozenset[int], value: int, whose: str) -> None:
+def _check_known(name: str, known: frozenset[int], value: int, origin: str) -> None:
     if value not in known:
-        raise MalformedMessage(f"{name} of {whose}: expected a known one, got {value}")
+        raise MalformedMessage(f"{name} of {origin}: expected a known one, got {value}")
 
 
-def _check_size(size: int, what: str, whose: str, size_max: int) -> None:
+def _check_size(size: int, what: str, origin: str, size_max: int) -> None:
     if size > size_max:
-        raise MalformedMessage(f"{what} of {whose}: expected up to {size_max}, got {size}")
+        raise MalformedMessage(f"{what} of {origin}: expected up to {size_max}, got {size}")
 
 
 M = TypeVar("M", bound=Message)
@@ -249,13 +249,13 @@ def limits_of(method: str) -> CallLimits:
     return CALLS.get(method, CallLimits())
 
 
-def parsed(kind: type[M], data: bytes, limits: CallLimits, whose: str) -> M:
+def parsed(kind: type[M], data: bytes, limits: CallLimits, origin: str) -> M:
     """Parses and checks a message: the only place where what a peer says is bounded, apart from replies, which gRPC parses.
     MalformedMessage beyond `limits` or the bounds of its fields, or if the bytes are not such a message."""
     if len(data) > limits.bytes_max:
-        raise MalformedMessage(f"{whose}: expected a message of up to {limits.bytes_max} bytes, got {len(data)}")
+        raise MalformedMessage(f"{origin}: expected a message of up to {limits.bytes_max} bytes, got {len(data)}")
     if problem := _problem(data, shape_of(kind.DESCRIPTOR), limits.fields_max):
-        raise MalformedMessage(f"{whose}: expected a {kind.DESCRIPTOR.name} {problem}")
+        raise MalformedMessage(f"{origin}: expected a {kind.DESCRIPTOR.name} {problem}")
     problem = ""
     try:
         message = kind.FromString(data)
@@ -263,9 +263,9 @@ def parsed(kind: type[M], data: bytes, limits: CallLimits, whose: str) -> M:
         problem = str(error)  # raised below, as an error within an error would keep the data
     if problem:
         raise MalformedMessage(
-            f"{whose}: expected a {kind.DESCRIPTOR.name}, got {len(data)} bytes that are not ({problem})"
+            f"{origin}: expected a {kind.DESCRIPTOR.name}, got {len(data)} bytes that are not ({problem})"
         )
-    check(message, whose)
+    check(message, origin)
     return message
 
 
@@ -284,14 +284,14 @@ def shape_of(descriptor: Descriptor) -> _Shape:
 def _problem(data: bytes, shape: _Shape, fields_max: int) -> str:
     """What keeps `data` from being parsed; empty if it has at most `fields_max` fields at all depths, all of them known, and none
     twice where it is no list. Truncated data passes: the parser reports it."""
-    left, at, end, seen = fields_max, 0, len(data), 0
+    left, at, end, present = fields_max, 0, len(data), 0
     above: list[tuple[int, _Shape, int]] = []
     try:
         while True:
             if at >= end:
                 if not above:
                     return ""
-                end, shape, seen = above.pop()
+                end, shape, present = above.pop()
                 continue
             left -= 1
             if left < 0:
@@ -303,9 +303,9 @@ def _problem(data: bytes, shape: _Shape, fields_max: int) -> str:
             field = shape.get(tag)
             if field is None:
                 return f"of this release, got its field {tag >> 3} in encoding {tag & 7}: use one release of echo2 everywhere"
-            if seen & field.bit:
+            if present & field.bit:
                 return f"with its field {tag >> 3} once, got it again"
-            seen |= field.bit
+            present |= field.bit
             kind = field.kind
             if not kind & 1:
                 value = data[at]
@@ -317,8 +317,8 @@ def _problem(data: bytes, shape: _Shape, fields_max: int) -> str:
                 if field.inner is None:
                     at += value
                 else:
-                    above.append((end, shape, seen))
-                    end, shape, seen = min(end, at + value), field.inner, 0
+                    above.append((end, shape, present))
+                    end, shape, present = min(end, at + value), field.inner, 0
             else:
                 at += 8 if kind == _EIGHT else 4
     except IndexError:
@@ -352,39 +352,39 @@ T = TypeVar("T")
 _NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}  # these need a conversion of their own
 
 
-def core_of(message: Message, kind: type[T], **given: Any) -> T:
-    """Builds a `kind` from `message`; `given`: the fields that are not copied by name."""
-    names, read, listed = _shared(kind, type(message), tuple(given))
-    given.update(zip(names, read(message), strict=True))
+def core_of(message: Message, kind: type[T], **others: Any) -> T:
+    """Builds a `kind` from `message`; `others`: the fields that are not copied by name."""
+    names, read, listed = _shared(kind, type(message), tuple(others))
+    others.update(zip(names, read(message), strict=True))
     for name in listed:
-        given[name] = tuple(given[name])
-    return kind(**given)
+        others[name] = tuple(others[name])
+    return kind(**others)
 
 
-def message_of(made: object, kind: type[M], **given: Any) -> M:
-    """Builds a message of `kind` from `made`; `given` as above. None leaves an optional field unset."""
-    names, read, _ = _shared(type(made), kind, tuple(given))
-    given.update(zip(names, read(made), strict=True))
-    return kind(**given)
+def message_of(core: object, kind: type[M], **others: Any) -> M:
+    """Builds a message of `kind` from `core`; `others` as above. None leaves an optional field unset."""
+    names, read, _ = _shared(type(core), kind, tuple(others))
+    others.update(zip(names, read(core), strict=True))
+    return kind(**others)
 
 
 _Fields = tuple[tuple[str, ...], Callable[[object], tuple[Any, ...]], tuple[str, ...]]
 _known: dict[tuple[type[Any], type[Message], tuple[str, ...]], _Fields] = {}
 
 
-def _shared(core: type[Any], message: type[Message], given: tuple[str, ...]) -> _Fields:
+def _shared(core: type[Any], message: type[Message], others: tuple[str, ...]) -> _Fields:
     """The common field names, a getter for them, and which of them are lists. Cached per combination of arguments."""
-    fields = _known.get((core, message, given))
+    fields = _known.get((core, message, others))
     if fields is None:
-        fields = _known[core, message, given] = _looked_up(core, message, given)
+        fields = _known[core, message, others] = _looked_up(core, message, others)
     return fields
 
 
-def _looked_up(core: type[Any], message: type[Message], given: tuple[str, ...]) -> _Fields:
-    own = set(core.__dataclass_fields__) - set(given)
-    plain = [field for field in message.DESCRIPTOR.fields if field.name in own and field.type not in _NOT_PLAIN]
+def _looked_up(core: type[Any], message: type[Message], others: tuple[str, ...]) -> _Fields:
+    names_read = set(core.__dataclass_fields__) - set(others)
+    plain = [field for field in message.DESCRIPTOR.fields if field.name in names_read and field.type not in _NOT_PLAIN]
     names = tuple(field.name for field in plain)
     assert names, f"{core.__name__} and {message.__name__} share no field"
     read: Callable[[object], Any] = attrgetter(*names)
     listed = tuple(field.name for field in plain if field.is_repeated)
-    return names, read if len(names) > 1 else lambda one: (read(one),), listed
+    return names, read if len(names) > 1 else lambda source: (read(source),), listed

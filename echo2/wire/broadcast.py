@@ -44,17 +44,17 @@ FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX  # the la
 Control = Have | Request | Cancel | RelayAck | WidthWished
 
 
-def parse(data: bytes, whose: str) -> pb.PeerMessage:
+def parse(data: bytes, origin: str) -> pb.PeerMessage:
     """Parses a peer's message within its bounds; MalformedMessage if it is not valid."""
-    message = parsed(pb.PeerMessage, data, PEER_FRAME, whose)
+    message = parsed(pb.PeerMessage, data, PEER_FRAME, origin)
     if message.WhichOneof("kind") is None:
-        raise MalformedMessage(f"{whose}: expected a PeerMessage of a known kind, got none")
+        raise MalformedMessage(f"{origin}: expected a PeerMessage of a known kind, got none")
     return message
 
 
 def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False) -> bytes:
-    said = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
-    return pb.PeerMessage(hello=said).SerializeToString()
+    greeting = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
+    return pb.PeerMessage(hello=greeting).SerializeToString()
 
 
 def header_to_bytes(header: Header) -> bytes:
@@ -119,7 +119,7 @@ class ChunkIn:
     is_answer: bool
 
 
-def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
+def chunk_in(frame: bytes, origin: str) -> ChunkIn | None:
     """The chunk in a frame; None for another message or an unusual encoding. MalformedMessage if out of bounds."""
     try:
         begin = 0 if frame[0] == _CHUNK else _after_beside(frame)
@@ -136,14 +136,14 @@ def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
         return None
     if end - begin == len(frame):
         return ChunkIn(chunk, memoryview(frame), None, False)
-    said = _said_beside(frame[:begin] + frame[end:], whose)
-    return None if said is None else ChunkIn(chunk, memoryview(frame)[begin:end], *said)
+    beside = _said_beside(frame[:begin] + frame[end:], origin)
+    return None if beside is None else ChunkIn(chunk, memoryview(frame)[begin:end], *beside)
 
 
 @functools.lru_cache(maxsize=BESIDE_KEPT)
-def _said_beside(data: bytes, whose: str) -> tuple[Route | None, bool] | None:
+def _said_beside(data: bytes, origin: str) -> tuple[Route | None, bool] | None:
     """The route and the answer mark; None for another message."""
-    message = parsed(pb.PeerMessage, data, PEER_FRAME, whose)
+    message = parsed(pb.PeerMessage, data, PEER_FRAME, origin)
     if message.WhichOneof("kind") is not None:
         return None
     return Route(message.route.epoch, message.route.tree) if message.HasField("route") else None, message.is_answer
@@ -197,16 +197,16 @@ def control_frame(message: Control) -> bytes:
     match message:
         case Have():
             bitmap = bitmap_to_bytes(message.bitmap)
-            made = pb.PeerMessage(have=pb.HaveMap(key=key, bitmap=bitmap, is_sealed=message.is_sealed))
+            answer = pb.PeerMessage(have=pb.HaveMap(key=key, bitmap=bitmap, is_sealed=message.is_sealed))
         case Request():
-            made = pb.PeerMessage(request=pb.ChunkRequest(key=key, indices=message.indices))
+            answer = pb.PeerMessage(request=pb.ChunkRequest(key=key, indices=message.indices))
         case Cancel():
-            made = pb.PeerMessage(cancel=pb.ChunkCancel(key=key, indices=message.indices))
+            answer = pb.PeerMessage(cancel=pb.ChunkCancel(key=key, indices=message.indices))
         case RelayAck():
-            made = pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=message.index, backlog=message.backlog))
+            answer = pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=message.index, backlog=message.backlog))
         case WidthWished():
-            made = pb.PeerMessage(width_wish=pb.WidthWish(connections=message.connections))
-    return made.SerializeToString()
+            answer = pb.PeerMessage(width_wish=pb.WidthWish(connections=message.connections))
+    return answer.SerializeToString()
 
 
 def control_from(message: pb.PeerMessage, peer: PeerId) -> Control:
@@ -242,7 +242,7 @@ def _key(data: bytes) -> ArtifactKey:
 
 def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
     nodes = [message_of(node, pb.PlanNode, access=access_to_message(node.access)) for node in plan.nodes]
-    trees, others = ([message_of(tree, pb.PlanTree) for tree in given] for given in (plan.trees, plan.others))
+    trees, others = ([message_of(tree, pb.PlanTree) for tree in trees] for trees in (plan.trees, plan.others))
     return message_of(plan, pb.BroadcastPlan, nodes=nodes, trees=trees, others=others)
 
 
@@ -252,7 +252,7 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
     for tree in (*message.trees, *message.others):
         if len(tree.parents) != len(nodes) - 1 or any(parent >= len(nodes) for parent in tree.parents):
             raise MalformedMessage(f"plan: expected trees over {len(nodes)} nodes, got one of {len(tree.parents) + 1}")
-    trees, others = (tuple(core_of(tree, Tree) for tree in given) for given in (message.trees, message.others))
+    trees, others = (tuple(core_of(tree, Tree) for tree in trees) for trees in (message.trees, message.others))
     return core_of(message, BroadcastPlan, nodes=nodes, trees=trees, others=others)
 
 

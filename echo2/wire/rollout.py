@@ -49,9 +49,9 @@ _VERDICT_FROM_WIRE = {number: verdict for verdict, number in _VERDICT_TO_WIRE.it
 _WORK_FROM_WIRE = {number: work for work, number in _WORK_TO_WIRE.items()}
 
 
-def _expect(is_so: bool, what: str, expected: str, came: object) -> None:
+def _expect(is_so: bool, what: str, expected: str, got: object) -> None:
     if not is_so:
-        raise MalformedMessage(f"{what}: expected {expected}, got {came}")
+        raise MalformedMessage(f"{what}: expected {expected}, got {got}")
 
 
 def group_id_from_wire(value: str) -> GroupId:
@@ -72,10 +72,10 @@ def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
 def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 1) -> GroupSpec:
     """Parses a group. `prompt_tokens_min` 0: between the learner's own processes, agents' rollouts may have no common prompt."""
     group_id = group_id_from_wire(message.group_id)
-    whose, prompt_tokens = f"of group {group_id}", len(message.prompt_token_ids)
-    _expect(message.HasField("sampling"), f"sampling {whose}", "sampling parameters", "none")
-    _expect(prompt_tokens >= prompt_tokens_min, f"number of prompt_token_ids {whose}", "1 or more", prompt_tokens)
-    _expect(message.rollout_count > 0, f"rollout_count {whose}", "1 or more", message.rollout_count)
+    origin, prompt_tokens = f"of group {group_id}", len(message.prompt_token_ids)
+    _expect(message.HasField("sampling"), f"sampling {origin}", "sampling parameters", "none")
+    _expect(prompt_tokens >= prompt_tokens_min, f"number of prompt_token_ids {origin}", "1 or more", prompt_tokens)
+    _expect(message.rollout_count > 0, f"rollout_count {origin}", "1 or more", message.rollout_count)
     return core_of(
         message,
         GroupSpec,
@@ -107,13 +107,13 @@ def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
 def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = SEGMENT_TOKENS_MAX) -> Rollout:
     """Parses a segment. `tokens_max`: a whole rollout (`GetPartials`) may be longer than one report's segment."""
     group_id = group_id_from_wire(message.group_id)
-    whose, spans = f"of rollout {message.index} of group {group_id}", message.version_spans
+    origin, spans = f"of rollout {message.index} of group {group_id}", message.version_spans
     tokens = len(message.token_ids)
-    _expect(tokens <= tokens_max, f"number of token_ids {whose}", f"up to {tokens_max}", tokens)
+    _expect(tokens <= tokens_max, f"number of token_ids {origin}", f"up to {tokens_max}", tokens)
     end = message.offset + tokens
-    _expect(end <= ROLLOUT_TOKENS_MAX, f"end {whose}", f"up to {ROLLOUT_TOKENS_MAX}", end)
-    _expect(len(spans) <= tokens, f"number of version_spans {whose}", f"up to {tokens}", len(spans))
-    _expect(all(span.count for span in spans), f"count of a version span {whose}", "1 or more", 0)
+    _expect(end <= ROLLOUT_TOKENS_MAX, f"end {origin}", f"up to {ROLLOUT_TOKENS_MAX}", end)
+    _expect(len(spans) <= tokens, f"number of version_spans {origin}", f"up to {tokens}", len(spans))
+    _expect(all(span.count for span in spans), f"count of a version span {origin}", "1 or more", 0)
     return Rollout(
         group_id=group_id,
         index=message.index,
@@ -162,8 +162,8 @@ def verdict_to_message(verdict: SegmentVerdict) -> ingest_pb2.SegmentVerdict:
 
 def verdict_from_message(message: ingest_pb2.SegmentVerdict) -> SegmentVerdict:
     group_id, verdict = group_id_from_wire(message.group_id), _VERDICT_FROM_WIRE.get(message.verdict)
-    whose = f"verdict on rollout {message.index} of group {group_id}"
-    _expect(verdict is not None, whose, "a known verdict", message.verdict)
+    origin = f"verdict on rollout {message.index} of group {group_id}"
+    _expect(verdict is not None, origin, "a known verdict", message.verdict)
     return core_of(message, SegmentVerdict, group_id=group_id, verdict=verdict)
 
 
@@ -205,18 +205,18 @@ def verify_ticket(
 ) -> Ticket:
     """Returns the ticket if this run's coordinator granted it to `worker_peer_id` (the caller, known from TLS), else raises."""
     lease_id, group_id = lease_id_from_wire(message.lease_id), group_id_from_wire(message.group_id)
-    whose = f"ticket of lease {lease_id} from {worker_peer_id}"
+    origin = f"ticket of lease {lease_id} from {worker_peer_id}"
     if len(message.signature) != 64:
-        raise BadSignature(f"{whose}: expected a signature of 64 bytes, got {len(message.signature)}")
+        raise BadSignature(f"{origin}: expected a signature of 64 bytes, got {len(message.signature)}")
     try:
         verify_signature(coordinator_peer_id, _signed_bytes(message), message.signature)
     except BadSignature:
-        raise BadSignature(f"{whose}: expected the signature of the coordinator {coordinator_peer_id}") from None
+        raise BadSignature(f"{origin}: expected the signature of the coordinator {coordinator_peer_id}") from None
     if message.run_id != run_id:
-        raise NotAllowed(f"{whose}: expected a ticket of run {run_id}, got one of run {message.run_id[:64]!r}")
+        raise NotAllowed(f"{origin}: expected a ticket of run {run_id}, got one of run {message.run_id[:64]!r}")
     if message.worker_peer_id != worker_peer_id:
-        raise NotAllowed(f"{whose}: it was granted to {message.worker_peer_id[:64]}")
-    _expect(message.attempt > 0, whose, "attempt 1 or later", message.attempt)
+        raise NotAllowed(f"{origin}: it was granted to {message.worker_peer_id[:64]}")
+    _expect(message.attempt > 0, origin, "attempt 1 or later", message.attempt)
     return core_of(message, Ticket, lease_id=lease_id, group_id=group_id)
 
 
@@ -258,12 +258,12 @@ def end_reason_from_message(message: pb.LeaseEnded) -> EndReason:
     return reason
 
 
-def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[GroupSpec, ...], tuple[int, ...]]:
+def offer_from_message(message: pb.OfferGroups, origin: str) -> tuple[tuple[GroupSpec, ...], tuple[int, ...]]:
     """The groups, and how many tokens of each have reached the learner; counts are sent only in a reminder."""
     groups, held_tokens = tuple(map(group_from_message, message.groups)), tuple(message.held_tokens)
     if held_tokens and len(held_tokens) != len(groups):
         raise MalformedMessage(
-            f"held_tokens of {whose}: expected none or one for each of {len(groups)} groups, got {len(held_tokens)}"
+            f"held_tokens of {origin}: expected none or one for each of {len(groups)} groups, got {len(held_tokens)}"
         )
     return groups, held_tokens
 
