@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_daemon_arguments(parser)
     try:
-        own, config = parse(parser, arguments)
-        set_up_logging(own.log_json, own.verbose)
-        folder = own.folder or Path(config.run.folder) / config.run.name
-        options = CoordinatorOptions(folder, config, own.exit_when_finished, own.free_ports)
+        args, config = parse(parser, arguments)
+        set_up_logging(args.log_json, args.verbose)
+        folder = args.folder or Path(config.run.folder) / config.run.name
+        options = CoordinatorOptions(folder, config, args.exit_when_finished, args.free_ports)
     except EchoError as error:
         return report_error(error)
     from echo2.coordinator.coordinator import CoordinatorDaemon  # gRPC: only after bad arguments were refused

@@ -63,21 +63,21 @@ ADVICE = {
 }
 
 
-def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
+def run_doctor(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 doctor`: prints the findings; raises ResourceError, after all of them, if any is bad."""
-    config = config_of(own.config, own.preset, rest)
-    folder = own.folder or Path.cwd()
-    has_task = bool(own.config) or any(word.startswith("--task.") for word in rest)
-    found = list(_findings(folder, link_text(own.link) if own.link else "", config, has_task))
-    if own.json:
-        rows = [{"what": f.what, "found": f.text, "is_good": f.is_good, "advice": _advice(f)} for f in found]
+    config = config_of(args.config, args.preset, rest)
+    folder = args.folder or Path.cwd()
+    has_task = bool(args.config) or any(word.startswith("--task.") for word in rest)
+    findings = list(_findings(folder, link_text(args.link) if args.link else "", config, has_task))
+    if args.json:
+        rows = [{"what": f.what, "found": f.text, "is_good": f.is_good, "advice": _advice(f)} for f in findings]
         print(json.dumps(rows, indent=1))
     else:
-        for finding in found:
+        for finding in findings:
             print(wrapped(f"{WORDS[finding.is_good]}  {finding.line()}", 6))
             if _advice(finding):
                 print(wrapped(f"      {_advice(finding)}", 6))
-    bad = [finding.what for finding in found if finding.is_good is False]
+    bad = [finding.what for finding in findings if finding.is_good is False]
     if bad:
         raise ResourceError(f"doctor: {len(bad)} problem{'' if len(bad) == 1 else 's'}: {', '.join(bad)}")
     return 0
@@ -199,13 +199,13 @@ def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) 
     short = shortages(config, size, room)
     if not short:
         return Finding("learner of it here", needed, is_good=count % config.learner.replicas == 0)
-    told = "; ".join(f"{one.what}: {one.text}" for one in short)
-    instead = "; ".join(f"for {one.what}: {one.would_fit}" for one in short)
+    lacking = "; ".join(f"{need.what}: {need.text}" for need in short)
+    instead = "; ".join(f"for {need.what}: {need.would_fit}" for need in short)
     advice = (
         f"what would fit, {instead}. Only the learner's machine needs it; for a learner of several machines ask with "
         "WORLD_SIZE=RANKS set"
     )
-    return Finding("learner of it here", f"{needed}. Too little here: {told}", False, advice)
+    return Finding("learner of it here", f"{needed}. Too little here: {lacking}", False, advice)
 
 
 def _packages() -> Finding:
@@ -257,8 +257,8 @@ def _torch(has_gpu: bool) -> Finding:
     if has_gpu and not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         return Finding("torch", f"{torch.__version__}, {built}: expected it to see the GPU", is_good=False)
-    seen = f"sees {torch.cuda.device_count()} GPU" if torch.cuda.is_available() else "on the CPU"
-    return Finding("torch", f"{torch.__version__}, {seen}")
+    sight = f"sees {torch.cuda.device_count()} GPU" if torch.cuda.is_available() else "on the CPU"
+    return Finding("torch", f"{torch.__version__}, {sight}")
 
 
 def _disk_speed(folder: Path) -> Finding:
@@ -280,13 +280,13 @@ def _disk_speed(folder: Path) -> Finding:
 
 
 def _clock() -> Finding:
-    said, command = "", ["timedatectl", "show", "-p", "NTPSynchronized", "--value"]
+    answer, command = "", ["timedatectl", "show", "-p", "NTPSynchronized", "--value"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        said = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout.strip()
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout.strip()
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    if said == "no":
+    if answer == "no":
         return Finding("clock", f"{now}, not synchronised: expected time synchronisation", is_good=False)
-    if said == "yes":
+    if answer == "yes":
         return Finding("clock", f"{now}, synchronised")
     return Finding("clock", f"{now}; whether it is synchronised cannot be told here", None)
 
@@ -353,7 +353,7 @@ def coordinator_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]
 def _own_link_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:
     ports = {Role.WORKER.value: config.worker.port, Role.LEARNER.value: config.learner.port}
     try:
-        found = asyncio.run(look_at_own_link(link, ports, TIMEOUT_S))
+        probe = asyncio.run(look_at_own_link(link, ports, TIMEOUT_S))
     except PortBusy as error:
         advice = "stop what listens there and look again; a worker that runs tells what it found: `echo-worker status`"
         yield Finding("reach", str(error), is_good=False, advice=advice)
@@ -362,34 +362,34 @@ def _own_link_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:
         advice = "ask the operator for another link: `echo2 link @operator.link` makes one"
         yield Finding("join link", str(error), is_good=False, advice=advice)
         return
-    if found.token_problem:
+    if probe.token_problem:
         advice = "unless this machine has joined with it already, ask the operator for another one"
-        text = f"its token lets nobody new in: {found.token_problem}"
+        text = f"its token lets nobody new in: {probe.token_problem}"
         yield Finding("join link", text, is_good=False, advice=advice)
     else:
-        yield Finding("join link", f"its token lets a machine in as {found.role}")
-    yield replace(machines.clock_finding(found.skew_s), what="clock skew", advice="")
-    yield _reach_finding(found.role, found)
-    yield from _rate_findings(found)
+        yield Finding("join link", f"its token lets a machine in as {probe.role}")
+    yield replace(machines.clock_finding(probe.skew_s), what="clock skew", advice="")
+    yield _reach_finding(probe.role, probe)
+    yield from _rate_findings(probe)
 
 
-def _reach_finding(role: str, found: OwnLink) -> Finding:
+def _reach_finding(role: str, probe: OwnLink) -> Finding:
     """Judges reachability: a learner must be dialled; a worker works behind any NAT, but peers can then help it less."""
-    way = own_reach(found.seen)
+    way = own_reach(probe.seen)
     if way.kind is LinkKind.DIRECT:
         return Finding("reach", str(way))
     option = "learner.port" if role == Role.LEARNER else "worker.port"
     advice = f"to be dialled, open a TCP port to this machine in its firewall or router, give it as --{option} and look again"
-    text = f"{way} (tried: {found.failure})"
+    text = f"{way} (tried: {probe.failure})"
     if role == Role.LEARNER:
         return Finding("reach", f"{text}: expected workers to be able to dial a learner", is_good=False, advice=advice)
     return Finding("reach", text, advice=advice)
 
 
-def _rate_findings(found: OwnLink) -> Iterator[Finding]:
-    for name, rate in (("downlink", found.downlink_bytes_per_s), ("uplink", found.uplink_bytes_per_s)):
-        if found.rate_problem:
-            yield Finding(name, f"not measured: {found.rate_problem}", None, "look again in a minute")
+def _rate_findings(probe: OwnLink) -> Iterator[Finding]:
+    for name, rate in (("downlink", probe.downlink_bytes_per_s), ("uplink", probe.uplink_bytes_per_s)):
+        if probe.rate_problem:
+            yield Finding(name, f"not measured: {probe.rate_problem}", None, "look again in a minute")
         elif rate < RATE_WANTED_BYTES_PER_S:
             wanted = format_bytes(int(RATE_WANTED_BYTES_PER_S))
             text = f"{format_bytes(int(rate))}/s {PATHS[name]}: expected at least {wanted}/s"

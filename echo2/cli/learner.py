@@ -43,16 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             add("--trains", action="store_true", help="a client of Tinker's API trains the model here")
         add_daemon_arguments(command)
     try:
-        own, config = parse(parser, arguments)
-        set_up_logging(own.log_json, own.verbose)
+        args, config = parse(parser, arguments)
+        set_up_logging(args.log_json, args.verbose)
         require_extra("learner", "echo-learner")
-        check_start(config, trains=not own.is_served)
-        folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
+        check_start(config, trains=not args.is_served)
+        folder = args.folder or Path(config.run.folder) / config.run.name / "learner"
         is_follower = int(os.environ.get("RANK") or 0) > 0
         # Only rank 0 joins: other ranks, perhaps on another machine, need neither a link nor a file with one.
-        options = learner_options(config, "" if is_follower else own.link, folder, own.metrics_port)
-        if own.is_served:
-            return run_daemon(lambda: _serving(options, trains=own.trains), folder)
+        options = learner_options(config, "" if is_follower else args.link, folder, args.metrics_port)
+        if args.is_served:
+            return run_daemon(lambda: _serving(options, trains=args.trains), folder)
         if not is_follower:
             from echo2.learner.rollouts.prompts import (
                 check_rewards_of,
@@ -123,7 +123,7 @@ def _daemon(options: LearnerOptions) -> Daemon:
 
     # Before the daemon runs: the other ranks wait here for this one, and the coordinator may take long.
     ranks = ranks_of_environment(options.config.learner.replicas)
-    return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
+    return LearnerDaemon(options, make_prepared=lambda o, f: prepare(o, f, ranks))
 
 
 def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
@@ -132,13 +132,13 @@ def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
 
     door = options.config.agent
     if not trains:
-        given = served_options(options)
-        return LearnerDaemon(given, make_prepared=lambda o, f: prepare_served(o, f, door), make_server=VersionServer)
+        served = served_options(options)
+        return LearnerDaemon(served, make_prepared=lambda o, f: prepare_served(o, f, door), make_server=VersionServer)
     require_extra("tinker", "--trains")
     from echo2.learner.driven import driven_server, prepare_driven
 
-    given = served_options(options, trains=True)
-    return LearnerDaemon(given, make_prepared=lambda o, f: prepare_driven(o, f, door), make_server=driven_server)
+    served = served_options(options, trains=True)
+    return LearnerDaemon(served, make_prepared=lambda o, f: prepare_driven(o, f, door), make_server=driven_server)
 
 
 if __name__ == "__main__":

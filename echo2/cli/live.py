@@ -120,11 +120,11 @@ class LastMove:
         if state.status is not None:
             learner = state.status.learner
             steps += (learner.step, learner.newest_version)
-            beats = tuple((one.heartbeat.version, one.heartbeat.sampled_tokens) for one in state.status.workers)
+            beats = tuple((w.heartbeat.version, w.heartbeat.sampled_tokens) for w in state.status.workers)
         if steps != self._steps:
             self._steps, self.stepped_at = steps, now
-        if (seen := (*steps, *beats)) != self._seen:
-            self._seen, self.at = seen, now
+        if (progress := (*steps, *beats)) != self._seen:
+            self._seen, self.at = progress, now
         return max(now - self.at, (now - self.stepped_at) / STILL_STEPS)
 
 

@@ -23,16 +23,16 @@ RUN = "the run's folder (RUNS/NAME), an operator's link, or @FILE with one"  # h
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
-    own, rest = parser.parse_known_args(with_values(arguments))
-    if rest and not own.takes_overrides:
+    args, rest = parser.parse_known_args(with_values(arguments))
+    if rest and not args.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         check_options(rest, parser)
-        if own.needs_learner:
-            require_extra("learner", own.needs_learner)
+        if args.needs_learner:
+            require_extra("learner", args.needs_learner)
         with ended_by_interrupt():
-            command = resolve_name(own.command)
-        code = int(command(own, rest))
+            command = resolve_name(args.command)
+        code = int(command(args, rest))
         sys.stdout.flush()
         return code
     except EchoError as error:
@@ -195,28 +195,28 @@ def _with_model(parser: argparse.ArgumentParser) -> Callable[..., argparse.Actio
     return add
 
 
-def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
+def show_config(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from echo2.cli.sizing import resolved
     from echo2.config.load import to_toml  # imports pydantic, as slow as all the rest
     from echo2.tasks.built_in import trusted_text
 
-    config = config_of(own.files, own.preset, rest)
-    notes = {name: f"here: {found.value} ({found.why})" for name, found in resolved(config).items()}
-    print(to_toml(config, with_descriptions=not own.plain, notes={} if own.plain else notes))
+    config = config_of(args.files, args.preset, rest)
+    notes = {name: f"here: {value.value} ({value.why})" for name, value in resolved(config).items()}
+    print(to_toml(config, with_descriptions=not args.plain, notes={} if args.plain else notes))
     if config.task.trusted_rewards:
-        for name, args in config.task.asked:
-            print(f"# WARNING: {trusted_text(name, args)}", file=sys.stderr)
+        for name, task_args in config.task.asked:
+            print(f"# WARNING: {trusted_text(name, task_args)}", file=sys.stderr)
     return 0
 
 
-def export(own: argparse.Namespace, _: Sequence[str]) -> int:
-    folder = inner if (inner := own.run / "learner").is_dir() else own.run
+def export(args: argparse.Namespace, _: Sequence[str]) -> int:
+    folder = inner if (inner := args.run / "learner").is_dir() else args.run
     if not (folder / "checkpoints").is_dir():
-        raise ConfigError(f"{own.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
+        raise ConfigError(f"{args.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
     from echo2.learner.startup import export_run  # imports torch
 
-    step = export_run(folder, own.target, own.model)
-    print(f"{own.target}: the policy after step {step}")
+    step = export_run(folder, args.target, args.model)
+    print(f"{args.target}: the policy after step {step}")
     return 0
 
 

@@ -36,10 +36,10 @@ _Answer = TypeVar("_Answer")
 
 
 class OperatorClient:
-    """Use as `async with OperatorClient.at(link, folder) as operator`. `whose`: the coordinator, for errors."""
+    """Use as `async with OperatorClient.at(link, folder) as operator`. `origin`: the coordinator, for errors."""
 
-    def __init__(self, stub: coordinator_pb2_grpc.OperatorStub, whose: str) -> None:
-        self._stub, self._whose = stub, whose
+    def __init__(self, stub: coordinator_pb2_grpc.OperatorStub, origin: str) -> None:
+        self._stub, self._origin = stub, origin
 
     @classmethod
     @asynccontextmanager
@@ -51,11 +51,11 @@ class OperatorClient:
             save_credentials(folder, credentials)
         else:
             await find_coordinator(link, None, credentials, lambda new: save_credentials(folder, new))
-        whose = f"coordinator {link.peer_id} at {link.address}"
+        origin = f"coordinator {link.peer_id} at {link.address}"
         async with open_channel(
             credentials.coordinator_address, credentials.coordinator_peer_id, credentials
         ) as channel:
-            yield cls(coordinator_pb2_grpc.OperatorStub(channel), whose)
+            yield cls(coordinator_pb2_grpc.OperatorStub(channel), origin)
 
     async def status(self) -> coordinator_pb2.RunStatus:
         return await self._answer(self._stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
@@ -82,7 +82,7 @@ class OperatorClient:
             # What the coordinator says of the request.
             if text and isinstance(kind, type) and issubclass(kind, EchoError):
                 raise (ConfigError if kind is MalformedMessage else kind)(text) from None
-            raise error_of(error, self._whose) from None
+            raise error_of(error, self._origin) from None
 
 
 OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs of a user
@@ -122,18 +122,18 @@ def _trained(folder: Path) -> str:
     return f"{counted(len(state.rewards), 'step')} trained, reward {state.rewards[-1]:.2f}{held_out}; "
 
 
-def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
+def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
     from echo2.cli.live import ScreenState, draw, phase_of  # which asks by OperatorClient itself
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
 
-    folder = Path(own.run)
+    folder = Path(args.run)
     if is_reported(folder):
-        print((folder / SUMMARY).read_text() if own.json else read_report(folder).text)
+        print((folder / SUMMARY).read_text() if args.json else read_report(folder).text)
         return 0
     if (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder))):
         raise Unreachable(f"{folder}: no process of the run is at work; {_trained(folder)}the same `echo2 run` goes on")
-    status = answered(own.run, OperatorClient.status)
-    if own.json:
+    status = answered(args.run, OperatorClient.status)
+    if args.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
     elif status.finished and (folder / "learner" / "metrics.jsonl").is_file():
         print(write_report(folder, status).text)
@@ -144,10 +144,10 @@ def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
+def make_link(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 link`: prints a new join link, which cannot be shown again; returns the exit code."""
-    body = {"role": own.role, "lifetime_s": own.lifetime, "use_limit": own.uses, "label": own.label}
-    print(answered(own.run, lambda operator: operator.act("tokens", body))["join_link"])
+    body = {"role": args.role, "lifetime_s": args.lifetime, "use_limit": args.uses, "label": args.label}
+    print(answered(args.run, lambda operator: operator.act("tokens", body))["join_link"])
     return 0
 
 
@@ -162,9 +162,9 @@ WORDS = (
 """What follows the run's folder, as usage says it."""
 
 
-def control(own: argparse.Namespace, _: Sequence[str]) -> int:
-    name, body = request_of(own.words)
-    answer = answered(own.run, lambda operator: operator.act(name, body))
+def control(args: argparse.Namespace, _: Sequence[str]) -> int:
+    name, body = request_of(args.words)
+    answer = answered(args.run, lambda operator: operator.act(name, body))
     if name == "run/advice":
         print("\n".join(advice_lines(answer)))
     else:
@@ -222,4 +222,4 @@ def advice_lines(advice: dict[str, Any]) -> list[str]:
         else "for too short to say how much of the time"
     )
     lines.append(f"trains   {share}; {ends}")
-    return [*lines, *(f"assumed  {one}" for one in advice["assumed"])]
+    return [*lines, *(f"assumed  {assumption}" for assumption in advice["assumed"])]

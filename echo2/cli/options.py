@@ -29,16 +29,16 @@ class Parser(argparse.ArgumentParser):
 
     def _explained(self, message: str) -> str:
         """Argparse's own texts name neither what was expected nor what came."""
-        if found := re.fullmatch(r"unrecognized arguments: (.*)", message):
-            return unknown(found[1].split(), all_options(self))
-        if found := re.fullmatch(r"argument (\S+): invalid choice: (.+?) \(choose from (.*)\)", message):
-            name, came, known = found[1], found[2].strip("'"), found[3].replace("'", "")
+        if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
+            return unknown(match[1].split(), all_options(self))
+        if match := re.fullmatch(r"argument (\S+): invalid choice: (.+?) \(choose from (.*)\)", message):
+            name, value, known = match[1], match[2].strip("'"), match[3].replace("'", "")
             where = "" if name == "COMMAND" else f"{name}: "
-            return f"{where}expected one of {known}, got {came!r}{_perhaps(came, known.split(', '))}"
-        if found := re.fullmatch(r"the following arguments are required: (.*)", message):
-            return f"expected {found[1]}, got none; {self.prog} --help explains it"
-        if found := re.fullmatch(r"argument (\S+): invalid (\w+) value: (.*)", message):
-            return f"{found[1]}: expected {_KINDS.get(found[2], found[2])}, got {found[3]}"
+            return f"{where}expected one of {known}, got {value!r}{_perhaps(value, known.split(', '))}"
+        if match := re.fullmatch(r"the following arguments are required: (.*)", message):
+            return f"expected {match[1]}, got none; {self.prog} --help explains it"
+        if match := re.fullmatch(r"argument (\S+): invalid (\w+) value: (.*)", message):
+            return f"{match[1]}: expected {_KINDS.get(match[2], match[2])}, got {match[3]}"
         return message.removeprefix("argument ")
 
 
@@ -56,11 +56,11 @@ def seconds(text: str) -> float:
 
 
 def all_options(parser: argparse.ArgumentParser) -> list[str]:
-    found = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    names = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found += [option for inner in action.choices.values() for option in all_options(inner)]
-    return found
+            names += [option for inner in action.choices.values() for option in all_options(inner)]
+    return names
 
 
 def unknown(words: Iterable[str], known: Iterable[str]) -> str:
@@ -73,8 +73,8 @@ def unknown(words: Iterable[str], known: Iterable[str]) -> str:
     return f"no such option: {first}{_perhaps(name, known)}"
 
 
-def _perhaps(came: str, known: list[str]) -> str:
-    near = get_close_matches(came, known, 1, 0.6)
+def _perhaps(value: str, known: list[str]) -> str:
+    near = get_close_matches(value, known, 1, 0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -108,9 +108,9 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
     """Returns the command's own arguments and the resolved config."""
-    own, rest = parser.parse_known_args(with_values(arguments))
+    args, rest = parser.parse_known_args(with_values(arguments))
     check_options(rest, parser)
-    return own, config_of(own.config, own.preset, rest)
+    return args, config_of(args.config, args.preset, rest)
 
 
 def config_of(files: Sequence[Path], preset: str | None, rest: Sequence[str]) -> RunConfig:

@@ -96,8 +96,8 @@ class TrainingBatch:
             versions[row, begin:end] = torch.tensor(sample.versions)
         rewards = torch.tensor([sample.reward for sample in self.samples])
         groups = torch.tensor([sample.group for sample in self.samples])
-        made = (token_ids, sampled, logprobs, versions, rewards, groups)
-        return PaddedBatch(*(tensor.to(device) for tensor in made))
+        arrays = (token_ids, sampled, logprobs, versions, rewards, groups)
+        return PaddedBatch(*(tensor.to(device) for tensor in arrays))
 
 
 class Run:

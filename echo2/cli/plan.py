@@ -46,29 +46,29 @@ START_S, LOAD_BYTES_PER_S = 60.0, 1e9
 DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to 0.9 % measured, plus the container
 
 
-def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    config = config_of(own.files, own.preset, rest)
-    catalogue = load_catalogue(own.catalogue)
-    fleet = read_toml(own.fleet) if own.fleet else {}
-    question, origin = question_of(config, fleet, catalogue, own.billions)
-    for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
+def run_plan(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = config_of(args.files, args.preset, rest)
+    catalogue = load_catalogue(args.catalogue)
+    fleet = read_toml(args.fleet) if args.fleet else {}
+    question, origin = question_of(config, fleet, catalogue, args.billions)
+    for name, value in [pair for text in args.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
     from echo2.cli import plan_text  # imports the planner, needed only here
 
     prompt = config.sampling.max_prompt_tokens / 2  # assumes prompts of half the longest length
     audit_s = audit_s_per_step(config, prompt, question.tokens.mean, question.learner.train_s)
-    run = plan_text.PlannedRun(config.learner.steps, origin, *assumptions(fleet, own.what_if))
+    run = plan_text.PlannedRun(config.learner.steps, origin, *assumptions(fleet, args.what_if))
     answer = plan_text.planned(question)
-    if own.json:
+    if args.json:
         print(json.dumps(plan_text.as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
         return 0
-    plan_text.print_answer(question, answer, run, own.explain)
+    plan_text.print_answer(question, answer, run, args.explain)
     plan_text.print_fits(question, answer)
     gpu, count = learner_gpus(config, fleet, question.model, catalogue)
     bytes_each = gpu.memory_bytes
     machine = LearnerMachine(0, memory_bytes=bytes_each) if gpu.name == CPU else LearnerMachine(count, bytes_each)
     short = sizing.shortages(config, question.model, machine)
-    lacks = "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in short)
+    lacks = "".join(f"; {need.what} is SHORT: {need.text}; what would fit: {need.would_fit}" for need in short)
     plan_text.print_lines(sizing.learner_line(config, question.model, machine) + lacks)
     scores = "off" if audit_s is None else f"the learner scores {format_seconds(audit_s)} a step on its own device"
     plan_text.print_lines(f"audit: {scores}")
@@ -80,7 +80,7 @@ def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[b
     lengths, tables = fleet.get("lengths", {}), fleet.get("worker")
     has_mean = isinstance(lengths, Mapping) and "mean_tokens" in lengths
     changed = {name for text in what_ifs for name, _ in parse_what_if(text)}
-    priced = isinstance(tables, list) and all("price_usd_per_hour" in one for one in tables)  # question_of read them
+    priced = isinstance(tables, list) and all("price_usd_per_hour" in row for row in tables)  # question_of read them
     return not has_mean and "mean" not in changed, not priced
 
 
@@ -94,10 +94,10 @@ def load_catalogue(path: Path | None) -> dict[str, GpuType]:
 class Fields:
     """One TOML table, read by name; every error names table, field, value and what was expected."""
 
-    def __init__(self, whose: str, table: object) -> None:
+    def __init__(self, name: str, table: object) -> None:
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{whose}: expected a table, got {table!r}")
-        self.whose, self.table = whose, dict(table)
+            raise ConfigError(f"{name}: expected a table, got {table!r}")
+        self.table_name, self.table = name, dict(table)
 
     def number(self, name: str, default: float) -> float:
         return float(self._taken(name, default, (int, float), "a number"))
@@ -113,12 +113,12 @@ class Fields:
         try:
             return float(parse(value))
         except ConfigError as error:
-            raise ConfigError(f"{self.whose}: {name}: {error}") from None
+            raise ConfigError(f"{self.table_name}: {name}: {error}") from None
 
     def _taken(self, name: str, default: object, kinds: tuple[type, ...], expected: str) -> Any:
         value = self.table.pop(name, default)
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ConfigError(f"{self.whose}: {name}: expected {expected}, got {value!r}")
+            raise ConfigError(f"{self.table_name}: {name}: expected {expected}, got {value!r}")
         return value
 
     def link(self, uplink: float, downlink: float, rtt_s: float) -> LinkEstimate:
@@ -130,7 +130,7 @@ class Fields:
     def done(self) -> None:
         """Raises `ConfigError` if any field was not taken."""
         if self.table:
-            raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
+            raise ConfigError(f"{self.table_name}: no such field: {', '.join(sorted(self.table))}")
 
 
 def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: int = 1) -> PoolOffer:
@@ -140,7 +140,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
     provider = fields.text("provider", "")
     tokens_per_s = fields.number("tokens_per_s", 0.0)
-    made = PoolOffer(
+    offer = PoolOffer(
         gpu=gpu.name,
         count=int(fields.number("count", 1)),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour),
@@ -157,7 +157,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
     )
     fields.text("origin", "")
     fields.done()
-    return made
+    return offer
 
 
 def question_of(
@@ -167,8 +167,8 @@ def question_of(
     source of the model's size. `billions`: parameters of the model, if neither the fleet file nor the model's config says them."""
     model = Fields("model", fleet.get("model", {}))
     if "billions" in model.table:
-        own = model.number("billions", 0.0)
-        billions = own if billions is None else billions
+        declared = model.number("billions", 0.0)
+        billions = declared if billions is None else billions
     if billions is None:
         size, origin = sizing.model_of(config.model.path)
     elif 0 < billions <= BILLIONS_MAX:
@@ -190,7 +190,7 @@ def question_of(
         kinds = [gpu for gpu in catalogue.values() if gpu.name != CPU]
         offers = [PoolOffer(gpu.name, MARKET_COUNT, gpu.usd_per_hour, link) for gpu in kinds]
     else:
-        offers = [offer_of(one, i, catalogue) for i, one in enumerate(tables)]
+        offers = [offer_of(table, i, catalogue) for i, table in enumerate(tables)]
     machine = learner_gpus(config, fleet, size, catalogue)
     learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, machine)
     for fields in (model, lengths):
@@ -220,7 +220,7 @@ def _learner(
     copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size), run.optimizer_state)
     copied_s = fields.seconds("checkpoint", copied / (CHECKPOINT_BYTES_PER_S * gpu_count))
     idle_s = copied_s / (config.learner.checkpoint_every_steps or steps_between(copied_s, train_s, train_s))
-    made = LearnerEstimate(
+    learner = LearnerEstimate(
         rollouts_per_step=batch + evaluation,
         evaluation_rollouts=evaluation,
         train_s=train_s + idle_s,
@@ -237,14 +237,14 @@ def _learner(
     for name in ("gpu", "gpu_count", "origin"):
         fields.table.pop(name, None)
     fields.done()
-    return made.dropping(dropped)
+    return learner.dropping(dropped)
 
 
 def evaluation_rollouts(config: RunConfig) -> float:
     """Returns the rollouts per step, on average, that workers generate for evaluations."""
     task = config.task
-    own = sum(task.held_out.values()) * task.eval_samples
-    return (own + sum(one.prompts * one.samples for one in task.eval_sets.values())) / task.eval_every_steps
+    main_set = sum(task.held_out.values()) * task.eval_samples
+    return (main_set + sum(each.prompts * each.samples for each in task.eval_sets.values())) / task.eval_every_steps
 
 
 def learner_gpus(
@@ -261,53 +261,53 @@ def learner_gpus(
     return gpu, max(1, count)
 
 
-def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
+def run_offers(args: argparse.Namespace, rest: Sequence[str]) -> int:
     logging.basicConfig(format="echo2: %(message)s", level=logging.WARNING)
-    config = config_of(own.files, own.preset, rest)
-    gpus = load_catalogue(own.catalogue)
-    question, origin = question_of(config, {}, gpus, own.billions)
+    config = config_of(args.files, args.preset, rest)
+    gpus = load_catalogue(args.catalogue)
+    question, origin = question_of(config, {}, gpus, args.billions)
     size = question.model
-    if own.recorded is not None:
-        found = recorded(own.recorded)
+    if args.recorded is not None:
+        offers = recorded(args.recorded)
     else:
-        found = newest(kept_file(), gpus, must_fetch=own.refresh, may_fetch=not own.offline, age_max_s=own.max_age)
-    if own.record is not None:
-        keep(found, own.record)
-    spot = True if own.spot else False if own.on_demand else None
+        offers = newest(kept_file(), gpus, must_fetch=args.refresh, may_fetch=not args.offline, age_max_s=args.max_age)
+    if args.record is not None:
+        keep(offers, args.record)
+    spot = True if args.spot else False if args.on_demand else None
     wish = OfferFilter(
-        tuple(one.lower() for one in own.provider), tuple(one.lower() for one in own.gpu), own.region, spot,
-        own.usd_per_hour_max,
+        tuple(row.lower() for row in args.provider), tuple(row.lower() for row in args.gpu), args.region, spot,
+        args.usd_per_hour_max,
     )  # fmt: skip
-    rows = ranked(found.offers, size, lengths_of(config), gpus, question.tokens_in_cache, wish)
+    rows = ranked(offers.offers, size, lengths_of(config), gpus, question.tokens_in_cache, wish)
     if not rows:
-        raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")
-    rows.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))
-    if own.json:
-        print(json.dumps([_plain(one) for one in rows[: own.rows or None]], indent=2))
+        raise ConfigError(f"offers: expected one that passes the filters, none of {len(offers.offers)} does")
+    rows.sort(key=lambda row: (bool(row.refusal), SORTS[args.sort](row)))
+    if args.json:
+        print(json.dumps([_plain(row) for row in rows[: args.rows or None]], indent=2))
         return 0
     best: dict[str, Ranked] = {}
-    for one in rows:
-        best.setdefault(one.kind or one.offer.gpu, one)
-    shown = list(best.values()) if own.rows is None else rows[: own.rows or None]
+    for row in rows:
+        best.setdefault(row.kind or row.offer.gpu, row)
+    best_rows = list(best.values()) if args.rows is None else rows[: args.rows or None]
     from rich.console import Console
 
-    console, age_s = Console(highlight=False), found.age_s(unix_now())
+    console, age_s = Console(highlight=False), offers.age_s(unix_now())
     aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
     console.print(
         f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens\n"
-        f"{len(rows)} offers from {found.source}{aged}\n"
+        f"{len(rows)} offers from {offers.source}{aged}\n"
         "Rates are predicted from data sheets; 9 of 10 machines are expected within the interval.",
     )
-    console.print(_table([one for one in shown if not one.refusal]))
-    refused = {f"{one.kind or one.offer.gpu} ({one.refusal})": None for one in rows if one.refusal}
+    console.print(_table([row for row in best_rows if not row.refusal]))
+    refused = {f"{row.kind or row.offer.gpu} ({row.refusal})": None for row in rows if row.refusal}
     if refused:
         console.print(f"not for this model: {'; '.join(refused)}")
-    if own.rows is None:
+    if args.rows is None:
         console.print("One row a kind of GPU, its best; --rows 0 shows every offer.")
     return 0
 
 
-def _table(shown: Sequence[Ranked]) -> Any:
+def _table(rows: Sequence[Ranked]) -> Any:
     """Fits 80 columns, as long as no region has more than 16 letters."""
     from rich import box
     from rich.table import Table
@@ -315,16 +315,16 @@ def _table(shown: Sequence[Ranked]) -> Any:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("machine", "of", "USD/h", "tokens/s", "USD per million tokens"):
         table.add_column(column, justify="right" if "/" in column else "left", overflow="fold")
-    for one in shown:
-        offer = one.offer
-        usd = f"{one.usd_per_million:.3f} ({one.usd_low:.3f} to {one.usd_high:.3f})"
-        egress = f", and {one.egress_usd_per_gib:.3f} a GiB sent" if one.egress_usd_per_gib else ""
+    for row in rows:
+        offer = row.offer
+        usd = f"{row.usd_per_million:.3f} ({row.usd_low:.3f} to {row.usd_high:.3f})"
+        egress = f", and {row.egress_usd_per_gib:.3f} a GiB sent" if row.egress_usd_per_gib else ""
         table.add_row(
-            f"{offer.gpu_count} x {one.kind or offer.gpu}", f"{offer.provider} {offer.region}".strip(),
-            f"{offer.usd_per_hour:.3f}{' spot' if offer.is_spot else ''}", f"{one.tokens_per_s:.0f}", usd + egress,
+            f"{offer.gpu_count} x {row.kind or offer.gpu}", f"{offer.provider} {offer.region}".strip(),
+            f"{offer.usd_per_hour:.3f}{' spot' if offer.is_spot else ''}", f"{row.tokens_per_s:.0f}", usd + egress,
         )  # fmt: skip
     return table
 
 
-def _plain(one: Ranked) -> dict[str, object]:
-    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(one).items()}
+def _plain(row: Ranked) -> dict[str, object]:
+    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(row).items()}

@@ -41,22 +41,22 @@ def alternatives(question: PlanQuestion, answer: Plan) -> dict[str, Plan | None]
         return {"cheapest": answer}
     snapshot, wishes = question.snapshot(), question.wishes
     fast = replace(wishes, target_utilisation=1.0, add_margin=0.25)
-    equal = [replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers]
+    equal = [replace(w, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for w in snapshot.workers]
     alike = replace(snapshot, workers=tuple(equal))
     if (fewest := feasible_plan(alike, replace(wishes, usd_per_hour_cap=math.inf, usd_budget=math.inf))) is not None:
-        prices = {one.worker_id: one.price_usd_per_hour for one in snapshot.workers}
+        prices = {w.worker_id: w.price_usd_per_hour for w in snapshot.workers}
         priced, useful = sum(prices[worker] for worker in fewest.pool), _useful_per_hour(question, fewest)
         usd = (priced + question.learner.price_usd_per_hour) / useful if useful > 0 else math.inf
         fewest = replace(fewest, usd_per_hour=priced, usd_per_useful_rollout=usd)
-    found = {"cheapest": answer, "fastest": feasible_plan(snapshot, fast), "fewest workers": fewest}
+    pools = {"cheapest": answer, "fastest": feasible_plan(snapshot, fast), "fewest workers": fewest}
     default = max(1, wishes.staleness_bound - 1)
     if not wishes.fixed_kappa and answer.kappa != default:
-        found[f"kappa = S-1 = {default}"] = feasible_plan(snapshot, replace(wishes, fixed_kappa=default))
-    cards = tuple(replace(one, gpus=1) for one in question.offers if one.gpus in (0, 1) and one.count)
+        pools[f"kappa = S-1 = {default}"] = feasible_plan(snapshot, replace(wishes, fixed_kappa=default))
+    cards = tuple(replace(card, gpus=1) for card in question.offers if card.gpus in (0, 1) and card.count)
     if cards and any(question.prior(offer).gpu_count > 1 for offer in pool_offers(question, answer)):
         with contextlib.suppress(ResourceError):  # on no single card does the model fit
-            found["single cards"] = feasible_plan(replace(question, offers=cards).snapshot(), wishes)
-    return found
+            pools["single cards"] = feasible_plan(replace(question, offers=cards).snapshot(), wishes)
+    return pools
 
 
 def pool_by_kind(answer: Plan) -> dict[str, int]:
@@ -95,38 +95,38 @@ def costs_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str,
 
 
 def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, object]:
-    told = dataclasses.asdict(answer)
-    told["binding"] = answer.binding.value
-    for term in told["terms"]:
+    answer_json = dataclasses.asdict(answer)
+    answer_json["binding"] = answer.binding.value
+    for term in answer_json["terms"]:
         kind = term["limit_kind"]
         term |= {"limit_kind": kind.value, "formula": kind.formula}
-    told["pool_by_kind"] = pool_by_kind(answer)
-    told["machines"] = [
+    answer_json["pool_by_kind"] = pool_by_kind(answer)
+    answer_json["machines"] = [
         dict(zip(FIT_COLUMNS, row, strict=True))
         for row in fit_rows(question.model, question.lengths, question.catalogue.values())
     ]
-    told["prefill"] = {
+    answer_json["prefill"] = {
         offer.key: {"is_measured": question.is_measured(offer), **dataclasses.asdict(question.prefill_cost(offer))}
         for offer in pool_offers(question, answer)
     }
-    told["left_out"] = {offer.machine: would for offer, would in question.refused.items()}
-    told["staleness_bound"] = question.wishes.staleness_bound
-    told["learner"] = dataclasses.asdict(question.learner)
-    told["model"] = {"billions": question.model.billions, "origin": run.origin}
+    answer_json["left_out"] = {offer.machine: would for offer, would in question.refused.items()}
+    answer_json["staleness_bound"] = question.wishes.staleness_bound
+    answer_json["learner"] = dataclasses.asdict(question.learner)
+    answer_json["model"] = {"billions": question.model.billions, "origin": run.origin}
     costs = costs_of(question, answer, run)  # JSON has no infinity
-    told["run"] = {name: value if math.isfinite(value) else None for name, value in costs.items()}
-    told["lengths"] = dataclasses.asdict(question.tokens) | {"mean_is_assumed": run.mean_is_assumed}
-    told["alternatives"] = {
+    answer_json["run"] = {name: value if math.isfinite(value) else None for name, value in costs.items()}
+    answer_json["lengths"] = dataclasses.asdict(question.tokens) | {"mean_is_assumed": run.mean_is_assumed}
+    answer_json["alternatives"] = {
         name: {
-            "kappa": one.kappa, "workers": len(one.pool), "usd_per_hour": one.usd_per_hour,
-            "predicted_utilisation": one.predicted_utilisation, "is_feasible": one.is_feasible,
-            "pool_by_kind": pool_by_kind(one),
+            "kappa": item.kappa, "workers": len(item.pool), "usd_per_hour": item.usd_per_hour,
+            "predicted_utilisation": item.predicted_utilisation, "is_feasible": item.is_feasible,
+            "pool_by_kind": pool_by_kind(item),
         }
-        for name, one in alternatives(question, answer).items() if one is not None
+        for name, item in alternatives(question, answer).items() if item is not None
     }  # fmt: skip
     if not answer.is_feasible:
-        told["advice"] = [dataclasses.asdict(one) for one in advice_of(question, answer)]
-    return told
+        answer_json["advice"] = [dataclasses.asdict(item) for item in advice_of(question, answer)]
+    return answer_json
 
 
 # ---- printing
@@ -183,13 +183,13 @@ PRICES_ASSUMED = "assumed, mid 2026, 0.5-2 times (echo2 offers lists real ones; 
 
 
 def _step_text(learner: LearnerEstimate) -> str:
-    told = f"{learner.trained_rollouts} rollouts"
+    text = f"{learner.trained_rollouts} rollouts"
     if learner.evaluation_rollouts:
-        told += f" and {learner.evaluation_rollouts} of evaluations"
-    told += f", {format_seconds(learner.train_s - learner.idle_s)} of training"
+        text += f" and {learner.evaluation_rollouts} of evaluations"
+    text += f", {format_seconds(learner.train_s - learner.idle_s)} of training"
     if learner.idle_s >= 5e-4 * learner.train_s:
-        told += f", {format_seconds(learner.idle_s)} of checkpoints"
-    return told
+        text += f", {format_seconds(learner.idle_s)} of checkpoints"
+    return text
 
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
@@ -231,12 +231,12 @@ def _print_what_would_do(question: PlanQuestion, answer: Plan) -> None:
     busy, target = f"{answer.predicted_utilisation:.0%} of the time", f"{question.wishes.target_utilisation:.0%}"
     what = "this budget" if term.limit_kind is Limit.USD_BUDGET else "these machines"
     print_lines(f"not feasible with {what}: the learner would train {busy}, not {target}: {term.text}", "bold")
-    found = advice_of(question, answer)
-    for advice in found:
+    notes = advice_of(question, answer)
+    for advice in notes:
         print_lines(
             f"would do {advice.change}; workers ${advice.usd_per_hour:.2f}/h\n         --what-if {advice.what_if}"
         )
-    if not found:
+    if not notes:
         print_lines("no change of one or two of S, uplink, machines, cap, budget and learner up to 64-fold would do")
 
 
@@ -265,14 +265,14 @@ def _print_alternatives(question: PlanQuestion, answer: Plan) -> None:
         "alternatives, workers and learner together",
         "plan", "steps a version", "pool", "$/h", "$ per 1000 rollouts", "busy", "spread in", "in flight",
     )  # fmt: skip
-    for name, one in alternatives(question, answer).items():
-        if one is None:
+    for name, plan in alternatives(question, answer).items():
+        if plan is None:
             table.add_row(name, "", "not feasible", *[""] * 5)
             continue
         table.add_row(
-            name, str(one.kappa), _pool(question, one), f"{one.usd_per_hour + question.learner.price_usd_per_hour:.2f}",
-            f"{1000 * one.usd_per_useful_rollout:.3f}", f"{one.predicted_utilisation:.0%}",
-            format_seconds(one.broadcast_s), str(one.in_flight_cap_rollouts),
+            name, str(plan.kappa), _pool(question, plan), f"{plan.usd_per_hour + question.learner.price_usd_per_hour:.2f}",
+            f"{1000 * plan.usd_per_useful_rollout:.3f}", f"{plan.predicted_utilisation:.0%}",
+            format_seconds(plan.broadcast_s), str(plan.in_flight_cap_rollouts),
         )  # fmt: skip
     _console().print(table)
 
@@ -329,7 +329,9 @@ def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
 
 
 def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
-    charged = {one.provider or one.gpu: one.egress_usd_per_gib for one in question.offers if one.egress_usd_per_gib}
+    charged = {
+        card.provider or card.gpu: card.egress_usd_per_gib for card in question.offers if card.egress_usd_per_gib
+    }
     sent = question.learner.sent_gib_per_hour(kappa)
     each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))
     return [f"egress      {sent:.3g} GiB/h a worker: {each} (in its price)"] if charged else []

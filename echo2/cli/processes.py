@@ -51,8 +51,8 @@ class Children:
         lock: RunLock,
     ) -> None:
         self.run_folder, self.commands, self.worker_python = run_folder, commands, worker_python
-        own = {"TOKENIZERS_PARALLELISM": "false", PARENT: str(os.getpid())}
-        self.environment = {**os.environ, **own, **environment}
+        ours = {"TOKENIZERS_PARALLELISM": "false", PARENT: str(os.getpid())}
+        self.environment = {**os.environ, **ours, **environment}
         self._lock = lock
         self._alone_since: float | None = None
         self.processes: dict[str, asyncio.subprocess.Process] = {}
@@ -249,21 +249,21 @@ def held_by_hand(folder: Path) -> Iterator[tuple[str, int]]:
 TAIL_BYTES = 2000  # of each log at first: some twenty lines
 
 
-def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
-    shared, found = samples_of(_folder(own.run))
-    if not found:
+def samples(args: argparse.Namespace, _: Sequence[str]) -> int:
+    shared, shown = samples_of(_folder(args.run))
+    if not shown:
         raise StateError(
-            f"{own.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
+            f"{args.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
         )
     if shared:
         print(wrapped(f"each prompt begins {shared!r}", 4), end="\n\n")
-    print("\n\n".join("\n".join(wrapped(line, 4) for line in one.lines()) for one in found))
+    print("\n\n".join("\n".join(wrapped(line, 4) for line in sample.lines()) for sample in shown))
     return 0
 
 
-def tail(own: argparse.Namespace, _: Sequence[str]) -> int:
+def tail(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 tail`: follows the logs until Ctrl-C, or until no process of the run is left; returns the exit code."""
-    folder = _folder(own.run)
+    folder = _folder(args.run)
     if not (folder / "logs").is_dir():
         raise StateError(
             f"{folder}: expected logs of `echo2 run`, found none: programs started by hand log to their own terminals"
@@ -285,23 +285,23 @@ def tail(own: argparse.Namespace, _: Sequence[str]) -> int:
         time.sleep(LOOK_S)
 
 
-def stop(own: argparse.Namespace, _: Sequence[str]) -> int:
+def stop(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 stop`: returns the exit code once every process of the run has ended."""
-    holders = holders_of(_folder(own.run))
+    holders = holders_of(_folder(args.run))
     if STARTER not in holders:
         raise StateError(
-            f"{own.run}: expected `echo2 run` at work in it, found none; `echo2 ctl {own.run} stop` ends one that goes on elsewhere"
+            f"{args.run}: expected `echo2 run` at work in it, found none; `echo2 ctl {args.run} stop` ends a run elsewhere"
         )
     os.kill(holders[STARTER], signal.SIGINT)
-    while holders_of(own.run):
+    while holders_of(args.run):
         time.sleep(LOOK_S)
-    print(f"{own.run}: stopped; the same `echo2 run` goes on from what it saved")
+    print(f"{args.run}: stopped; the same `echo2 run` goes on from what it saved")
     return 0
 
 
 def _folder(folder: Path) -> Path:
     """`echo2 run` keeps run.toml in it; programs started by hand have folders of their own there."""
     if not any((folder / part).exists() for part in ("run.toml", "coordinator", "learner")):
-        seen = "neither run.toml nor coordinator nor learner in it" if folder.is_dir() else "no such folder"
-        raise ConfigError(f"{folder}: expected a run's folder (RUNS/NAME), found {seen}")
+        problem = "neither run.toml nor coordinator nor learner in it" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"{folder}: expected a run's folder (RUNS/NAME), found {problem}")
     return folder

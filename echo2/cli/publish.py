@@ -19,17 +19,17 @@ _ANSWER_WITHIN_S = 600.0  # 70 billion parameters from a disk of 250 MB/s
 _FETCH_WITHIN_S = 60.0  # of silence
 
 
-def publish(own: argparse.Namespace, _: Sequence[str]) -> int:
-    learner = own.run if (own.run / "gateway.url").exists() else own.run / "learner"
+def publish(args: argparse.Namespace, _: Sequence[str]) -> int:
+    learner = args.run if (args.run / "gateway.url").exists() else args.run / "learner"
     try:
         url, key = (learner / "gateway.url").read_text().strip(), (learner / "gateway.key").read_text().strip()
     except OSError:
-        raise ConfigError(f"--run: expected the folder of a run that echo2 serve serves, got {own.run}") from None
+        raise ConfigError(f"--run: expected the folder of a run that echo2 serve serves, got {args.run}") from None
     with tempfile.TemporaryDirectory(dir=learner) as scratch:
-        is_url = urlsplit(own.folder).scheme in ("http", "https")
-        folder = fetched(own.folder, Path(scratch)) if is_url else Path(own.folder).resolve()
-        told = handed_in(url, key, {"version": own.version, "folder": str(folder), "is_last": own.last})
-    print(f"version {told['newest_version']} is on its way to the fleet")
+        is_url = urlsplit(args.folder).scheme in ("http", "https")
+        folder = fetched(args.folder, Path(scratch)) if is_url else Path(args.folder).resolve()
+        answer = handed_in(url, key, {"version": args.version, "folder": str(folder), "is_last": args.last})
+    print(f"version {answer['newest_version']} is on its way to the fleet")
     return 0
 
 
@@ -39,15 +39,15 @@ def handed_in(url: str, key: str, body: dict[str, object]) -> dict[str, object]:
     request = Request(f"{url}/v1/versions", json.dumps(body).encode(), headers)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=_ANSWER_WITHIN_S) as answer:
-            told: dict[str, object] = json.load(answer)
+            reply: dict[str, object] = json.load(answer)
     except HTTPError as error:
-        told = json.load(error)
+        reply = json.load(error)
     except OSError as error:
         raise Unreachable(f"{url}: expected the gateway of echo2 serve there: {error}") from None
-    if "error" in told:
-        refused = told["error"]
+    if "error" in reply:
+        refused = reply["error"]
         raise ConfigError(str(refused["message"] if isinstance(refused, dict) else refused))
-    return told
+    return reply
 
 
 def fetched(url: str, scratch: Path) -> Path:

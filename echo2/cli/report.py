@@ -59,7 +59,8 @@ def read_report(run_folder: Path) -> RunReport:
         raise StateError(f"run folder {run_folder}: expected {SUMMARY} of a finished run, found none")
     facts = json.loads(path.read_text())
     lines = ["", *(wrapped(f"{label:<22} {text}", 23) for label, text in _entries(run_folder, facts))]
-    lines += [wrapped(f"  {line}", 6) for one in samples_of(run_folder)[1][:SAMPLES_SHOWN] for line in one.lines()]
+    samples = samples_of(run_folder)[1][:SAMPLES_SHOWN]
+    lines += [wrapped(f"  {line}", 6) for sample in samples for line in sample.lines()]
     lines += [wrapped(f"PROBLEM: {problem}", 9) for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
 
@@ -148,9 +149,8 @@ def _facts(
         "usd_spent": round(status.usd_spent, 6),
         "usd_useful": round(status.usd_useful, 6),
         "versions_equal": {
-            one.name if names[one.name] == 1 else f"{one.name} {one.peer_id}": one.heartbeat.fingerprint
-            == learner.fingerprint
-            for one in status.workers
+            w.name if names[w.name] == 1 else f"{w.name} {w.peer_id}": w.heartbeat.fingerprint == learner.fingerprint
+            for w in status.workers
             if learner.fingerprint
         },
         "fingerprint": learner.fingerprint,
@@ -240,7 +240,7 @@ def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str
     """Writes report.html in the dashboard's own style, with its pictures inside. `names`: of the workers, by peer id."""
     escape = html.escape
     rows = "".join(f"<tr><th scope=row>{escape(a)}<td>{escape(b)}" for a, b in _entries(run_folder, facts))
-    problems = "".join(f'<div class="banner">{escape(one)}</div>' for one in facts["problems"])
+    problems = "".join(f'<div class="banner">{escape(problem)}</div>' for problem in facts["problems"])
     plots = "".join(
         f'<section class="panel span4"><img style="width:100%" alt="{path.stem}" src="data:image/png;base64,'
         f'{base64.b64encode(path.read_bytes()).decode()}"></section>'
@@ -248,10 +248,10 @@ def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str
         if path.is_file()
     )
     samples = "".join(
-        f"<tr><td class=completion>{escape(one.prompt)}<td class=completion>{escape(one.answer)}"
-        f"<td class=completion>{escape(one.before)}<td class=n>{one.reward_before:.2f}"
-        f"<td class=completion>{escape(one.after)}<td class=n>{one.reward_after:.2f}"
-        for one in samples_of(run_folder)[1]
+        f"<tr><td class=completion>{escape(sample.prompt)}<td class=completion>{escape(sample.answer)}"
+        f"<td class=completion>{escape(sample.before)}<td class=n>{sample.reward_before:.2f}"
+        f"<td class=completion>{escape(sample.after)}<td class=n>{sample.reward_after:.2f}"
+        for sample in samples_of(run_folder)[1]
     )
     name = escape(run_folder.name)
     style, rollouts = _static("page.css"), _rollouts_section(run_folder, names)
@@ -292,9 +292,9 @@ def _rollouts_section(run_folder: Path, names: Mapping[str, str]) -> str:
         for tag, name in (("details", "rollouts"), ("dialog", "rollout-dialog"))
     )
     script = "".join(re.sub(r"^import .*$|^export ", "", _static(name), flags=re.M) for name in PARTS)
-    kept = json.dumps(answers).replace("<", "\\u003c")
+    rows = json.dumps(answers).replace("<", "\\u003c")
     return (
-        f'{panel.replace(" span7", "")}</main>{dialog}<script type="application/json" id="rollouts-kept">{kept}</script>'
+        f'{panel.replace(" span7", "")}</main>{dialog}<script type="application/json" id="rollouts-kept">{rows}</script>'
         f"<script type=module>{script}</script>"
     )
 

@@ -108,17 +108,17 @@ def final_version() -> Callable[[coordinator_pb2.RunStatus], bool]:
     return is_over
 
 
-def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    config = config_of([own.file], own.preset, rest)
-    least = 0 if own.is_served else 1
-    if not least <= own.workers <= WORKERS_MAX:
-        raise ConfigError(f"--workers: expected {least} to {WORKERS_MAX}, got {own.workers}")
-    check_start(config, trains=not own.is_served)
-    paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
-    how = ["serve", *(["--trains"] if own.trains else [])] if own.is_served else ["join"]
-    workers: dict[str, list[str]] = {f"w{number}": [] for number in range(1, own.workers + 1)}
+def run_here(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = config_of([args.file], args.preset, rest)
+    least = 0 if args.is_served else 1
+    if not least <= args.workers <= WORKERS_MAX:
+        raise ConfigError(f"--workers: expected {least} to {WORKERS_MAX}, got {args.workers}")
+    check_start(config, trains=not args.is_served)
+    paths = [str(args.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
+    how = ["serve", *(["--trains"] if args.trains else [])] if args.is_served else ["join"]
+    workers: dict[str, list[str]] = {f"w{number}": [] for number in range(1, args.workers + 1)}
     run = LocalRun(config, workers, {"PYTHONPATH": os.pathsep.join(paths)}, learner=how)
     lock, console = RunLock(run.folder), Console()  # before anything is written
     console.print(f"run folder {run.folder}, logs in {run.folder / 'logs'}", highlight=False, soft_wrap=True)
-    asyncio.run(run.run(console, own.plain, lock))
+    asyncio.run(run.run(console, args.plain, lock))
     return 0

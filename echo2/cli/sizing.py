@@ -36,8 +36,8 @@ FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "token
 def model_of(path: str) -> tuple[ModelSize, str]:
     """Returns the model's size and the source of it: config.json in a local folder, then in the hub's cache on this machine, then
     the built-in shapes. Raises ConfigError if the model is unknown."""
-    if (found := _known(path)) is not None:
-        return found
+    if (known := _known(path)) is not None:
+        return known
     ways = "give the parameters in billions by --billions, or [model] billions in the fleet file"
     if not path:
         raise ConfigError("model.path: expected a model, got none: give RUN.toml, or --model.path Qwen/Qwen3-4B")
@@ -53,8 +53,8 @@ def model_of(path: str) -> tuple[ModelSize, str]:
 
 def guessed_model_of(path: str) -> tuple[ModelSize, str]:
     """Like `model_of`, but guesses the size of an unknown model from the parameter count in its name."""
-    if (found := _known(path)) is not None:
-        return found
+    if (known := _known(path)) is not None:
+        return known
     billions = billions_in(path)
     origin = "a guess by its name" if billions else "a guess: model.path names no model that is known here"
     return rule.size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
@@ -77,7 +77,7 @@ def turns_max(config: RunConfig) -> int:
 
     if config.agent.is_on:
         return config.agent.turns
-    further = ((one.task, one.args) for one in config.task.eval_sets.values())
+    further = ((each.task, each.args) for each in config.task.eval_sets.values())
     return max(turns_of(TaskSpec(name, args)) for name, args in (*config.task.asked, *further))
 
 
@@ -113,7 +113,7 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
 
     learner, bound = config.learner, config.staleness.bound
     rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
-    made = LearnerRun(
+    run = LearnerRun(
         staleness_bound=bound,
         published_value_bytes=4 if config.model.weights_dtype == "float32" else 2,
         rollout_tokens=rollouts * turns_max(config) * MEAN_SHARE * config.sampling.max_new_tokens,
@@ -128,7 +128,7 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
         if learner.kl_coefficient > 0 and not config.model.lora_rank  # without its adapter, the policy is the base
         else None,
     )
-    return replace(made, store_bytes=store_bytes_for(made.published_bytes(model)))
+    return replace(run, store_bytes=store_bytes_for(run.published_bytes(model)))
 
 
 LEARNER_GPU = "H100"  # of a learner, unless another is named
@@ -249,7 +249,7 @@ def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> l
     """Lists what this machine lacks for the learner; empty if it fits."""
     memory = learner_needs(config, model, machine).memory
     host_bytes = int(memory.host_bytes * machine.host_share)
-    found = []
+    needs = []
     if not _fits(memory, machine):
         if machine.gpu_count:
             what, where, needed = "GPU memory", gpus_text(machine.gpu_count), memory.device_bytes
@@ -261,15 +261,15 @@ def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> l
             what, where, needed = "memory", "the CPU", memory.device_bytes + memory.host_bytes
             each, there = needed, f"{format_bytes(machine.memory_bytes)} there"
         would = "; ".join(_instead(config, model, machine, each))
-        found.append(Shortage(what, f"{format_bytes(needed)} needed on {where}, {there}", would))
+        needs.append(Shortage(what, f"{format_bytes(needed)} needed on {where}, {there}", would))
     if machine.gpu_count and machine.memory_bytes and host_bytes > machine.memory_bytes:
         text = f"{format_bytes(host_bytes)} needed, {format_bytes(machine.memory_bytes)} there"
-        found.append(Shortage("host memory", text, f"a host with {format_bytes(host_bytes)} of memory"))
+        needs.append(Shortage("host memory", text, f"a host with {format_bytes(host_bytes)} of memory"))
     if machine.disk_bytes and memory.disk_bytes > machine.disk_bytes:
         text = f"{format_bytes(memory.disk_bytes)} needed, {format_bytes(machine.disk_bytes)} free"
         would = f"{format_bytes(memory.disk_bytes)} of free disk (--folder names another)"
-        found.append(Shortage("disk", text, would))
-    return found
+        needs.append(Shortage("disk", text, would))
+    return needs
 
 
 def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
@@ -319,14 +319,14 @@ class ResolvedValue(Generic[_T_co]):
 
 def resolved(config: RunConfig) -> dict[str, ResolvedValue[object]]:
     """Resolves all such options, by name; leaves out those that the user set."""
-    found: dict[str, ResolvedValue[object]] = {
+    values: dict[str, ResolvedValue[object]] = {
         "learner.token_budget": token_budget(config),
         "learner.gradient_checkpointing": gradient_checkpointing(config),
         "learner.loss": loss(config),
     }
-    found = {name: one for name, one in found.items() if one.why != "given"}
+    values = {name: value for name, value in values.items() if value.why != "given"}
     if not config.learner.checkpoint_every_steps:
-        found["learner.checkpoint_every_steps"] = ResolvedValue(
+        values["learner.checkpoint_every_steps"] = ResolvedValue(
             f"at most {rule.STEPS_MAX}",
             f"as many as cost least with what a kill has trained again, and train for {format_seconds(rule.REPLAY_S)} at most; the "
             "learner's log says how many",
@@ -334,10 +334,10 @@ def resolved(config: RunConfig) -> dict[str, ResolvedValue[object]]:
     if config.model.path and not config.worker.slots:
         size, origin = guessed_model_of(config.model.path)
         why = f"max_prompt_tokens + max_new_tokens of each turn, within the model's context ({origin})"
-        found["worker.slots"] = ResolvedValue(
+        values["worker.slots"] = ResolvedValue(
             "by memory", f"sequences of {lengths_of(config).of(size)} tokens ({why}) that fit: see echo2 doctor"
         )
-    return found
+    return values
 
 
 TOKEN_CLIP_BOUND_MAX = 4
@@ -356,8 +356,8 @@ def loss(config: RunConfig) -> ResolvedValue[str]:
 
 def threads(cores: int) -> int:
     """The trainer's threads: OMP_NUM_THREADS, as for torch anywhere, else all cores but one, for sockets, rewards and the codec."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdecimal() and int(told) else max(1, cores - 1)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdecimal() and int(setting) else max(1, cores - 1)
 
 
 def token_budget(config: RunConfig) -> ResolvedValue[int]:
@@ -383,10 +383,10 @@ def gradient_checkpointing(config: RunConfig) -> ResolvedValue[bool | Literal["s
     if not config.model.path:
         return ResolvedValue(False, "no model is named")
     size, machine, needs = _needs_here(config)
-    kept = rule.activation_bytes(size, needs.budget, Checkpointing.OFF, 2 if machine.gpu_count else 4)
+    activations = rule.activation_bytes(size, needs.budget, Checkpointing.OFF, 2 if machine.gpu_count else 4)
     does = needs.checkpointing is Checkpointing.FULL
     more, most = "more" if does else "less", format_bytes(rule.CHECKPOINTING_FROM_BYTES)
-    why = f"{format_bytes(kept)} of activations for {needs.budget} tokens without it, {more} than {most}"
+    why = f"{format_bytes(activations)} of activations for {needs.budget} tokens without it, {more} than {most}"
     return ResolvedValue(does, why)
 
 

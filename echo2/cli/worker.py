@@ -55,27 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if (control := parser.parse_known_args(with_values(arguments))[0]) and hasattr(control, "control"):
             return run_control(parser.parse_args(arguments))
-        own, config = parse(parser, arguments)
-        set_up_logging(own.log_json, own.verbose)
+        args, config = parse(parser, arguments)
+        set_up_logging(args.log_json, args.verbose)
         require_extra("engine", "echo-worker")
-        options = worker_options(own, config)
+        options = worker_options(args, config)
     except EchoError as error:
         return report_error(error)
-    return run_daemon(lambda: _daemon(options, own.log_json), options.folder)
+    return run_daemon(lambda: _daemon(options, args.log_json), options.folder)
 
 
-def worker_options(own: argparse.Namespace, config: RunConfig) -> WorkerOptions:
-    if own.name and not NAME.fullmatch(own.name):
-        raise ConfigError(f"--name: expected up to 63 letters, digits, _ . or -, not _ . - first, got {own.name!r}")
-    name = own.name or re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()) or "worker"
+def worker_options(args: argparse.Namespace, config: RunConfig) -> WorkerOptions:
+    if args.name and not NAME.fullmatch(args.name):
+        raise ConfigError(f"--name: expected up to 63 letters, digits, _ . or -, not _ . - first, got {args.name!r}")
+    name = args.name or re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()) or "worker"
     return WorkerOptions(
-        join_link=link_text(own.link),
-        folder=own.folder or _default_folder(config, name),
+        join_link=link_text(args.link),
+        folder=args.folder or _default_folder(config, name),
         config=config,
         name=name,
-        advertised_addresses=(address_of(*mapped_address(own.advertise, "--advertise")),) if own.advertise else (),
-        link_file=link_file(own.link),
-        preemption_notice=own.preemption,
+        advertised_addresses=(address_of(*mapped_address(args.advertise, "--advertise")),) if args.advertise else (),
+        link_file=link_file(args.link),
+        preemption_notice=args.preemption,
     )
 
 
@@ -99,17 +99,17 @@ def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
     return WorkerDaemon(options, progress_for(sys.stderr, as_json), log=tail)
 
 
-def run_control(own: argparse.Namespace) -> int:
+def run_control(args: argparse.Namespace) -> int:
     """Asks the worker of the given folder, else the one of this name, or the only one that runs here; prints its answer."""
 
     async def asked() -> CommandAnswer:
-        if own.folder is not None:
-            return await ask(own.folder, own.control)
-        worker = the_one(await running_workers(), own.name)
-        return await ask_at(worker.socket, own.control, f"worker {worker}")
+        if args.folder is not None:
+            return await ask(args.folder, args.control)
+        worker = the_one(await running_workers(), args.name)
+        return await ask_at(worker.socket, args.control, f"worker {worker}")
 
     answer = asyncio.run(asked())
-    if own.json:
+    if args.json:
         print(json.dumps(answer))
     elif set(answer) == {"text"}:
         print(answer["text"])

@@ -189,8 +189,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipe", default="{}", help="JSON object of ModelRecipe fields")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2 instead")
-    own = parser.parse_args()
-    make_llm(own.folder) if own.smollm2 else make_model(own.folder, ModelRecipe(**json.loads(own.recipe)))
+    args = parser.parse_args()
+    make_llm(args.folder) if args.smollm2 else make_model(args.folder, ModelRecipe(**json.loads(args.recipe)))
     return 0
 
 

@@ -60,40 +60,40 @@ WORKERS = {
 }
 
 
-def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
-    is_llm, recipe, cache = own.model == "smollm2", model.ModelRecipe(), CACHE.expanduser()
+def demo_run(args: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
+    is_llm, recipe, cache = args.model == "smollm2", model.ModelRecipe(), CACHE.expanduser()
     folder = cache / model.LLM_FOLDER if is_llm else cache / f"sort-digits-{recipe.digest()}"
     settings = {
-        "run.name": own.name or time.strftime("demo-%Y%m%d-%H%M%S"),
-        "run.seed": str(own.seed),
+        "run.name": args.name or time.strftime("demo-%Y%m%d-%H%M%S"),
+        "run.seed": str(args.seed),
         "model.path": str(folder),
         "task.eval_prompts": "128",
         "task.eval_every_steps": "20",
         "sampling.max_new_tokens": str(recipe.digits + 2),
-        "staleness.bound": str(own.staleness),
-        "learner.steps": str(own.steps or (LLM_STEPS if is_llm else STEPS)),
+        "staleness.bound": str(args.staleness),
+        "learner.steps": str(args.steps or (LLM_STEPS if is_llm else STEPS)),
         "learner.prompts_per_step": "24",
         "learner.rollouts_per_prompt": "8",
         "learner.lr": "5e-4",
         "learner.checkpoint_every_steps": "10",
         "learner.emulated_link": faster(LEARNER_LINK) if is_llm else LEARNER_LINK,
-        "worker.engine": own.engine,
+        "worker.engine": args.engine,
         "worker.slots": "64",
     }
     settings |= LLM_SETTINGS if is_llm else {"task.args": f"{{digit_count = {recipe.digits}}}"}
     config = load_config((), "local", {**settings, **overrides})
-    names = list(WORKERS)[: 2 if own.engine == "vllm" else 3]  # three vLLM engines start too slowly on a laptop
+    names = list(WORKERS)[: 2 if args.engine == "vllm" else 3]  # three vLLM engines start too slowly on a laptop
     workers = {name: worker_arguments(WORKERS[name], is_llm) for name in names}
     # More threads than one would only wait for each other in so small a model.
     threads = {} if is_llm else {"OMP_NUM_THREADS": "1"}
     still_s = LLM_STILL_S if is_llm else STILL_S
     again = f"the same command with --name {config.run.name}"
-    return LocalRun(config, workers, {"HF_HUB_OFFLINE": "1", **threads}, own.worker_python, still_s, again=again)
+    return LocalRun(config, workers, {"HF_HUB_OFFLINE": "1", **threads}, args.worker_python, still_s, again=again)
 
 
 def worker_arguments(options: dict[str, str], is_llm: bool = False) -> list[str]:
-    told = options | {"emulated_link": faster(options["emulated_link"])} if is_llm else options
-    return [word for name, value in told.items() for word in (f"--worker.{name}", value)]
+    settings = options | {"emulated_link": faster(options["emulated_link"])} if is_llm else options
+    return [word for name, value in settings.items() for word in (f"--worker.{name}", value)]
 
 
 def faster(link: str) -> str:
@@ -102,17 +102,17 @@ def faster(link: str) -> str:
     return " ".join([*(f"{LINK_FACTOR * int(rate.removesuffix('mbit/s'))}mbit/s" for rate in rates), rtt])
 
 
-def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    if own.model == "smollm2":
+def run_demo(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    if args.model == "smollm2":
         model.require_package()
-    run, console = demo_run(own, parse_overrides(rest)), Console()
+    run, console = demo_run(args, parse_overrides(rest)), Console()
     lock = RunLock(run.folder)
     begun = run.folder / "run.toml"
     if begun.exists() and (model_path := load_config([begun]).model.path) != run.config.model.path:
         raise StateError(
             f"run folder {run.folder}: expected none or a demo's, found a run of {model_path}; choose --name"
         )
-    _make_base_model(run.config, own.model == "smollm2", console)
+    _make_base_model(run.config, args.model == "smollm2", console)
     if not model.codec_stamp().exists():
         console.print("compiling the delta codec (once, then cached) …")
         try:
@@ -123,7 +123,7 @@ def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
     for command in run.commands().values():
         console.print(f"  {shlex.join(command)}", highlight=False, soft_wrap=True)
     console.print("")
-    if problems := asyncio.run(run.run(console, own.plain, lock)).problems:
+    if problems := asyncio.run(run.run(console, args.plain, lock)).problems:
         raise IntegrityError("; ".join(problems))
     return 0
 
