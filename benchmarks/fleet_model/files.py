@@ -71,7 +71,9 @@ def _lengths(fields: Fields) -> LengthDistribution:
         try:
             trace = tuple(int(line) for line in Path(trace_path).read_text(encoding="utf-8").split())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{fields.whose}: trace {trace_path}: expected a file of token counts: {error}") from None
+            raise ConfigError(
+                f"{fields.table_name}: trace {trace_path}: expected a file of token counts: {error}"
+            ) from None
     made = LengthDistribution(
         median_tokens=fields.number("median_tokens", 1000.0),
         sigma=fields.number("sigma", 0.8),
@@ -108,7 +110,7 @@ def _learner(
 def _wishes(fields: Fields) -> PlanConfig:
     download = fields.text("download", "background")
     if download not in {one.value for one in DownloadMode}:
-        raise ConfigError(f"{fields.whose}: download: expected background or stalled, got {download!r}")
+        raise ConfigError(f"{fields.table_name}: download: expected background or stalled, got {download!r}")
     made = PlanConfig(
         staleness_bound=int(fields.number("staleness_bound", 4)),
         fixed_kappa=int(fields.number("kappa", 0)),
