@@ -106,8 +106,8 @@ class CatchUpPlanner:
 
     def link(self) -> WorkerLink:
         """This node's link: emulated values if set, else measured ones, else the plan's, else the defaults."""
-        mine = self.plan.index_of(self._me) if self.plan is not None else None
-        planned = self.plan.nodes[mine] if self.plan is not None and mine is not None else None
+        number = self.plan.index_of(self._me) if self.plan is not None else None
+        planned = self.plan.nodes[number] if self.plan is not None and number is not None else None
         down = self._shape.downlink_bytes_per_s or self._meter.downlink.bytes_per_s
         usual = WorkerLink()
         return WorkerLink(

@@ -80,14 +80,14 @@ class Dialling:
         if self.plan is None:
             return
         by_id = {node.peer_id: node for node in self.plan.nodes}
-        mine = by_id[self.me].whole_access if self.me in by_id else None
+        ours = by_id[self.me].whole_access if self.me in by_id else None
         for peer in self.plan.neighbours(self.me) or self._standby_neighbours():
             theirs = by_id[peer].whole_access
-            there = meeting(self.me, mine or Access(), peer, theirs)
+            there = meeting(self.me, ours or Access(), peer, theirs)
             target = Target(peer, there.addresses, now, now)
-            if mine is not None:
+            if ours is not None:
                 target.is_to_dial_us = there.way.kind is LinkKind.REVERSE
-                can_be_dialled = bool(meeting(peer, theirs, self.me, mine).addresses)
+                can_be_dialled = bool(meeting(peer, theirs, self.me, ours).addresses)
                 target.dials_first = not target.is_to_dial_us and (not can_be_dialled or self.me < peer)
             yield target
 
@@ -169,10 +169,10 @@ def giving_way(new: Slot, held: Sequence[Slot], *, has_plan: bool) -> PeerId | N
         if new.is_planned and proven:
             return proven[0].peer
         raise Unreachable(f"peer {new.peer}: {LINKS_MAX} connections are open, the most allowed")
-    gone = _of_the_largest(newcomers)
-    if not (has_plan or new.is_planned or new.is_proven) and _share(gone, newcomers) <= _share(new, newcomers) + 1:
+    victim = _of_the_largest(newcomers)
+    if not (has_plan or new.is_planned or new.is_proven) and _share(victim, newcomers) <= _share(new, newcomers) + 1:
         raise Unreachable(f"peer {new.peer}: {LINKS_MAX} connections are open, the most allowed")
-    return gone.peer
+    return victim.peer
 
 
 def _of_the_largest(newcomers: Sequence[Slot]) -> Slot:
@@ -181,8 +181,8 @@ def _of_the_largest(newcomers: Sequence[Slot]) -> Slot:
     return max(newcomers, key=lambda slot: counts[slot.token])
 
 
-def _share(whose: Slot, newcomers: Sequence[Slot]) -> int:
-    return sum(slot.token == whose.token for slot in newcomers)
+def _share(slot: Slot, newcomers: Sequence[Slot]) -> int:
+    return sum(other.token == slot.token for other in newcomers)
 
 
 log = logging.getLogger("echo2.broadcast")
@@ -307,9 +307,9 @@ class Connections:
             self._exchange.act(PeerDown(link.peer_id))
             await old.close()
         held = [self._slot_of(other) for other in self.links.values()]
-        gone = giving_way(self._slot_of(link), held, has_plan=self._dialling.plan is not None)
-        if gone is not None:
-            self._exchange.accuse(gone, "gives way to a newcomer", is_ban=False)
+        victim = giving_way(self._slot_of(link), held, has_plan=self._dialling.plan is not None)
+        if victim is not None:
+            self._exchange.accuse(victim, "gives way to a newcomer", is_ban=False)
         self.links[link.peer_id] = link
         self.links_made += 1
 

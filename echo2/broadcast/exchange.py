@@ -173,8 +173,8 @@ class Exchange:
         self._meter.downlink.add(len(frame), self.now())
         held = self.library.chunks_stored
         try:
-            if (came := chunk_in(frame, f"peer {peer}")) is not None:
-                self._on_chunk(peer, came, len(frame))
+            if (incoming := chunk_in(frame, f"peer {peer}")) is not None:
+                self._on_chunk(peer, incoming, len(frame))
             else:
                 message = wire.parse(frame, f"peer {peer}")
                 match message.WhichOneof("kind"):
@@ -190,18 +190,18 @@ class Exchange:
 
     # ---- messages
 
-    def _on_chunk(self, peer: PeerId, came: ChunkIn, frame_bytes: int) -> None:
-        chunk = came.chunk
+    def _on_chunk(self, peer: PeerId, incoming: ChunkIn, frame_bytes: int) -> None:
+        chunk = incoming.chunk
         entry = self.library.entries.get(chunk.key)
         if entry is None:
             return
         self._meter.received(entry.artifact, frame_bytes)
         if chunk.index not in entry.digests:
             digest = chunk.verify(entry.header.publisher)
-            if not self.library.add_chunk(chunk, digest, came.record):
+            if not self.library.add_chunk(chunk, digest, incoming.record):
                 return
         size = len(chunk.payload)
-        self.act(events.ChunkSeen(peer, chunk.key, chunk.index, size, came.route, is_answer=came.is_answer))
+        self.act(events.ChunkSeen(peer, chunk.key, chunk.index, size, incoming.route, is_answer=incoming.is_answer))
         if self._is_awaited(chunk.key, chunk.index):
             self.changed.set()
 

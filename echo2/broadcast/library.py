@@ -209,8 +209,8 @@ class Library:
         """A chunk for decoding; CorruptChunk if we lack it or the disk corrupted it."""
         if (held := self._held(key, index)) is not None:
             return held[0]
-        whose = self.entries[key].artifact if key in self.entries else key.hex()
-        raise CorruptChunk(f"chunk {index} of {whose}: expected it in {self.store.folder}, got none")
+        artifact = self.entries[key].artifact if key in self.entries else key.hex()
+        raise CorruptChunk(f"chunk {index} of {artifact}: expected it in {self.store.folder}, got none")
 
     def _held(self, key: ArtifactKey, index: int) -> tuple[Chunk, Frame] | None:
         entry = self.entries.get(key)

@@ -40,25 +40,25 @@ ANSWERS_S = 2e-4
 async def greet(connection: Connection, run_id: RunId, *, is_further: bool = False) -> bool:
     """Hellos both ways; whether the peer's says that the connection joins an existing link. Unreachable when none comes,
     VersionMismatch for another run or protocol."""
-    whose = f"peer {connection.peer.peer_id}"
+    peer = f"peer {connection.peer.peer_id}"
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             await connection.send(wire.hello(PROTOCOL_VERSION, run_id, is_further=is_further))
             frame = await connection.receive()
     except TimeoutError:
-        raise Unreachable(f"{whose}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
+        raise Unreachable(f"{peer}: no hello within {HELLO_TIMEOUT_S:.0f} s") from None
     if frame is None:
-        raise Unreachable(f"{whose}: the connection ended before its hello")
-    message = wire.parse(frame, whose)
+        raise Unreachable(f"{peer}: the connection ended before its hello")
+    message = wire.parse(frame, peer)
     if (kind := message.WhichOneof("kind")) != "hello":
-        raise MalformedMessage(f"{whose}: expected a hello first, got {kind}")
-    said = message.hello
-    if (said.protocol_version, said.run_id) != (PROTOCOL_VERSION, run_id):
+        raise MalformedMessage(f"{peer}: expected a hello first, got {kind}")
+    hello = message.hello
+    if (hello.protocol_version, hello.run_id) != (PROTOCOL_VERSION, run_id):
         raise VersionMismatch(
-            f"{whose}: expected protocol {PROTOCOL_VERSION} of run {run_id}, got protocol {said.protocol_version} of run "
-            f"{said.run_id}"
+            f"{peer}: expected protocol {PROTOCOL_VERSION} of run {run_id}, got protocol {hello.protocol_version} of run "
+            f"{hello.run_id}"
         )
-    return said.is_further
+    return hello.is_further
 
 
 class _Further:

@@ -134,9 +134,9 @@ class BroadcastNode:
 
     # ---- life
 
-    def serves_grpc_at(self, own: tuple[str, int]) -> None:
+    def serves_grpc_at(self, address: tuple[str, int]) -> None:
         """Sets the address of our own gRPC server, to which calls through byte pipes are forwarded."""
-        self._connections.pipe_member.grpc_at = own
+        self._connections.pipe_member.grpc_at = address
 
     def listen(self) -> int:
         """Takes this node's port and returns it; PortBusy if it is taken."""

@@ -207,26 +207,26 @@ class UplinkGovernor:
         if self._rate == 0.0 and uplink_bytes_per_s > 0:
             self._hold(FIRST_SHARE * uplink_bytes_per_s)
 
-    def sample(self, seen: UplinkSeen, now: float, *, is_waiting: bool, chunk_bytes: int = 0) -> None:
+    def sample(self, sample: UplinkSeen, now: float, *, is_waiting: bool, chunk_bytes: int = 0) -> None:
         """`is_waiting`: chunks waited for the pacer since the last one."""
-        self._recent.append((now, seen))
+        self._recent.append((now, sample))
         while now - self._recent[0][0] > LOSS_SPAN_S:
             self._recent.popleft()
         if self._rate == 0.0:
-            if seen.queue_s > QUEUE_MAX_S:
+            if sample.queue_s > QUEUE_MAX_S:
                 self._hold(FULL_SHARE * self._delivered_per_s(now))
             return
         aim_s = max(QUEUE_MIN_S, min(QUEUE_MAX_S, QUEUE_S + chunk_bytes / self._rate))
         delivered, lost_share = self._delivered_per_s(now), self._lost_share(now)
         if is_waiting and lost_share > LOST_SHARE:
             self._lower(max(FULL_SHARE * delivered, (1 - lost_share) * self._rate))
-            self._raise_max = RAISE_MAX if seen.queue_s > aim_s else RAISE_FIRST
+            self._raise_max = RAISE_MAX if sample.queue_s > aim_s else RAISE_FIRST
             self._recent.clear()  # what was lost before says nothing about the new rate
             self._full = 0.0
-        elif seen.queue_s > aim_s:  # what gets through is then all that the uplink carries
+        elif sample.queue_s > aim_s:  # what gets through is then all that the uplink carries
             self._full = delivered
-            share = LOWER_MAX * min(1.0, seen.queue_s / aim_s - 1)
-            if seen.queue_s > QUEUE_MAX_S and is_waiting and delivered:
+            share = LOWER_MAX * min(1.0, sample.queue_s / aim_s - 1)
+            if sample.queue_s > QUEUE_MAX_S and is_waiting and delivered:
                 self._lower(FULL_SHARE * delivered)
                 self._raise_max = RAISE_MAX
             else:
@@ -235,7 +235,7 @@ class UplinkGovernor:
             self._hold(FULL_SHARE * self._full)
             self._full = 0.0
         elif is_waiting:
-            self._hold((1 + self._raise * (1 - seen.queue_s / aim_s)) * self._rate)
+            self._hold((1 + self._raise * (1 - sample.queue_s / aim_s)) * self._rate)
             self._raise = min(self._raise_max, RAISE_FASTER * self._raise)
 
     def _lower(self, rate: float) -> None:
@@ -248,17 +248,17 @@ class UplinkGovernor:
 
     def _delivered_per_s(self, now: float) -> float:
         """0 where the samples are too few: if the last one came late, this process stood still and had nothing under way."""
-        recent = [(at, seen) for at, seen in self._recent if now - at <= DELIVERY_SPAN_S]
+        recent = [(at, sample) for at, sample in self._recent if now - at <= DELIVERY_SPAN_S]
         if len(recent) < 3:
             return 0.0
-        return sum(seen.delivered_bytes for _, seen in recent[1:]) / (now - recent[0][0])
+        return sum(sample.delivered_bytes for _, sample in recent[1:]) / (now - recent[0][0])
 
     def _lost_share(self, now: float) -> float:
         """0 where the samples do not span enough."""
         if now - self._recent[0][0] < LOSS_SPAN_S / 2:
             return 0.0
-        resent = sum(seen.resent_bytes for _, seen in self._recent)
-        return resent / max(1, resent + sum(seen.delivered_bytes for _, seen in self._recent))
+        resent = sum(sample.resent_bytes for _, sample in self._recent)
+        return resent / max(1, resent + sum(sample.delivered_bytes for _, sample in self._recent))
 
 
 IDLE_S = 1.0  # connections idle for this long begin anew

@@ -67,8 +67,8 @@ class Artifact:
 
     def offered_by_none(self, offered: int) -> None:
         """Only chunks in `offered` can still be requested from a connected peer; forgets the others."""
-        kept = set(those_in(offered, self.missing_since))
-        self.missing_since = {index: since for index, since in self.missing_since.items() if index in kept}
+        available = set(those_in(offered, self.missing_since))
+        self.missing_since = {index: since for index, since in self.missing_since.items() if index in available}
 
     def sealed(self, chunk_count: int) -> None:
         """Sets the chunk count; drops missing chunks beyond it, which a peer invented."""
@@ -164,9 +164,9 @@ class Peer:
 
     def cancelled(self, key: ArtifactKey, indices: Collection[int]) -> None:
         """It got these chunks from another peer and cancels its requests."""
-        gone = set(indices)
-        self.pull_queue = deque(o for o in self.pull_queue if o.key != key or o.index not in gone)
-        self.note_all(key, bitmap_of(gone))
+        dropped = set(indices)
+        self.pull_queue = deque(o for o in self.pull_queue if o.key != key or o.index not in dropped)
+        self.note_all(key, bitmap_of(dropped))
 
     def withdraw(self, key: ArtifactKey) -> tuple[int, ...]:
         """Drops all open requests for an artifact; returns their indices."""

@@ -76,10 +76,10 @@ class Tree:
     parents: tuple[int, ...]
 
     def children(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, list[int]] = {}
+        children_of: dict[int, list[int]] = {}
         for child, parent in enumerate(self.parents, start=1):
-            found.setdefault(parent, []).append(child)
-        return {parent: tuple(children) for parent, children in found.items()}
+            children_of.setdefault(parent, []).append(child)
+        return {parent: tuple(children) for parent, children in children_of.items()}
 
     def depth_first_order(self) -> Iterator[int]:
         """Workers, parents before children; a tree with a loop yields fewer than all."""
@@ -152,8 +152,8 @@ class BroadcastPlan:
 
     def region_of(self, peer_id: PeerId) -> tuple[PeerId, ...]:
         """The workers of a worker's region; itself where trees are not by region."""
-        mine = self.index_of(peer_id) if self.topology == BY_REGION else None
-        members = next((members for members in regions_of(self.nodes) if mine in members), []) if mine else []
+        index = self.index_of(peer_id) if self.topology == BY_REGION else None
+        members = next((members for members in regions_of(self.nodes) if index in members), []) if index else []
         return tuple(self.nodes[number].peer_id for number in members) or (peer_id,)
 
     def pushed_to(self, tree: int) -> dict[int, tuple[int, ...]]:
@@ -162,24 +162,24 @@ class BroadcastPlan:
 
     def neighbours(self, peer_id: PeerId) -> tuple[PeerId, ...]:
         """Whom a node keeps connections to: all that it can while that is within the limit, else its tree edges."""
-        mine = self.index_of(peer_id)
-        if mine is None:
+        number = self.index_of(peer_id)
+        if number is None:
             return ()
-        me = self.nodes[mine]
+        me = self.nodes[number]
         if len(self.nodes) <= DEGREE_MAX + 1:
             return tuple(n.peer_id for n in self.nodes if n is not me and (can_connect(n, me) or self._meet(n, me)))
-        found: set[int] = set()
+        numbers: set[int] = set()
         for tree in self.trees:
-            if mine:
-                found.add(tree.parents[mine - 1])
-            found.update(child for child, parent in enumerate(tree.parents, start=1) if parent == mine)
-        return tuple(self.nodes[index].peer_id for index in sorted(found))
+            if number:
+                numbers.add(tree.parents[number - 1])
+            numbers.update(child for child, parent in enumerate(tree.parents, start=1) if parent == number)
+        return tuple(self.nodes[index].peer_id for index in sorted(numbers))
 
     def _meet(self, first: NodeLink, second: NodeLink) -> bool:
         """Whether two hidden nodes keep a link to pull over and to punch a hole from."""
-        found = meeting(first.peer_id, first.whole_access, second.peer_id, second.whole_access)
+        link = meeting(first.peer_id, first.whole_access, second.peer_id, second.whole_access)
         hidden = [node.peer_id for node in self.nodes if not node.addresses and node.access.relays]
-        return found.way.kind is not LinkKind.NONE and is_relayed_neighbour(first.peer_id, second.peer_id, hidden)
+        return link.way.kind is not LinkKind.NONE and is_relayed_neighbour(first.peer_id, second.peer_id, hidden)
 
 
 def regions_of(nodes: Sequence[NodeLink]) -> list[list[int]]:

@@ -166,15 +166,15 @@ class Gossip:
         self._next_at = now + pace.HAVE_INTERVAL_S * crowd
         actions: list[Action] = []
         for artifact in self._artifacts.values():
-            shown = self._shown(artifact)
+            bitmap = self._shown(artifact)
             for peer in self._peers.values():
-                if shown != peer.told.get(artifact.key, 0):
+                if bitmap != peer.told.get(artifact.key, 0):
                     actions += self._have(peer, artifact)
         return actions
 
     def _have(self, peer: Peer, artifact: Artifact) -> list[Action]:
-        shown = peer.told[artifact.key] = self._shown(artifact)
-        have = Have(peer.peer_id, artifact.key, shown, artifact.chunk_count is not None)
+        bitmap = peer.told[artifact.key] = self._shown(artifact)
+        have = Have(peer.peer_id, artifact.key, bitmap, artifact.chunk_count is not None)
         return [*self.header(peer, artifact.key), have]
 
     def _shown(self, artifact: Artifact) -> int:

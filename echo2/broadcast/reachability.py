@@ -60,16 +60,16 @@ class Meeting:
     is_fit_for_trees: bool = False
 
 
-def meeting(me: PeerId, mine: Access, other: PeerId, theirs: Access) -> Meeting:
+def meeting(me: PeerId, ours: Access, other: PeerId, theirs: Access) -> Meeting:
     """How `me` and `other` get a link, and which addresses `me` dials."""
     if theirs.addresses:
         return Meeting(LinkWay(LinkKind.DIRECT, "the peer can be dialled"), theirs.addresses, is_fit_for_trees=True)
-    if mine.addresses:
+    if ours.addresses:
         return Meeting(LinkWay(LinkKind.REVERSE, "the peer cannot be dialled, so it dials us"), is_fit_for_trees=True)
-    have_met = other in mine.met and me in theirs.met
-    circuits = tuple(circuit_address(relay) for relay in theirs.relays if relay in mine.relays)
-    if mine.public_host and mine.public_host == theirs.public_host and (mine.lan_addresses or theirs.lan_addresses):
-        way = LinkWay(LinkKind.DIRECT, f"both are behind {mine.public_host} and share its network")
+    have_met = other in ours.met and me in theirs.met
+    circuits = tuple(circuit_address(relay) for relay in theirs.relays if relay in ours.relays)
+    if ours.public_host and ours.public_host == theirs.public_host and (ours.lan_addresses or theirs.lan_addresses):
+        way = LinkWay(LinkKind.DIRECT, f"both are behind {ours.public_host} and share its network")
         return Meeting(way, theirs.lan_addresses + circuits, have_met)
     if have_met:
         way = LinkWay(LinkKind.HOLE_PUNCHED, "neither can be dialled; both opened their NAT at once")
@@ -86,8 +86,8 @@ def circuit_address(relay: PeerId) -> str:
 
 def relay_of(address: str) -> PeerId | None:
     """The relay that an address goes through; None for host:port."""
-    head, found, _ = address.partition("/p2p-circuit")
-    return PeerId(head.rpartition("/p2p/")[2]) if found else None
+    head, circuit, _ = address.partition("/p2p-circuit")
+    return PeerId(head.rpartition("/p2p/")[2]) if circuit else None
 
 
 def is_relayed_neighbour(first: PeerId, second: PeerId, hidden: Sequence[PeerId]) -> bool:
@@ -127,15 +127,15 @@ class MetAddresses:
 def dialable(named: Access, seen_from: str, proven: Collection[str] = ()) -> tuple[Access, tuple[str, ...]]:
     """Filters the addresses that peers may be given of a worker seen from this host and reached at `proven`; returns them and the
     rejected ones."""
-    seen, met = _ip(seen_from), {_place(address) for address in proven} - {None}
-    addresses = tuple(address for address in named.addresses if _is_at(address, seen) or _place(address) in met)[
+    ip, met = _ip(seen_from), {_place(address) for address in proven} - {None}
+    addresses = tuple(address for address in named.addresses if _is_at(address, ip) or _place(address) in met)[
         :NAMED_MAX
     ]
-    is_behind = seen is not None and _ip(named.public_host) == seen
-    lan = tuple(address for address in named.lan_addresses if is_behind and _is_within(address, seen))[:NAMED_MAX]
-    kept = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
-    told = {*addresses, *lan}
-    return kept, tuple(address for address in (*named.addresses, *named.lan_addresses) if address not in told)
+    is_behind = ip is not None and _ip(named.public_host) == ip
+    lan = tuple(address for address in named.lan_addresses if is_behind and _is_within(address, ip))[:NAMED_MAX]
+    access = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
+    valid = {*addresses, *lan}
+    return access, tuple(address for address in (*named.addresses, *named.lan_addresses) if address not in valid)
 
 
 def is_punchable(host: str, port: int, own_host: str) -> bool:
@@ -154,18 +154,18 @@ def _closeness(host: _Ip | None) -> int:
     return 2 if host.is_loopback else 1
 
 
-def _is_at(address: str, seen: _Ip | None) -> bool:
+def _is_at(address: str, ip: _Ip | None) -> bool:
     """Whether the address is on the host itself; the two loopback addresses of `localhost` count as one host."""
     host = _host(address)
-    return host is not None and seen is not None and (host == seen or {str(host), str(seen)} == {"127.0.0.1", "::1"})
+    return host is not None and ip is not None and (host == ip or {str(host), str(ip)} == {"127.0.0.1", "::1"})
 
 
-def _is_within(address: str, seen: _Ip | None) -> bool:
-    """Whether it may belong to a private network behind `seen`, and not to the dialling machine itself."""
+def _is_within(address: str, ip: _Ip | None) -> bool:
+    """Whether it may belong to a private network behind `ip`, and not to the dialling machine itself."""
     host = _host(address)
     if host is None or host.is_loopback or host.is_link_local or host.is_unspecified or host.is_multicast:
-        return host is not None and host == seen
-    return host == seen or not host.is_global
+        return host is not None and host == ip
+    return host == ip or not host.is_global
 
 
 def _place(address: str) -> tuple[_Ip, int] | None:
@@ -222,7 +222,7 @@ class Throughput:
             return 0.0
         (began, _), (ended, total) = self._seen[0], self._seen[-1]
         settled_at = began + SETTLED_SHARE * (ended - began)
-        at, before = max(seen for seen in self._seen if seen[0] <= settled_at)
+        at, before = max(sample for sample in self._seen if sample[0] <= settled_at)
         return (total - before) / (ended - at)
 
 
@@ -236,21 +236,21 @@ class Seen:
     has_relay: bool
 
 
-def own_reach(seen: Seen) -> LinkWay:
+def own_reach(view: Seen) -> LinkWay:
     """The best kind of link that two machines such as this one would get to each other."""
-    host, port = seen.observed
-    if seen.dialled_port:
-        return LinkWay(LinkKind.DIRECT, f"others can dial this machine at {host}, port {seen.dialled_port}")
-    if seen.local is None:
+    host, port = view.observed
+    if view.dialled_port:
+        return LinkWay(LinkKind.DIRECT, f"others can dial this machine at {host}, port {view.dialled_port}")
+    if view.local is None:
         return LinkWay(
             LinkKind.RELAYED, f"nobody can dial it at {host}; whether holes can be punched cannot be told here"
         )
-    if seen.local[0] == host:
+    if view.local[0] == host:
         hidden = f"nobody can dial it: {host} is its own address, and something filters what comes in"
     else:
-        hidden = f"nobody can dial it: it is behind a NAT, {seen.local[0]} is seen as {host}"
-    if not seen.has_relay:
+        hidden = f"nobody can dial it: it is behind a NAT, {view.local[0]} is seen as {host}"
+    if not view.has_relay:
         return LinkWay(LinkKind.NONE, f"{hidden}; the coordinator has no relay where hidden machines meet")
-    if seen.local[1] == port:
+    if view.local[1] == port:
         return LinkWay(LinkKind.HOLE_PUNCHED, f"{hidden}, but ports are kept, so holes can be punched")
-    return LinkWay(LinkKind.RELAYED, f"{hidden}, and port {seen.local[1]} became {port}, so holes cannot be foreseen")
+    return LinkWay(LinkKind.RELAYED, f"{hidden}, and port {view.local[1]} became {port}, so holes cannot be foreseen")

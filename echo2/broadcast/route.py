@@ -119,13 +119,13 @@ def newest_reachable(
     for offer in offers:
         leaving.setdefault(offer.artifact.parent, []).append(offer.artifact.version)
     to_see = [*leaving.get(None, []), *((base.version,) if base else ()), *((start,) if start is not None else ())]
-    seen: set[Version] = set()
+    reached: set[Version] = set()
     while to_see:
         version = to_see.pop()
-        if version not in seen:
-            seen.add(version)
+        if version not in reached:
+            reached.add(version)
             to_see += leaving.get(version, [])
-    return max(seen, default=None)
+    return max(reached, default=None)
 
 
 def plan_catch_up(

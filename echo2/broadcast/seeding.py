@@ -64,11 +64,11 @@ class Relaying:
         if known is not None:
             return known
         plan = self._plans.get(route.epoch)
-        mine = plan.index_of(self._me) if plan is not None else None
+        number = plan.index_of(self._me) if plan is not None else None
         ours: tuple[Child, ...] = ()
-        if plan is not None and mine is not None and 0 <= route.tree < len(plan.all_trees):
+        if plan is not None and number is not None and 0 <= route.tree < len(plan.all_trees):
             children = plan.pushed_to(route.tree)
-            ours = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
+            ours = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(number, ()))
             self._children[route] = ours
         return ours
 
@@ -161,12 +161,12 @@ class Seeding:
         self._bound_bytes_per_s = fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.others else 0.0
         for number, planned in enumerate(plan.all_trees):
             children = plan.pushed_to(number)
-            mine = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
-            relays = frozenset(child.peer_id for child in mine if child.relays_on)
+            direct = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
+            relays = frozenset(child.peer_id for child in direct if child.relays_on)
             hops = 1 + any(child in children for relay in children.get(0, ()) for child in children.get(relay, ()))
             window = RelayWindow(hops * RELAY_SLACK_S, self._first_window(plan, number, children))
             trees = self.trees if number < len(plan.trees) else self._others
-            trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
+            trees.append(SeedTree(Route(plan.epoch, number), planned.weight, direct, relays, window))
         if takes_others:
             self._change_trees()
 

@@ -261,9 +261,9 @@ class BroadcastSession:
         self._acknowledge(self._relaying.done((event.key, event.index), event.peer))
 
     def _uplink_seen(self, event: events.UplinkSeen, now: float) -> None:
-        mine = self.plan.index_of(self.me) if self.plan is not None else None
-        if self.plan is not None and mine is not None:
-            self.governor.planned(self.plan.nodes[mine].uplink_bytes_per_s)
+        number = self.plan.index_of(self.me) if self.plan is not None else None
+        if self.plan is not None and number is not None:
+            self.governor.planned(self.plan.nodes[number].uplink_bytes_per_s)
         newest = next(reversed(self.artifacts.values()), None)
         chunk_bytes = newest.mean_chunk_bytes if newest is not None else 0
         self.governor.sample(event, now, is_waiting=self._was_paced, chunk_bytes=chunk_bytes)

@@ -246,13 +246,13 @@ def _read(path: Path, record: Record) -> bytes:
         return file.read(record[1])
 
 
-def part_of(frame: bytes, whose: str) -> Chunk | Seal:
+def part_of(frame: bytes, source: str) -> Chunk | Seal:
     """The chunk or seal in a record; MalformedMessage if it is neither."""
-    if (came := wire.chunk_in(frame, whose)) is not None:
-        return came.chunk
-    message = wire.parse(frame, whose)
+    if (incoming := wire.chunk_in(frame, source)) is not None:
+        return incoming.chunk
+    message = wire.parse(frame, source)
     if (kind := message.WhichOneof("kind")) != "seal":
-        raise MalformedMessage(f"{whose}: expected chunks and a seal, got another {kind}")
+        raise MalformedMessage(f"{source}: expected chunks and a seal, got another {kind}")
     return wire.seal_from(message.seal)
 
 
@@ -301,9 +301,9 @@ class LeftVersions:
         """Brings `host` from the version that it holds to `version`; returns the artifacts it applied."""
         path = self._path(host.version, version) if host.version != version else []
         applied = [self._apply(left, host) for left in path]
-        if (found := f"{host.fingerprint():016x}") != fingerprint:
+        if (actual := f"{host.fingerprint():016x}") != fingerprint:
             raise FingerprintMismatch(
-                f"version {version} from {self._folder}: expected fingerprint {fingerprint}, got {found}"
+                f"version {version} from {self._folder}: expected fingerprint {fingerprint}, got {actual}"
             )
         return applied
 

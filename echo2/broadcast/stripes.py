@@ -37,15 +37,15 @@ LEFT_ALONE_S, LEFT_ALONE_MAX_S = 30.0, 600.0  # doubled after each failure
 CLEAN_S = 120.0  # of sending without a loss: fewer connections suffice
 
 
-def connections_max(own: int, others: Iterable[tuple[int, bool]]) -> int:
-    """The most connections that a link with `own` now may have, beside other links: (connections, whether it is short of them).
+def connections_max(count: int, others: Iterable[tuple[int, bool]]) -> int:
+    """The most connections that a link with `count` now may have, beside other links: (connections, whether it is short of them).
     Links that need only one leave their share to the others, which share equally. If fewer further connections are left than
     links that want one, those that have some keep them."""
     widths = list(others)
     wanting = 1 + sum(width > 1 or is_short for width, is_short in widths)
-    spare = NODE_FURTHER - (own - 1) - sum(width - 1 for width, _ in widths)
+    spare = NODE_FURTHER - (count - 1) - sum(width - 1 for width, _ in widths)
     share = max(1, NODE_FURTHER // wanting)
-    return 1 + max(0, min(LINK_CONNECTIONS - 1, share, own - 1 + max(0, spare)))
+    return 1 + max(0, min(LINK_CONNECTIONS - 1, share, count - 1 + max(0, spare)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Striping:
         self._next_growth_at = float("-inf")
         self._failures = 0
 
-    def look(self, seen: LinkLook, open_count: int, limit: int, now: float) -> None:
+    def look(self, sample: LinkLook, open_count: int, limit: int, now: float) -> None:
         """Takes a sample; call it several times a second while sending. `open_count`: open connections; `limit`: allowed ones."""
         self.count = min(self.count, limit)
-        if not (seen.delivered_bytes or seen.is_held_back):
+        if not (sample.delivered_bytes or sample.is_held_back):
             self.is_short = self.is_short and now - self._active_at <= PAUSE_S
             return
         if now - self._active_at > PAUSE_S:
@@ -96,8 +96,8 @@ class Striping:
             self._clean_since = now
             self._restart_trial(now)
         self._active_at = now
-        self._seen.append((now, seen))
-        if seen.lost:
+        self._seen.append((now, sample))
+        if sample.lost:
             self._losses.append(now)
             self._clean_since = now
         while now - self._seen[0][0] > SPAN_S:
@@ -207,8 +207,8 @@ class Stripes:
         self._widths: WeakKeyDictionary[PeerLink, _Width] = WeakKeyDictionary()
 
     def _limit(self, link: PeerLink) -> int:
-        others = ((one.width, self._width(one).striping.is_short) for one in self._links.values() if one is not link)
-        return connections_max(max(1, link.width), others)
+        rest = ((peer.width, self._width(peer).striping.is_short) for peer in self._links.values() if peer is not link)
+        return connections_max(max(1, link.width), rest)
 
     def _width(self, link: PeerLink) -> _Width:
         return self._widths.setdefault(link, _Width())

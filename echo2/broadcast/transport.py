@@ -136,7 +136,7 @@ class Transport:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 hosts = await hosts_of(host, int(port))
-                connection, _ = await first_of(hosts, lambda one: self._dial(one, int(port), peer_id, way))
+                connection, _ = await first_of(hosts, lambda ip: self._dial(ip, int(port), peer_id, way))
         except TimeoutError:
             raise Unreachable(f"{where}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
         except OSError as error:
@@ -146,8 +146,8 @@ class Transport:
     async def _dial(self, host: str, port: int, peer_id: PeerId, way: LinkWay | None) -> Connection:
         """One numeric address. asyncio's own trying of several leaves one open that connects as it is cancelled."""
         connection = Connection(is_outgoing=True, share=self._shares.of(peer_id), way=way)
-        own = self._credentials
-        dialled = Dialled(dns_name_of(peer_id), own.authority_pem, own.key_and_certificate())
+        credentials = self._credentials
+        dialled = Dialled(dns_name_of(peer_id), credentials.authority_pem, credentials.key_and_certificate())
         try:
             await here().net.dial_stream(connection, host, port, dialled, HANDSHAKE_S)
             connection.prove(peer_id)

@@ -117,9 +117,9 @@ def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, .
         mean = sum(weight * cost for weight, cost in zip(weights, costs, strict=True))
         moved = [w * math.exp(BALANCE_STEP * (1 - cost / mean)) for w, cost in zip(weights, costs, strict=True)]
         weights = [weight / sum(moved) for weight in moved]
-    kept = [(weight, tree.parents) for weight, tree in zip(best, trees, strict=True) if weight > WEIGHT_MIN]
-    total = sum(weight for weight, _ in kept)
-    return tuple(Tree(weight / total, parents) for weight, parents in kept)
+    pairs = [(weight, tree.parents) for weight, tree in zip(best, trees, strict=True) if weight > WEIGHT_MIN]
+    total = sum(weight for weight, _ in pairs)
+    return tuple(Tree(weight / total, parents) for weight, parents in pairs)
 
 
 def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def striped(nodes: Sequence[NodeLink], stripes: int, degree_max: int = DEGREE_MA
     if fanout is None:
         return ()
     room = _dealt(nodes, fanout, stripes)
-    trees = [_stripe(nodes, mine) for mine in room]
+    trees = [_stripe(nodes, slots) for slots in room]
     if any(parents is None for parents in trees):
         return ()
     return tuple(Tree(1 / stripes, parents) for parents in trees if parents is not None)
@@ -179,14 +179,14 @@ def _dealt(nodes: Sequence[NodeLink], fanout: Sequence[int], stripes: int) -> li
     left = {i: fanout[i] for i in mixed if fanout[i] > 0}
     queue = list(left)
     at = 0
-    for mine in room:
-        missing = len(nodes) - 1 - mine[0]
+    for slots in room:
+        missing = len(nodes) - 1 - slots[0]
         while missing > 0 and at < len(queue):
             node = queue[at]
-            taken = min(left[node], missing)
-            mine[node] = mine.get(node, 0) + taken
-            left[node] -= taken
-            missing -= taken
+            count = min(left[node], missing)
+            slots[node] = slots.get(node, 0) + count
+            left[node] -= count
+            missing -= count
             if left[node] == 0:
                 at += 1
     return room
@@ -227,16 +227,16 @@ def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -
 
 def _candidates(nodes: Sequence[NodeLink], degree_max: int) -> dict[str, tuple[Tree, ...]]:
     """A full mesh if the degree limit allows it; trees by region if traffic is charged. Some may be unsound or empty."""
-    made = {"star": star(nodes)}
+    trees = {"star": star(nodes)}
     if len(nodes) <= degree_max + 1:
-        made |= {
+        trees |= {
             "multi_tree": weighted_multi_tree(nodes), "strong_relays": strong_relays(nodes), BY_REGION: by_region(nodes),
         }  # fmt: skip
     else:
-        made["interior_disjoint_trees"] = interior_disjoint(nodes, degree_max)
+        trees["interior_disjoint_trees"] = interior_disjoint(nodes, degree_max)
     if any(node.egress_usd_per_gib for node in nodes):
-        made |= {"regional": regional(nodes, degree_max), "regional_chain": regional(nodes, degree_max, is_chain=True)}
-    return made
+        trees |= {"regional": regional(nodes, degree_max), "regional_chain": regional(nodes, degree_max, is_chain=True)}
+    return trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +383,8 @@ def regional(nodes: Sequence[NodeLink], degree_max: int, *, is_chain: bool = Fal
     for stripes in STRIPES:
         inside = {region: _inside(nodes, members, stripes, degree_max) for region, members in groups.items()}
         if all(inside.values()):
-            made = _joined(nodes, groups, inside, stripes, is_chain)
-            return made if is_sound(nodes, made) else ()
+            trees = _joined(nodes, groups, inside, stripes, is_chain)
+            return trees if is_sound(nodes, trees) else ()
     return ()
 
 
@@ -407,8 +407,8 @@ def _inside(nodes: Sequence[NodeLink], members: Sequence[int], stripes: int, deg
         return [()] * stripes
     if len(local) == 2:
         return [(0,)] * stripes if can_connect(*local) else []
-    made = striped(local, stripes, degree_max - GATEWAYS_MAX)
-    return [tree.parents for tree in made] if is_sound(local, made) else []
+    trees = striped(local, stripes, degree_max - GATEWAYS_MAX)
+    return [tree.parents for tree in trees] if is_sound(local, trees) else []
 
 
 def _joined(
@@ -514,14 +514,14 @@ def slow_of(nodes: Sequence[NodeLink]) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(order[: near[0]]), frozenset(order[: near[-1]])
 
 
-def _removals(nodes: Sequence[NodeLink], needs: Needs, gone: frozenset[int]) -> Iterator[tuple[int, float]]:
-    """Yields spareable workers that limit those that are not `gone`, one at a time, each with the bound for those then left."""
+def _removals(nodes: Sequence[NodeLink], needs: Needs, slow: frozenset[int]) -> Iterator[tuple[int, float]]:
+    """Yields spareable workers that limit those that are not `slow`, one at a time, each with the bound for those then left."""
     spare, weight_of = needs.spare, (0.0, *needs.weights)
     by_down = deque(sorted(range(1, len(nodes)), key=lambda i: (nodes[i].down, weight_of[i], i)))
     by_up = deque(sorted(range(1, len(nodes)), key=lambda i: (nodes[i].up, weight_of[i], i)))
-    removed = set(gone)
+    removed = set(slow)
     uplinks = sum(node.up for number, node in enumerate(nodes) if number not in removed)
-    for left in range(len(nodes) - 2 - len(gone), 0, -1):
+    for left in range(len(nodes) - 2 - len(slow), 0, -1):
         while by_down[0] in removed:
             by_down.popleft()
         while by_up and (by_up[0] in removed or weight_of[by_up[0]] > spare):
@@ -625,21 +625,21 @@ def _with_late(nodes: Sequence[NodeLink], late: frozenset[int], first: Broadcast
     """The trees with each late worker below some others, in round-robin order; below the seed if none can connect to it."""
     needed = [number for number in range(len(nodes)) if number not in late]
     neighbours: list[set[int]] = [set() for _ in nodes]
-    found: list[list[int]] = []
+    all_parents: list[list[int]] = []
     for tree in first.trees:
         parents = [0] * (len(nodes) - 1)
         for child, parent in enumerate(tree.parents, start=1):
             parents[needed[child] - 1] = needed[parent]
             neighbours[needed[child]].add(needed[parent])
             neighbours[needed[parent]].add(needed[child])
-        found.append(parents)
+        all_parents.append(parents)
     hosts = deque(needed[1:])
     for number in sorted(late):
-        mine = [_host_for(nodes, number, hosts, neighbours) for _ in found[:HOSTS]]
-        for parents, host in zip(found, itertools.cycle(mine), strict=False):
+        chosen = [_host_for(nodes, number, hosts, neighbours) for _ in all_parents[:HOSTS]]
+        for parents, host in zip(all_parents, itertools.cycle(chosen), strict=False):
             parents[number - 1] = host
         hosts.append(number)
-    return tuple(Tree(tree.weight, tuple(parents)) for tree, parents in zip(first.trees, found, strict=True))
+    return tuple(Tree(tree.weight, tuple(parents)) for tree, parents in zip(first.trees, all_parents, strict=True))
 
 
 def _host_for(nodes: Sequence[NodeLink], number: int, hosts: deque[int], neighbours: Sequence[set[int]]) -> int:
@@ -667,9 +667,9 @@ def _with_late_relays(nodes: Sequence[NodeLink], late: frozenset[int], trees: tu
         return trees
     weights = {number: nodes[number].up / ((count - 1) * rate) for number in needed}
     weights |= {number: up / rate for number, up in relayed.items()}
-    made = [Tree(weights[root], _relayed_by(nodes, root)) for root in sorted(weights) if weights[root] > WEIGHT_MIN]
-    direct = 1.0 - sum(tree.weight for tree in made)
-    return (*made, Tree(direct, (0,) * (len(nodes) - 1))) if direct > 0 else trees
+    mesh = [Tree(weights[root], _relayed_by(nodes, root)) for root in sorted(weights) if weights[root] > WEIGHT_MIN]
+    direct = 1.0 - sum(tree.weight for tree in mesh)
+    return (*mesh, Tree(direct, (0,) * (len(nodes) - 1))) if direct > 0 else trees
 
 
 def _times(nodes: Sequence[NodeLink], trees: tuple[Tree, ...], size: int, chunk_bytes: int) -> tuple[float, ...]:

@@ -98,8 +98,8 @@ class SocketWatch:
     def look(self, expects_new: bool = False) -> SocketTotals:
         """`expects_new`: a connection was made since."""
         if expects_new or self._looks % SCAN_EVERY == 0:
-            found = itertools.islice(tcp_sockets(), SOCKETS_MAX)
-            self._last = {fd: self._last.get(fd, _UNSEEN) for fd, _ in found if _tcp_info(fd) is not None}
+            sockets = itertools.islice(tcp_sockets(), SOCKETS_MAX)
+            self._last = {fd: self._last.get(fd, _UNSEEN) for fd, _ in sockets if _tcp_info(fd) is not None}
             self._usual = {fd: name for fd, name in self._usual.items() if fd in self._last}
             self._apply()
         self._looks += 1
@@ -110,11 +110,11 @@ class SocketWatch:
                 continue
             self._last[fd] = info
             if info.confirmed_bytes > before.confirmed_bytes > 0:
-                came, again = info.confirmed_bytes - before.confirmed_bytes, info.retransmitted - before.retransmitted
-                delivered += came
+                acked, again = info.confirmed_bytes - before.confirmed_bytes, info.retransmitted - before.retransmitted
+                delivered += acked
                 queue_s = min(queue_s, info.queue_s)
                 retransmitted += max(0, again)
-                path = PathSent(came, max(0, again) if info.queue_s < SHORT_QUEUE_S else 0)
+                path = PathSent(acked, max(0, again) if info.queue_s < SHORT_QUEUE_S else 0)
                 paths[info.remote] = paths.get(info.remote, PathSent()) + path
         return SocketTotals(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
 
@@ -251,18 +251,18 @@ class UplinkWatch:
 
     def _look(self, now: float) -> None:
         """Takes one sample. The first one of a connection also tells the session that there is an uplink to pace."""
-        session, made, sent = self._exchange.session, self._connections.links_made, self._meter.sent_bytes
-        is_new = made != self._links_made  # even if nothing is being sent
+        session, links, sent = self._exchange.session, self._connections.links_made, self._meter.sent_bytes
+        is_new = links != self._links_made  # even if nothing is being sent
         is_sending = sent != self._sent_before or session.is_waiting
-        self._sent_before, self._links_made = sent, made
+        self._sent_before, self._links_made = sent, links
         if is_new or is_sending:
-            seen = self._sockets.look(is_new)
-            if seen.delivered_bytes or (is_new and self._sockets.has_connections):
-                self._exchange.act(UplinkSeen(seen.delivered_bytes, seen.queue_s, SEGMENT_BYTES * seen.retransmitted))
+            look = self._sockets.look(is_new)
+            if look.delivered_bytes or (is_new and self._sockets.has_connections):
+                self._exchange.act(UplinkSeen(look.delivered_bytes, look.queue_s, SEGMENT_BYTES * look.retransmitted))
             if is_sending:
-                self._chooser.sent(seen.retransmitted, seen.queue_s, now)
+                self._chooser.sent(look.retransmitted, look.queue_s, now)
                 if not self._sockets.is_fast_offered:
-                    self._connections.stripes.look(seen, now)
+                    self._connections.stripes.look(look, now)
         self._sockets.limit(session.governor.rate_bytes_per_s)
         was_offered = self._sockets.is_fast_offered
         self._sockets.use(self._chooser.control(now))

@@ -32,9 +32,9 @@ class PeerLines:
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
-    def more(self, whose: str, subject: str) -> str | None:
+    def more(self, party: str, subject: str) -> str | None:
         """None: leave this line out. Else what to add to it: how many were left out since the last one, mostly nothing."""
-        key, now = (whose, subject), monotonic()
+        key, now = (party, subject), monotonic()
         at, unsaid = self._seen.pop(key, (float("-inf"), 0))
         if now - at < QUIET_S:
             self._seen[key] = (at, unsaid + 1)
@@ -53,11 +53,11 @@ class Mishaps:
         self.count = 0
         self._lines = PeerLines()
 
-    def note(self, what: str, whose: str, error: BaseException) -> None:
+    def note(self, what: str, party: str, error: BaseException) -> None:
         """Records that `what` was ended by `error`, caused by a message of `whose`."""
         self.count += 1
-        if (more := self._lines.more(whose, type(error).__name__)) is not None:
-            self._log.error("%s of %s ended by an unforeseen error%s", what, whose, more, exc_info=error)
+        if (more := self._lines.more(party, type(error).__name__)) is not None:
+            self._log.error("%s of %s ended by an unforeseen error%s", what, party, more, exc_info=error)
 
 
 class Refusals:
@@ -121,24 +121,24 @@ MISHAPS = Mishaps()  # the mishaps of this process
 
 
 @contextmanager
-def noting(what: str, whose: str = "this process") -> Iterator[None]:
+def noting(what: str, party: str = "this process") -> Iterator[None]:
     """Wraps one iteration of a loop that serves all peers: an unexpected exception is recorded, and the loop goes on."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
-        MISHAPS.note(what, whose, error)
+        MISHAPS.note(what, party, error)
 
 
 @contextmanager
-def handling(what: str, whose: str) -> Iterator[None]:
+def handling(what: str, party: str) -> Iterator[None]:
     """Wraps handling of a message of `whose`: an unexpected exception is recorded and becomes a MalformedMessage."""
     try:
         yield
     except (EchoError, grpc.aio.AbortError, grpc.aio.AioRpcError, TimeoutError):
         raise
     except Exception as error:  # noqa: BLE001
-        MISHAPS.note(what, whose, error)
-        raise MalformedMessage(f"{whose}: expected a message that can be handled, got one that cannot") from None
+        MISHAPS.note(what, party, error)
+        raise MalformedMessage(f"{party}: expected a message that can be handled, got one that cannot") from None
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:

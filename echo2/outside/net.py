@@ -81,16 +81,16 @@ def listening_socket(host: str) -> socket.socket:
     """An unbound TCP socket of the host's family; of both families for `::`."""
     bare = listened(host)
     # With IPPROTO_TCP, since asyncio sets TCP_NODELAY only on such sockets: without it each HTTP answer waits 40 ms for an ACK.
-    made = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if ":" in bare:
-        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    return made
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return sock
 
 
-async def readable(one: socket.socket) -> None:
+async def readable(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    await until_ready(loop.add_reader, loop.remove_reader, one.fileno())
+    await until_ready(loop.add_reader, loop.remove_reader, sock.fileno())
 
 
 async def until_ready(
@@ -112,11 +112,11 @@ async def accepted(listener: socket.socket) -> tuple[socket.socket, str]:
     while True:
         await readable(listener)
         try:
-            taken, address = listener.accept()
+            sock, address = listener.accept()
         except (BlockingIOError, InterruptedError):
             continue
-        taken.setblocking(False)
-        return taken, str(address[0])
+        sock.setblocking(False)
+        return sock, str(address[0])
 
 
 class GrpcNet:
@@ -148,7 +148,7 @@ class GrpcNet:
         try:
             with socket.create_connection((host, port), timeout=timeout_s) as raw:
                 with context.wrap_socket(raw, server_hostname=server_name) as connection:
-                    shown = connection.getpeercert(binary_form=True)
+                    der = connection.getpeercert(binary_form=True)
         # The server is full at the moment, or its machine is going down.
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise Unreachable(
@@ -160,9 +160,9 @@ class GrpcNet:
             raise Unreachable(
                 f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {error.strerror or error}"
             ) from None
-        if shown is None:
+        if der is None:
             raise TrustError(f"coordinator at {host}:{port}: expected a certificate, got none")
-        return shown
+        return der
 
     async def dial_stream(self, reader: StreamReader, host: str, port: int, dialled: Dialled, within_s: float) -> None:
         from echo2.outside.tls_streams import dial  # which needs this module
@@ -172,9 +172,9 @@ class GrpcNet:
     def listen_for_streams(self, host: str, port: int, shown: Shown, watch: Callable[[int], None]) -> StreamListener:
         from echo2.outside.tls_streams import SocketListener
 
-        made = SocketListener(host, port)
-        watch(made.port)
-        return made
+        listener = SocketListener(host, port)
+        watch(listener.port)
+        return listener
 
 
 def check_free(host: str, port: int, address: str) -> None:

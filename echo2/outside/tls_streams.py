@@ -395,14 +395,14 @@ class SocketListener:
 @functools.lru_cache(maxsize=16)
 def tls_context(pair: tuple[bytes, bytes], authority_pem: bytes, protocol: int) -> ssl.SSLContext:
     """Mutual TLS 1.3 with this key and certificate, and peers whose certificate the authority issued."""
-    made = ssl.SSLContext(protocol)
-    made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.verify_mode = ssl.CERT_REQUIRED
-    made.load_verify_locations(cadata=authority_pem.decode())
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority_pem.decode())
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        made.num_tickets = 0  # a resumed session would not show a renewed certificate
-    _with_file(b"\n".join(pair), made.load_cert_chain)
-    return made
+        context.num_tickets = 0  # a resumed session would not show a renewed certificate
+    _with_file(b"\n".join(pair), context.load_cert_chain)
+    return context
 
 
 def _with_file(data: bytes, use: Callable[[str], object]) -> None:

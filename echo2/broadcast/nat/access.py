@@ -53,18 +53,18 @@ class Places:
         strangers = [other for other, (_, is_member) in self._held.items() if not is_member]
         of_host = [other for other in strangers if self._held[other][0] == host]
         in_all = sum(at == host for at, _ in self._held.values())
-        gone = None
+        victim = None
         if len(of_host) >= STRANGERS_PER_HOST or in_all >= max(1, self.connections_max // 2):
-            gone = next(iter(of_host), None)
+            victim = next(iter(of_host), None)
         elif len(self._held) >= self.connections_max:
-            gone = next(iter(strangers), None)
+            victim = next(iter(strangers), None)
         else:
             self._held[number] = host, False
             return True, None
-        if gone is not None:
-            del self._held[gone]
+        if victim is not None:
+            del self._held[victim]
             self._held[number] = host, False
-        return gone is not None, gone
+        return victim is not None, victim
 
     def proved(self, number: int) -> None:
         if number in self._held:
@@ -117,10 +117,10 @@ class AcceptGate:
         stream._cached_remote_address = remote  # the library has no address for IPv6 callers
         self._count += 1
         number, scope = self._count, trio.CancelScope()
-        is_in, gone = self.places.came(number, remote[0])
-        if gone is not None:
-            self._scopes[gone].cancel()
-        if not is_in or gone is not None:
+        is_in, victim = self.places.came(number, remote[0])
+        if victim is not None:
+            self._scopes[victim].cancel()
+        if not is_in or victim is not None:
             self._refusals.warn("libp2p: %s holds more than its share of connections", remote[0])
         if not is_in:
             return

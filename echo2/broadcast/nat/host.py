@@ -88,8 +88,8 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
     async def _perform_hole_punch(self, peer_id: ID, addrs: list[Multiaddr], as_responder: bool = False) -> bool:
         """Dials at most ADDRESSES_MAX of the addresses that the peer named in this exchange, none named earlier."""
         self.host.get_peerstore().clear_addrs(peer_id)
-        kept = [address for address in addrs if self._gate.lets_through(address)][:ADDRESSES_MAX]
-        return bool(await super()._perform_hole_punch(peer_id, kept, as_responder))
+        allowed = [address for address in addrs if self._gate.lets_through(address)][:ADDRESSES_MAX]
+        return bool(await super()._perform_hole_punch(peer_id, allowed, as_responder))
 
     async def _dial_peer(
         self, peer_id: ID, addr: Multiaddr, source: tuple[str, int] | None = None, as_responder: bool = False
@@ -162,7 +162,7 @@ class P2pHost:
         host = new_host(key_pair=create_new_key_pair(secret), listen_addrs=[], connection_config=few)
         assert isinstance(host, BasicHost)
         self._host = host
-        listens = [Multiaddr(f"/{_kind(own)}/{own}/tcp/{self.port}") for own in _hosts(self.options.listen_host)]
+        listens = [Multiaddr(f"/{_kind(ip)}/{ip}/tcp/{self.port}") for ip in _hosts(self.options.listen_host)]
         self._autonat = ReachabilityService(
             host, self._members, is_serving=self.options.is_relay, proven=self.options.proven
         )
@@ -265,20 +265,20 @@ class P2pHost:
                 self._nursery.start_soon(self._keep_relay, peer, address, scope)
 
     async def _keep_relay(self, peer: PeerId, address: str, scope: trio.CancelScope) -> None:
-        pause_s, turn, told = RETRY_S_MIN, 0, ""
+        pause_s, turn, logged = RETRY_S_MIN, 0, ""
         try:
             with scope:
                 while not scope.cancel_called:
                     pause_s, turn = min(RETRY_S_MAX, 2 * pause_s), turn + 1
                     try:
                         await self._settle_at(peer, address, turn - 1)
-                        pause_s, turn, told = RETRY_S_MIN, turn - 1, ""
+                        pause_s, turn, logged = RETRY_S_MIN, turn - 1, ""
                         await self._stay_at(peer)
                     except Exception as error:  # a relay may fail in any way; it is tried again
                         text = f"relay {peer} at {address}: {error or type(error).__name__}"
-                        if text != told:  # retried forever, but each error is logged only once
+                        if text != logged:  # retried forever, but each error is logged only once
                             _log.info("%s", text)
-                        told = text
+                        logged = text
                         self._without(peer, text)
                     await self._close(peer)
                     await trio.sleep(pause_s)
@@ -429,7 +429,7 @@ async def _multiaddr_of(address: str, own_host: str = "", turn: int = 0) -> Mult
     if not infos:
         raise Unreachable(f"{address}: expected a host that can be resolved")
     ips = list(dict.fromkeys(str(each[4][0]) for each in infos))
-    own = {_kind(each) for each in _hosts(own_host)}
-    ips = [ip for ip in ips if _kind(ip) in own] or ips
+    families = {_kind(each) for each in _hosts(own_host)}
+    ips = [ip for ip in ips if _kind(ip) in families] or ips
     ip = ips[turn % len(ips)]
     return Multiaddr(f"/{_kind(ip)}/{ip}/tcp/{port}")

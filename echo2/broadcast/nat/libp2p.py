@@ -226,9 +226,9 @@ class P2pSide:
     async def _carry(self, stream: Any, peer: PeerIdentity, is_outgoing: bool) -> None:
         """Called in trio: moves bytes between a stream through a hole and a socket of this node until both have ended."""
         ours, theirs = socket.socketpair()
-        for one in (ours, theirs):
-            one.setblocking(False)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, READ_BYTES)
+        for end in (ours, theirs):
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, READ_BYTES)
         self._thread.to_asyncio(self._begin, theirs, peer, is_outgoing)
         try:
             async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as local, trio.open_nursery() as nursery:

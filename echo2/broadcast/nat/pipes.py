@@ -120,10 +120,10 @@ def _name_of(value: _Reader) -> str:
 
 
 def _protocols_of(value: _Reader) -> tuple[str, ...]:
-    found, names = list[str](), value.part(2)
+    protocols, names = list[str](), value.part(2)
     while names.left:
-        found.append(names.part(1).text())
-    return tuple(found)
+        protocols.append(names.part(1).text())
+    return tuple(protocols)
 
 
 class _Reader:
@@ -374,9 +374,9 @@ class PipeRelay:
         if coming is None or coming.done():
             return
         raw.recv(len(PipeAnswer(ticket).to_bytes()))  # it was only looked at until now
-        taken = socket.socket(fileno=raw.detach())
-        taken.setblocking(False)
-        coming.set_result(taken)
+        pipe = socket.socket(fileno=raw.detach())
+        pipe.setblocking(False)
+        coming.set_result(pipe)
 
     async def _join(self, place: _Place, caller: socket.socket, member: socket.socket, host: str) -> None:
         key, most = (place.peer_id, host), max(1, place.book.limits.circuits_per_member_max // 2)
@@ -388,9 +388,9 @@ class PipeRelay:
                 raise LimitExceeded(f"peer {place.peer_id} has {most} pipes of that address, the most allowed")
             self._piped[key] += 1
             held.callback(_uncount, self._piped, key)
-            for one in (caller, member):
-                keep_alive(one)
-                host, port = one.getpeername()[:2]
+            for end in (caller, member):
+                keep_alive(end)
+                host, port = end.getpeername()[:2]
                 DOORS.release(f"ipv{6 if ':' in host else 4}:{address_of(host, port)}")
             try:
                 async with asyncio.timeout(circuit.ends_at - monotonic()):  # also where nothing moves
@@ -416,7 +416,7 @@ def _uncount(counts: Counter[Key], key: Key) -> bool:
 
 async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:
     """What the other side begins with, left in the socket for whoever reads it. None where it ends before."""
-    seen = 0
+    size = 0
     while True:
         await readable(raw)
         data = raw.recv(OPENING_BYTES_MAX, socket.MSG_PEEK)
@@ -424,9 +424,9 @@ async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:
             return None
         if (opening := opening_of(data)) is not None:
             return opening
-        if len(data) in (seen, OPENING_BYTES_MAX):
+        if len(data) in (size, OPENING_BYTES_MAX):
             await asyncio.sleep(LOOK_S)  # what was looked at stays readable
-        seen = len(data)
+        size = len(data)
 
 
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0  # a relay restarts in seconds; a dead one costs a dial a minute
@@ -519,6 +519,6 @@ class PipeMember:
 
 
 def _socket_to(host: str) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    made.setblocking(False)
-    return made
+    raw = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    raw.setblocking(False)
+    return raw

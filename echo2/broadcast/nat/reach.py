@@ -213,8 +213,8 @@ def _is_any(host: str) -> bool:
 def shows_certificate(host: str, port: int, peer_id: PeerId, authority_pem: bytes) -> bool:
     """Whether `peer_id` answers there with its certificate of the run. We present none: theirs is shown anyway."""
     try:
-        shown = here().net.certificate_at(host, port, dns_name_of(peer_id), PROBE_S)
-        certificate = NodeCertificate.parse(shown, f"{host}:{port}")
+        der = here().net.certificate_at(host, port, dns_name_of(peer_id), PROBE_S)
+        certificate = NodeCertificate.parse(der, f"{host}:{port}")
         certificate.check_peer(peer_id)
         certificate.check_issuer(authority_pem)
     except (Unreachable, TrustError) as error:
@@ -251,8 +251,8 @@ class OwnLink:
 async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: float) -> OwnLink:
     """Runs the probe; listens for the dial-back on the port of the link's role (0 or missing: any port). Raises Unreachable,
     TrustError, BadToken, VersionMismatch or PortBusy."""
-    shown = await asyncio.to_thread(checked_certificate, link, timeout_s)
-    async with open_enrolment_channel(link, shown.pem) as channel:
+    certificate = await asyncio.to_thread(checked_certificate, link, timeout_s)
+    async with open_enrolment_channel(link, certificate.pem) as channel:
         stub = probe_pb2_grpc.ProbeStub(channel)
         try:
             question = pb.ReachRequest(protocol_version=PROTOCOL_VERSION, token=link.token)
@@ -295,8 +295,8 @@ async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, time
             0.0, reply.unix_s - ended
         )  # 0 if the coordinator's time lies between ours
     dialled = tried if reply.is_dialled else 0
-    seen = Seen(local_end(link.port), (reply.host, reply.port), dialled, reply.has_relay)
-    return OwnLink(seen, tried, reply.failure, skew_s, reply.role, reply.token_problem)
+    view = Seen(local_end(link.port), (reply.host, reply.port), dialled, reply.has_relay)
+    return OwnLink(view, tried, reply.failure, skew_s, reply.role, reply.token_problem)
 
 
 async def _download(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:

@@ -68,11 +68,11 @@ class Members:
 
     async def introduce(self, stream: Any, peer_id: PeerId, *, is_first: bool) -> PeerIdentity:
         """Certificates go both ways; the accepting side checks the caller's before it shows its own. TrustError if it is wrong."""
-        own = self.credentials.certificate.pem
-        own = len(own).to_bytes(_LENGTH_BYTES, "big") + own
+        pem = self.credentials.certificate.pem
+        frame = len(pem).to_bytes(_LENGTH_BYTES, "big") + pem
         with trio.fail_after(HANDSHAKE_S):
             if is_first:
-                await stream.write(own)
+                await stream.write(frame)
             size = int.from_bytes(await read_exactly(stream, _LENGTH_BYTES), "big")
             if size > CERTIFICATE_BYTES_MAX:
                 raise MalformedMessage(
@@ -80,7 +80,7 @@ class Members:
                 )
             identity = self._admit(peer_id, await read_exactly(stream, size))
             if not is_first:
-                await stream.write(own)
+                await stream.write(frame)
         return identity
 
     def _admit(self, peer_id: PeerId, pem: bytes) -> PeerIdentity:
