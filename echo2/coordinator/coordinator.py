@@ -154,11 +154,11 @@ class CoordinatorDaemon:
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
         ports = _Ports(hub, saved.meta, options.takes_free_ports)
         services, enrolment = tls.new_server(SERVICES), tls.new_enrolment_server()
-        own = self._own = tls.coordinator_credentials(authority, address_of(options.link_host, ports.wanted("port")))
-        shown, enrol_shown = tls.server_credentials(own), tls.enrolment_server_credentials(authority)
-        port = ports.bind("port", lambda at: tls.bind_server(services, address_of(section.host, at), shown))
+        keys = self._own = tls.coordinator_credentials(authority, address_of(options.link_host, ports.wanted("port")))
+        link_keys, enrol_keys = tls.server_credentials(keys), tls.enrolment_server_credentials(authority)
+        port = ports.bind("port", lambda at: tls.bind_server(services, address_of(section.host, at), link_keys))
         enrol_port = ports.bind(
-            "enrol_port", lambda at: tls.bind_server(enrolment, address_of(section.host, at), enrol_shown)
+            "enrol_port", lambda at: tls.bind_server(enrolment, address_of(section.host, at), enrol_keys)
         )
         if self._has_page:
             ports.bind("dashboard_port", lambda at: self._open_page(opened, at))
@@ -183,7 +183,7 @@ class CoordinatorDaemon:
             await self._serve_relay(ports, opened)
         self._write_links()
         if self._page is not None:
-            self._page.set_up(commands, options.folder, own)
+            self._page.set_up(commands, options.folder, keys)
             self.dashboard_url = self._page.url
             tls.write_secret(links_folder(options.folder) / "dashboard.url", f"{self._page.address}\n".encode())
 
@@ -287,13 +287,13 @@ def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
     return commands.join_link(secret) if known else None
 
 
-async def _renew_own(own: tls.Credentials, authority: RunAuthority) -> None:
+async def _renew_own(keys: tls.Credentials, authority: RunAuthority) -> None:
     """Renews the coordinator's own certificate whenever it is due, until cancelled."""
     while True:
-        await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(own.certificate) - unix_now())))
-        if unix_now() >= renewal_due_unix_s(own.certificate):
-            fresh = tls.coordinator_credentials(authority, own.coordinator_address)
-            own.renew(fresh.tls_key_pem, fresh.certificate)
+        await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(keys.certificate) - unix_now())))
+        if unix_now() >= renewal_due_unix_s(keys.certificate):
+            fresh = tls.coordinator_credentials(authority, keys.coordinator_address)
+            keys.renew(fresh.tls_key_pem, fresh.certificate)
 
 
 async def _tick(hub: Hub, collect: Callable[[], None]) -> None:
@@ -369,11 +369,11 @@ def consolidate(hub: Hub) -> int:
     names = {peer_id: member.name for peer_id, member in members.items()}
     # Until the new worker has the lease: a report, and its travel.
     hand_over_s = hub.config.coordinator.report_interval + 1.0
-    found = moves(hub.book, paces, hand_over_s, names)
-    for lease_id, to, reason in found:
+    recalls = moves(hub.book, paces, hand_over_s, names)
+    for lease_id, to, reason in recalls:
         hub.note("lease", f"group {hub.book.leases[lease_id].group_id} is moved: {reason}")
         hub.handle(hub.book.recall, lease_id, reason, to)
-    return len(found)
+    return len(recalls)
 
 
 class SteadyUnixClock:

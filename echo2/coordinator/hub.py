@@ -178,11 +178,11 @@ class Hub:
 
     # ---- saving and sending
 
-    def note(self, kind: str, text: str, whose: str = "", subject: str = "") -> None:
-        """Writes one line in the event log. `whose`: the peer that can cause it as often as it likes; of lines with the same
+    def note(self, kind: str, text: str, peer: str = "", subject: str = "") -> None:
+        """Writes one line in the event log. `peer`: the peer that can cause it as often as it likes; of lines with the same
         `subject` about it, one a minute is written."""
-        if whose:
-            if (more := self.peer_lines.more(whose, subject)) is None:
+        if peer:
+            if (more := self.peer_lines.more(peer, subject)) is None:
                 return
             text += more
         _log.info("%s: %s", kind, text)
@@ -384,7 +384,7 @@ class Hub:
     def _want(self, members: Iterable[Member], pool: Collection[PeerId], reason: str) -> None:
         """Lets those of `members` work that are in `pool` or on trial, as far as cap and budget allow, whatever the plan says."""
         members = list(members)
-        wanted = [one for one in members if one.peer_id in pool or one.is_on_trial]
+        wanted = [member for member in members if member.peer_id in pool or member.is_on_trial]
         over = self.money.beyond_limits(wanted, self.config.coordinator)
         for member in members:
             member.is_wanted = (member.peer_id in pool or member.is_on_trial) and member.peer_id not in over
@@ -464,9 +464,9 @@ class Hub:
         was_spent = self._is_budget_spent
         self._is_budget_spent = is_spent(self.money.sums().usd_chosen, budget)
         if self._is_budget_spent:
-            self._want([one for one in living if one.is_wanted], (), f"the budget of {budget:g} USD is spent")
+            self._want([member for member in living if member.is_wanted], (), f"the budget of {budget:g} USD is spent")
         elif was_spent and self.plan.now is None:
-            self._want(living, {one.peer_id for one in living}, "the budget is not spent any more")
+            self._want(living, {member.peer_id for member in living}, "the budget is not spent any more")
 
     def _keep_totals(self) -> None:
         self.state.meta("usd_standby", f"{self.money.standby_usd():.6f}")
@@ -584,5 +584,5 @@ class RunEnding:
     @property
     def is_settled(self) -> bool:
         """Whether the run is finished, no worker is connected and no machine is rented."""
-        is_idle = not self._hub.workers and not any(one.is_open for one in self._hub.money.machines.values())
+        is_idle = not self._hub.workers and not any(machine.is_open for machine in self._hub.money.machines.values())
         return self.finish is not None and is_idle

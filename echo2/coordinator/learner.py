@@ -64,10 +64,10 @@ class RolloutQuestions:
     async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
         return await self._ask(rollout_id, offset)
 
-    def on_answer(self, shown: pb.RolloutsShown) -> None:
-        waiting = self._open.get(shown.request)
+    def on_answer(self, answer: pb.RolloutsShown) -> None:
+        waiting = self._open.get(answer.request)
         if waiting is not None and not waiting.done():
-            waiting.set_result(shown)
+            waiting.set_result(answer)
 
     async def _ask(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
         """Sends a request and waits for the answer. LimitExceeded if too many are open, Unreachable if no learner answers."""
@@ -121,21 +121,21 @@ class LearnerStream:
         if self.session is not None:
             self.session.end()
 
-    async def on_hello(self, peer_id: PeerId, said: pb.LearnerHello, session: StreamSession[pb.LearnerOrder]) -> None:
+    async def on_hello(self, peer_id: PeerId, full: pb.LearnerHello, session: StreamSession[pb.LearnerOrder]) -> None:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
-        hub, whose = self._hub, f"learner {peer_id}"
-        groups = tuple(map(group_from_message, said.open_groups))
-        said.ClearField("open_groups")
+        hub, sender = self._hub, f"learner {peer_id}"
+        groups = tuple(map(group_from_message, full.open_groups))
+        full.ClearField("open_groups")
         hello = pb.LearnerHello()
-        hello.CopyFrom(said)  # a part of a message keeps the whole of it in memory
+        hello.CopyFrom(full)  # a part of a message keeps the whole of it in memory
         if not 1 <= hello.rollouts_per_group <= hello.rollouts_per_step:
             raise MalformedMessage(
-                f"batch of {whose}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "
+                f"batch of {sender}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "
                 f"{hello.rollouts_per_group} and {hello.rollouts_per_step}"
             )
         if hello.staleness_bound != hub.learner_bound:
             raise VersionMismatch(
-                f"{whose}: expected staleness bound S = {hub.learner_bound} as the coordinator "
+                f"{sender}: expected staleness bound S = {hub.learner_bound} as the coordinator "
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
         hub.ending.check_learner()
@@ -169,12 +169,12 @@ class LearnerStream:
         hub.plan_needed.set()
 
     def on_message(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
-        hub, whose = self._hub, f"learner {peer_id}"
+        hub, sender = self._hub, f"learner {peer_id}"
         match message.WhichOneof("kind"):
             case "report":
-                self._on_report(message.report, whose)
+                self._on_report(message.report, sender)
             case "offer":
-                self._on_lease_message(hub.book.offer, *wire.offer_from_message(message.offer, whose))
+                self._on_lease_message(hub.book.offer, *wire.offer_from_message(message.offer, sender))
             case "close":
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
                 self._on_lease_message(hub.book.close, ids, message.close.reason)
@@ -189,7 +189,7 @@ class LearnerStream:
             case "leaving":
                 self._on_leave(message.leaving.reason)
             case other:
-                raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
+                raise MalformedMessage(f"{sender}: expected a message of a known kind after its hello, got {other}")
 
     def on_end(self, peer_id: PeerId, session: StreamSession[pb.LearnerOrder]) -> None:
         """The learner's stream ended; ignored if a newer one has replaced it."""
@@ -203,9 +203,9 @@ class LearnerStream:
         self._hub.board.heard_at = self._hub.clock.now()
         self._hub.handle(method, *args, **kwargs)
 
-    def _on_report(self, report: pb.LearnerReport, whose: str) -> None:
+    def _on_report(self, report: pb.LearnerReport, sender: str) -> None:
         if list(report.lengths) != sorted(report.lengths):
-            raise MalformedMessage(f"{whose}: lengths: expected ascending token counts, got {list(report.lengths)}")
+            raise MalformedMessage(f"{sender}: lengths: expected ascending token counts, got {list(report.lengths)}")
         hub = self._hub
         now = hub.clock.now()
         is_step, money = hub.board.on_report(report, now), hub.money.sums()

@@ -108,11 +108,11 @@ class Commands:
     def change_settings(self, numbers: Mapping[str, float], prices: Mapping[str, float]) -> dict[str, Any]:
         """Changes budget, cap, staleness bound and the prices of offers, without a restart. Returns the settings that hold now."""
         hub = self.hub
-        if unknown := sorted(set(prices) - (offers := {one.name for one in hub.money.offers})):
+        if unknown := sorted(set(prices) - (offers := {offer.name for offer in hub.money.offers})):
             raise MalformedMessage(f"prices: expected offers of {sorted(offers)}, got {unknown[0][:60]!r}")
         hub.change_settings({**hub.settings, **numbers, "prices": {**hub.settings.get("prices", {}), **prices}})
-        told = ", ".join(f"{name} = {value:g}" for name, value in {**numbers, **prices}.items())
-        hub.note("operator", f"changes {told}")
+        changes = ", ".join(f"{name} = {value:g}" for name, value in {**numbers, **prices}.items())
+        hub.note("operator", f"changes {changes}")
         hub.state.require_sync()
         hub.flush_now()
         plain = {name: None if value == math.inf else value for name, value in hub.settings.items()}
@@ -180,7 +180,7 @@ class Commands:
         try:
             setting = OperatorSetting(name := _text(body, "activation"))
         except ValueError:
-            known = ", ".join(one.value for one in OperatorSetting)
+            known = ", ".join(state.value for state in OperatorSetting)
             raise MalformedMessage(f"worker state: expected one of {known}, got {name[:40]!r}") from None
         reason, chosen = _reason(body), self._chosen(body)
         for member in chosen:
@@ -191,13 +191,13 @@ class Commands:
         """Releases the rented machines of the chosen workers and dismisses the workers on other machines."""
         reason, money = _reason(body, "released by the operator"), self.hub.money
         machines = (machine for machine in money.machines.values() if machine.is_open)
-        rented = {one.peer_id: machine.machine_id for machine in machines for one in money.workers_of(machine)}
+        rented = {worker.peer_id: machine.machine_id for machine in machines for worker in money.workers_of(machine)}
         living = [member for member in self._chosen(body) if member.last_liveness is not Liveness.GONE]
         for member in living:
             if member.peer_id not in rented:
                 self.hub.dismiss(member.peer_id, reason)
         self.hub.flush_now()
-        for machine_id in dict.fromkeys(rented[one.peer_id] for one in living if one.peer_id in rented):
+        for machine_id in dict.fromkeys(rented[member.peer_id] for member in living if member.peer_id in rented):
             await self.provisioner.release(machine_id, reason)
         return {"count": len(living)}
 
@@ -205,17 +205,17 @@ class Commands:
         """The workers of `peer_ids`, else of the single `peer_id`; a worker's name stands for its id if no other has it."""
         chosen = body["peer_ids"] if "peer_ids" in body else [_text(body, "peer_id")]
         is_list = isinstance(chosen, list) and len(chosen) <= PEERS_AT_ONCE
-        if not is_list or not all(isinstance(one, str) for one in chosen):
+        if not is_list or not all(isinstance(name, str) for name in chosen):
             raise MalformedMessage(f"peer_ids: expected a list of up to {PEERS_AT_ONCE} peer ids")
         members = self.hub.membership.members
         known: dict[str, list[Member]] = {}
         for member in members.values():
             known.setdefault(member.name, []).append(member)
         known |= {peer_id: [member] for peer_id, member in members.items()}
-        for one in chosen:
-            if len(known.get(one, ())) != 1:
-                raise MalformedMessage(f"worker: expected one of this run, got {one[:80]!r}")
-        return list({known[one][0].peer_id: known[one][0] for one in chosen}.values())
+        for name in chosen:
+            if len(known.get(name, ())) != 1:
+                raise MalformedMessage(f"worker: expected one of this run, got {name[:80]!r}")
+        return list({known[name][0].peer_id: known[name][0] for name in chosen}.values())
 
     def _act_create_token(self, body: Body) -> Body:
         lifetime_s, uses = _number(body, "lifetime_s"), int(_number(body, "use_limit", 0))
@@ -274,9 +274,9 @@ def _shown(value: object) -> str:
     return "none" if value is None else repr(value)[:80]
 
 
-def _line(text: str, whose: str) -> str:
+def _line(text: str, field: str) -> str:
     if len(text) > LINE_CHARS_MAX or not text.isprintable():
-        raise MalformedMessage(f"{whose}: expected up to {LINE_CHARS_MAX} printable characters")
+        raise MalformedMessage(f"{field}: expected up to {LINE_CHARS_MAX} printable characters")
     return text
 
 

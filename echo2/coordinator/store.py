@@ -163,7 +163,7 @@ class _RowForm:
 
     def __init__(self, of: Callable[..., Any], *left_out: str) -> None:
         self._of, hints = of, get_type_hints(of)
-        self._names = names = [one.name for one in fields(of) if one.name not in left_out]  # type: ignore[arg-type]
+        self._names = names = [field.name for field in fields(of) if field.name not in left_out]  # type: ignore[arg-type]
         self._model = pydantic.create_model("Row", **{name: (_read_as(hints[name]), ...) for name in names})  # type: ignore[call-overload]
 
     def to_json(self, row: object) -> str:
@@ -281,8 +281,8 @@ class SqlStore:
                 if lines:
                     connection.execute(sa.insert(_lines), lines)
                 if changes.must_last:
-                    told = sa.update(_meta).where(_meta.c.key == "lasting")
-                    connection.execute(told.values(value=str(self._lasting + 1)))
+                    update = sa.update(_meta).where(_meta.c.key == "lasting")
+                    connection.execute(update.values(value=str(self._lasting + 1)))
         except SQLAlchemyError as error:
             raise self._error(error) from None
         if changes.must_last:
@@ -326,22 +326,22 @@ class SqlStore:
         except OSError as error:
             raise self._error(error) from None
 
-    def _lost(self, expected: str, came: str) -> StateError:
+    def _lost(self, expected: str, actual: str) -> StateError:
         return StateError(
-            f"{self._where}: expected {expected}, found {came}; bans, revoked tokens and money spent may be missing. "
+            f"{self._where}: expected {expected}, found {actual}; bans, revoked tokens and money spent may be missing. "
             f"Restore a backup of the database (docs/runbook.md). To go on with what is there, remove {self._mark}"
         )
 
     def load(self) -> StateSnapshot:
         try:
             with self._engine.connect() as connection:
-                found = connection.execute(sa.select(_rows).order_by(_rows.c.kind, _rows.c.key)).all()
+                records = connection.execute(sa.select(_rows).order_by(_rows.c.kind, _rows.c.key)).all()
                 logs = {kind: _newest(connection, kind) for kind in _LOGS}
         except _DRIVER_ERRORS as error:
             raise self._error(error) from None
         rows: dict[str, list[tuple[str, Any]]] = {kind: [] for kind in _ROWS}
         try:
-            for kind, key, text in found:
+            for kind, key, text in records:
                 rows[kind].append((key, _ROWS[kind].from_json(text)))
             read = {kind: tuple(_LOGS[kind].from_json(text) for text in texts) for kind, texts in logs.items()}
             values = {kind: tuple(row for _, row in rows[kind]) for kind in ("groups", "leases", "members", "machines")}

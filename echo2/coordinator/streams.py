@@ -103,7 +103,7 @@ class NodeStreams(Protocol[Order]):
 
     role: Role
 
-    async def on_hello(self, peer_id: PeerId, said: Any, session: StreamSession[Order]) -> None: ...
+    async def on_hello(self, peer_id: PeerId, full: Any, session: StreamSession[Order]) -> None: ...
     def on_message(self, peer_id: PeerId, message: Any) -> None: ...
     def on_end(self, peer_id: PeerId, session: StreamSession[Order]) -> None: ...
 
@@ -123,11 +123,11 @@ class WorkerStream:
         self._left_out: tuple[str, ...] = ()
         self._bar_text = ""
 
-    async def on_hello(self, peer_id: PeerId, said: pb.WorkerHello, session: WorkerSession) -> None:
-        held = await self._held_leases(peer_id, said.held_tickets)
-        said.ClearField("held_tickets")
+    async def on_hello(self, peer_id: PeerId, full: pb.WorkerHello, session: WorkerSession) -> None:
+        held = await self._held_leases(peer_id, full.held_tickets)
+        full.ClearField("held_tickets")
         hello = pb.WorkerHello()
-        hello.CopyFrom(said)  # a part of a message keeps the whole of it in memory
+        hello.CopyFrom(full)  # a part of a message keeps the whole of it in memory
         hello.addresses[:] = self._dialable(Access(addresses=tuple(hello.addresses)), peer_id).addresses
         self._join(peer_id, hello, held, session)
 
@@ -178,13 +178,13 @@ class WorkerStream:
     def _dialable(self, named: Access, peer_id: PeerId) -> Access:
         """The part of the worker's declared access that peers are told. Logs the part left out when it changes, once a minute."""
         proven = self._hub.proven.of(peer_id, self._hub.clock.now())
-        kept, left_out = dialable(named, self._seen_from, proven)
+        access, left_out = dialable(named, self._seen_from, proven)
         if left_out and left_out != self._left_out:
-            shown = ", ".join(repr(one) for one in left_out[:NAMED_MAX])
+            names = ", ".join(repr(name) for name in left_out[:NAMED_MAX])
             if (more := self._hub.peer_lines.more(peer_id, "addresses")) is not None:
-                _log.info("worker %s: peers are not told %s: seen from %s%s", peer_id, shown, self._seen_from, more)
+                _log.info("worker %s: peers are not told %s: seen from %s%s", peer_id, names, self._seen_from, more)
         self._left_out = left_out
-        return kept
+        return access
 
     async def _held_leases(
         self, peer_id: PeerId, tickets: Sequence[rollout_pb2.LeaseTicket]
@@ -193,10 +193,10 @@ class WorkerStream:
         twice. Yields to the event loop every `TICKETS_AT_ONCE` tickets."""
         held: dict[LeaseId, le.HeldLease] = {}
         for ticket in tickets:
-            one = wire.held_lease_from_ticket(ticket, self._hub.options.run_id, self._hub.identity.peer_id, peer_id)
-            if one.lease_id in held:
-                raise MalformedMessage(f"held_tickets of {peer_id}: expected each lease once, got {one.lease_id} again")
-            held[one.lease_id] = one
+            lease = wire.held_lease_from_ticket(ticket, self._hub.options.run_id, self._hub.identity.peer_id, peer_id)
+            if (lease_id := lease.lease_id) in held:
+                raise MalformedMessage(f"held_tickets of {peer_id}: expected each lease once, got {lease_id} again")
+            held[lease_id] = lease
             if len(held) % TICKETS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return tuple(held.values())
@@ -333,14 +333,14 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             self._streams.discard(writer)
             await cancel_all((reader, writer))
 
-    def _share_of(self, caller: PeerIdentity, own: FairShare) -> FairShare:
+    def _share_of(self, caller: PeerIdentity, share: FairShare) -> FairShare:
         """Of the loop's time: the learner and each proven worker have their own; newcomers of one join link share one. While no
         worker is proven, each worker has its own."""
         proven = self._hub.book.records.proven
         is_known = caller.role is not Role.WORKER or not proven or caller.peer_id in proven
         if not is_known:
             return self._newcomers.of(f"link {caller.token_id}", FairShare.OF_MANY)
-        return own
+        return share
 
     async def _read(
         self, context: Any, node: NodeStreams[Order], caller: PeerIdentity, session: StreamSession[Order]
@@ -366,12 +366,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 
 def _hello_of(first: Any, run_id: RunId, caller: PeerIdentity) -> Any:
     """The hello. MalformedMessage unless a stream's first message is one; VersionMismatch for another protocol or another run."""
-    whose = f"{caller.role.value} {getattr(first.hello, 'name', '') or caller.peer_id}"
+    sender = f"{caller.role.value} {getattr(first.hello, 'name', '') or caller.peer_id}"
     if first.WhichOneof("kind") != "hello":
-        raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
-    check_protocol(first.hello.protocol_version, whose)
+        raise MalformedMessage(f"{sender}: expected a hello as the first message, got {first.WhichOneof('kind')}")
+    check_protocol(first.hello.protocol_version, sender)
     if first.hello.run_id != run_id:
-        raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {first.hello.run_id!r}")
+        raise VersionMismatch(f"{sender}: expected run {run_id!r}, got {first.hello.run_id!r}")
     return first.hello
 
 

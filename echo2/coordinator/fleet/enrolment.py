@@ -67,11 +67,11 @@ def caller_host(context: Any) -> str:
     return caller_address(context)[0]
 
 
-def check_protocol(version: int, whose: str) -> None:
+def check_protocol(version: int, sender: str) -> None:
     """VersionMismatch for another protocol than this process speaks."""
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {version}: use one release of echo2 everywhere"
+            f"{sender}: expected protocol version {PROTOCOL_VERSION}, got {version}: use one release of echo2 everywhere"
         )
 
 
@@ -246,11 +246,11 @@ async def _dial_back(host: str, port: int, nonce: bytes) -> str:
         async with asyncio.timeout(DIAL_BACK_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                said = await reader.read(NONCE_BYTES)
+                answer = await reader.read(NONCE_BYTES)
             finally:
                 writer.close()
     except TimeoutError:
         return f"no answer at {host}, port {port}, within {DIAL_BACK_S:.0f} s"
     except OSError as error:
         return f"{host}, port {port}: {os.strerror(error.errno) if error.errno else error}"
-    return "" if said == nonce else f"something else answers at {host}, port {port}"
+    return "" if answer == nonce else f"something else answers at {host}, port {port}"

@@ -186,7 +186,7 @@ class WorkerRecords:
         if self.told_at is None or passed_s > TELLING_S_MAX:
             self.heard_since = now
         self.told_at = now
-        delivered = {one.worker_id: one for one in workers}
+        delivered = {delivery.worker_id: delivery for delivery in workers}
         for worker_id in delivered:
             self.of(worker_id)
         return [
@@ -196,9 +196,9 @@ class WorkerRecords:
         ]
 
     def _is_silent(
-        self, worker_id: PeerId, record: WorkerRecord, told: WorkerDelivery | None, passed_s: float, now: float
+        self, worker_id: PeerId, record: WorkerRecord, delivery: WorkerDelivery | None, passed_s: float, now: float
     ) -> bool:
-        is_at_work, admitted = bool(record.used), told.admitted_rollouts if told is not None else 0.0
+        is_at_work, admitted = bool(record.used), delivery.admitted_rollouts if delivery is not None else 0.0
         if is_at_work:
             record.peak_rollouts *= 0.5 ** (passed_s / PEAK_HALF_LIFE_S)
         if is_at_work or admitted > 0:
@@ -212,8 +212,8 @@ class WorkerRecords:
             record.delivered_per_s = max(0.0, record.rollouts) / (max(0.0, record.seconds) + SETTLE_S)
         else:
             record.delivered_per_s = 0.0
-        if told is not None:
-            record.peak_rollouts = max(record.peak_rollouts, float(told.heard_rollouts))
+        if delivery is not None:
+            record.peak_rollouts = max(record.peak_rollouts, float(delivery.heard_rollouts))
             record.confirm()
             return False
         if not is_at_work or passed_s > TELLING_S_MAX:
@@ -240,11 +240,11 @@ class WorkerRecords:
     def unheard_s(self, group: OpenGroup, lease_id: LeaseId, tokens: int, now: float) -> float:
         """The learner holds `tokens` of a leased group and lacks the rest. Returns for how many seconds nothing has arrived; 0
         while that is below the limit. An honest worker claims tokens only after the learner has taken them."""
-        seen = group.confirmed
-        if seen is None or seen[0] != lease_id or tokens > seen[1]:
+        confirmed = group.confirmed
+        if confirmed is None or confirmed[0] != lease_id or tokens > confirmed[1]:
             group.confirmed = (lease_id, tokens, now)
             return 0.0
-        quiet_s = now - seen[2]
+        quiet_s = now - confirmed[2]
         return quiet_s if quiet_s >= UNHEARD_TIMEOUTS * self.lease_timeout_s else 0.0
 
     def give_up(self, way: str, worker_id: PeerId, group: OpenGroup, since: float, now: float) -> None:
@@ -341,7 +341,7 @@ class WorkerRecords:
         return bar_s
 
     def barred(self, now: float) -> list[tuple[PeerId, WorkerRecord]]:
-        return [(one, self.workers[one]) for one in sorted(self._barred) if now < self.workers[one].barred_until]
+        return [(peer, self.workers[peer]) for peer in sorted(self._barred) if now < self.workers[peer].barred_until]
 
     def is_barred(self, worker_id: PeerId, among: Collection[PeerId], now: float) -> bool:
         """Whether the worker is given nothing now. `among`: those that could get its leases; if all are barred, none is."""

@@ -98,11 +98,11 @@ class TokenBook:
         self.restore([token])
         return token
 
-    def _known(self, secret: str, whose: str) -> Token:
+    def _known(self, secret: str, peer: str) -> Token:
         token = self._by_hash.get(token_hash(secret))
         if token is None:
             raise BadToken(
-                f"join token of {whose}: expected one of this run, got one that it does not know; ask for a new link"
+                f"join token of {peer}: expected one of this run, got one that it does not know; ask for a new link"
             )
         return token
 
@@ -145,13 +145,11 @@ class TokenBook:
         token.peers.add(peer_id)
         self.changed_peers.add((token_id, peer_id))
 
-    def look_up(self, secret: str, whose: str, now: float) -> Token:
+    def look_up(self, secret: str, peer: str, now: float) -> Token:
         """Returns the token without using it, even if it is used up. BadToken if it is unknown, expired or revoked."""
-        token = self._known(secret, whose)
+        token = self._known(secret, peer)
         if token.is_revoked or now >= token.expires_at:
-            raise BadToken(
-                f"join token {token.token_id} ({token.label or token.role}) of {whose}: {token.problem(now)}"
-            )
+            raise BadToken(f"join token {token.token_id} ({token.label or token.role}) of {peer}: {token.problem(now)}")
         return token
 
     def revoke(self, token_id: str) -> Token:

@@ -223,20 +223,20 @@ class LeaseBook:
     def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
         """A worker's session began. `held`: the leases that it still holds."""
         self.wanting.pop(worker_id, None)  # which it has to make anew
-        still = {one.lease_id for one in held}
-        for lease in [one for one in self.leases_of(worker_id) if one.lease_id not in still]:
+        still = {hold.lease_id for hold in held}
+        for lease in [lease for lease in self.leases_of(worker_id) if lease.lease_id not in still]:
             yield Note(
                 "lease", f"{worker_id} came back without lease {lease.lease_id}; its group {lease.group_id} is queued"
             )
             yield from self._take_back(lease, now, 0.0, MISSING)
-        for one in held:
-            known = self.leases.get(one.lease_id)
+        for hold in held:
+            known = self.leases.get(hold.lease_id)
             if known is not None and known.worker_id == worker_id:
                 yield from self._renew(known, now)
-            elif known is None and one.may_be_adopted(self.groups.get(one.group_id), now, self.rules.lease_timeout_s):
-                yield from self._adopt(worker_id, one, now)
+            elif known is None and hold.may_be_adopted(self.groups.get(hold.group_id), now, self.rules.lease_timeout_s):
+                yield from self._adopt(worker_id, hold, now)
             else:
-                yield le.Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
+                yield le.Revoke(worker_id, hold.lease_id, "the lease has gone to another worker or its group is closed")
         yield from self._match(now)
 
     @_from_outside
@@ -627,9 +627,9 @@ def moves(
     }
     if not room or book.has_work_for(room):
         return []
-    found = []
+    recalls = []
     waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
-    for (stay_s, left), lease in sorted(waits, key=lambda one: -one[0][0]):
+    for (stay_s, left), lease in sorted(waits, key=lambda wait: -wait[0][0]):
         spec = book.groups[lease.group_id].spec
         fit = [
             worker for worker, free in room.items()
@@ -647,8 +647,8 @@ def moves(
             f"it is among the last of its step: about {stay_s:.1f} s more on {names.get(lease.worker_id, lease.worker_id)}, "
             f"{move_s:.1f} s on {names.get(to, to)}"
         )
-        found.append((lease.lease_id, to, reason))
-    return found
+        recalls.append((lease.lease_id, to, reason))
+    return recalls
 
 
 def _may_move(book: LeaseBook, lease: Lease) -> bool:
@@ -666,7 +666,7 @@ def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tu
     spec = book.groups[lease.group_id].spec
     # All rollouts but one count as finished: the result is what the longest one still needs.
     left = book.lengths.rest(spec, lease.tokens, spec.rollout_count - 1)
-    made, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
-    is_measured = made > 0 and for_s >= MEASURED_S_MIN
-    speed = made / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
+    tokens, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
+    is_measured = tokens > 0 and for_s >= MEASURED_S_MIN
+    speed = tokens / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
     return (max(0.0, left) / speed if speed > 0 else 0.0, max(0.0, left))

@@ -417,11 +417,11 @@ class Evaluators:
         wanted = EVALUATION_SHARE * sum(rates.values())
         at_it = {w for w, at in self._holders.values() if at == version and (w, version) not in self._slow}
         reached = sum(rates.get(worker_id, 0.0) for worker_id in at_it)
-        found: list[PeerId] = []
+        evaluators: list[PeerId] = []
         for worker_id in sorted(willing, key=lambda worker_id: (worker_id, version) in self._slow):
             if worker_id not in at_it:
                 if reached >= wanted:
                     continue
                 reached += rates.get(worker_id, 0.0)
-            found.append(worker_id)
-        return found
+            evaluators.append(worker_id)
+        return evaluators
