@@ -44,26 +44,26 @@ def box_command(bwrap: str, view: View, scratch_bytes: int, command: Sequence[st
     for path in (*view.readable, *view.hidden, view.folder):
         if not Path(path).is_absolute() or ".." in Path(path).parts:
             raise ConfigError(f"containment: expected absolute paths, got {path!r}")
-    said = [bwrap, "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session"]
+    words = [bwrap, "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session"]
     # The capability is for making each run's namespaces; runs have none.
-    said += ["--as-pid-1", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
-    said += ["--uid", "65534", "--gid", "65534", "--hostname", "contained", "--clearenv"]
+    words += ["--as-pid-1", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    words += ["--uid", "65534", "--gid", "65534", "--hostname", "contained", "--clearenv"]
     for name, value in view.environment:
-        said += ["--setenv", name, value]
-    masks = [path for path in view.hidden if any(_is_below(path, shown) for shown in view.readable)]
+        words += ["--setenv", name, value]
+    masks = [path for path in view.hidden if any(_is_below(path, readable) for readable in view.readable)]
     for path in sorted({*view.readable, *masks}):  # a folder before what lies within it
-        said += ["--size", "4096", "--tmpfs", path] if path in masks else ["--ro-bind", path, path]
+        words += ["--size", "4096", "--tmpfs", path] if path in masks else ["--ro-bind", path, path]
     for name, target in view.links:
-        said += ["--symlink", target, name]
+        words += ["--symlink", target, name]
     for path in DEVICES:
-        said += ["--dev-bind", path, path]
-    said += ["--size", str(scratch_bytes), "--tmpfs", SCRATCH, "--symlink", SCRATCH, "/dev/shm"]
+        words += ["--dev-bind", path, path]
+    words += ["--size", str(scratch_bytes), "--tmpfs", SCRATCH, "--symlink", SCRATCH, "/dev/shm"]
     if not any(_is_below(path, "/tmp") or path == "/tmp" for path in (*view.readable, view.folder)):
-        said += ["--symlink", SCRATCH, "/tmp"]
-    said += ["--dir", view.folder, "--chdir", view.folder]
+        words += ["--symlink", SCRATCH, "/tmp"]
+    words += ["--dir", view.folder, "--chdir", view.folder]
     for path in sorted(masks, reverse=True):
-        said += ["--remount-ro", path]
-    return [*said, "--remount-ro", "/", "--", *command]
+        words += ["--remount-ro", path]
+    return [*words, "--remount-ro", "/", "--", *command]
 
 
 def _is_below(path: str, folder: str) -> bool:

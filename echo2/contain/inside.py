@@ -156,12 +156,12 @@ def ending_of(early: Ending | None, status: int, has_answer: bool, used_s: float
 
 def _drained(reply: int, printed: int, limits: Limits, deadline: float) -> tuple[bytes, bytes, Ending | None]:
     """Reads both pipes until the fork closes them, or until a limit is reached; returns that limit's ending."""
-    kept = {reply: bytearray(), printed: bytearray()}
+    buffers = {reply: bytearray(), printed: bytearray()}
     room = {reply: limits.answer_bytes + len(_SHUT_IN), printed: limits.printed_bytes_max}
     waiting = select.poll()
-    for pipe in kept:
+    for pipe in buffers:
         waiting.register(pipe, select.POLLIN)
-    is_open = set(kept)
+    is_open = set(buffers)
     early: Ending | None = None
     while is_open and early is None:
         left_s = deadline - time.monotonic()
@@ -176,9 +176,9 @@ def _drained(reply: int, printed: int, limits: Limits, deadline: float) -> tuple
                 is_open.discard(pipe)
             elif room[pipe] < 0:
                 early = Ending.OUTPUT_USED_UP
-            elif pipe == reply or len(kept[pipe]) < limits.printed_bytes:
-                kept[pipe] += piece
-    return bytes(kept[reply]), bytes(kept[printed][: limits.printed_bytes]), early
+            elif pipe == reply or len(buffers[pipe]) < limits.printed_bytes:
+                buffers[pipe] += piece
+    return bytes(buffers[reply]), bytes(buffers[printed][: limits.printed_bytes]), early
 
 
 def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:

@@ -168,8 +168,8 @@ class Pool:
     def _work(self) -> None:
         runner = self._make()
         try:
-            while runner.prepare(lambda: not self._is_closed) and (taken := self._next()) is not None:
-                sender, request = taken
+            while runner.prepare(lambda: not self._is_closed) and (entry := self._next()) is not None:
+                sender, request = entry
                 answer = Answer(Ending.DIED, note="cancelled")
                 try:
                     if request.losses or request.future.set_running_or_notify_cancel():
@@ -196,9 +196,9 @@ class Pool:
         """Waits for a request; None once the pool is closed."""
         with self._changed:
             while not self._is_closed:
-                taken = self._queue.pop()
-                if taken is not None:
-                    return taken
+                entry = self._queue.pop()
+                if entry is not None:
+                    return entry
                 self._changed.wait()
             return None
 

@@ -65,8 +65,8 @@ class GatedServer:
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None:
         """Ignored: otherwise generated code would register the same calls again, without the gate."""
 
-    def listen(self, host: str, port: int, shown: Shown) -> int:
-        bound = here().net.listen(self._server, host, port, shown)
+    def listen(self, host: str, port: int, certificates: Shown) -> int:
+        bound = here().net.listen(self._server, host, port, certificates)
         if here() is MACHINE:  # in the simulator, connections are not sockets of this process
             self._ports.append(bound)
             DOORS.watch(bound, self._limits)
@@ -165,14 +165,14 @@ class _Gate:
                 case TimeoutError():
                     await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"expected a message within {BODY_S:.0f} s")
                 case EchoError():
-                    told = f"{type(error).__name__}: {error}"
-                    self._refusals.warn("%s refused: %s", method, told)
+                    text = f"{type(error).__name__}: {error}"
+                    self._refusals.warn("%s refused: %s", method, text)
                     code = _STATUS.get(type(error), grpc.StatusCode.UNAUTHENTICATED)
-                    await context.abort(code, told[:2000])
+                    await context.abort(code, text[:2000])
                 case _:
                     names = context.auth_context().get("x509_subject_alternative_name", [])
-                    whose = " at ".join([*(bytes(name).decode(errors="replace") for name in names[:1]), context.peer()])
-                    MISHAPS.note(f"a call of {method}", whose, error)
+                    peer = " at ".join([*(bytes(name).decode(errors="replace") for name in names[:1]), context.peer()])
+                    MISHAPS.note(f"a call of {method}", peer, error)
                     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the server's log")
         except grpc.aio.AbortError:
             raise

@@ -34,15 +34,15 @@ Reply = TypeVar("Reply")
 def checked_certificate(link: JoinLink, timeout_s: float) -> NodeCertificate:
     """The certificate of the coordinator that `link` pins. Raises Unreachable; TrustError for another peer or an expired one."""
     data = here().net.certificate_at(link.host, link.port, dns_name_of(link.peer_id), timeout_s)
-    shown = NodeCertificate.parse(data, f"coordinator at {link.address}")
-    if shown.peer_id != link.peer_id:
+    certificate = NodeCertificate.parse(data, f"coordinator at {link.address}")
+    if certificate.peer_id != link.peer_id:
         raise TrustError(
             f"coordinator at {link.address}: expected the peer {link.peer_id}, which the join link names; the coordinator of "
-            f"run {shown.run_id!r:.80} answers there, {shown.peer_id}. The link is of another run, or its coordinator has another "
-            "port by now: join by a new link (on the coordinator's machine: echo2 link @operator.link)"
+            f"run {certificate.run_id!r:.80} answers there, {certificate.peer_id}. The link is of another run, or its coordinator "
+            "has another port by now: join by a new link (on the coordinator's machine: echo2 link @operator.link)"
         )
-    shown.check_time(unix_now())
-    return shown
+    certificate.check_time(unix_now())
+    return certificate
 
 
 def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> float:
@@ -55,7 +55,7 @@ def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> flo
 
 async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
     """Joins the run that `link` names. Raises TrustError for a wrong peer or role, BadToken or Unreachable."""
-    shown = await asyncio.to_thread(checked_certificate, link, timeout_s)
+    coordinator = await asyncio.to_thread(checked_certificate, link, timeout_s)
     key = new_tls_key()
     request = enrolment_pb2.EnrolRequest(
         protocol_version=PROTOCOL_VERSION,
@@ -63,7 +63,7 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
         role=role.value,
         certificate_request_der=certificate_request(identity, key),
     )
-    async with open_enrolment_channel(link, shown.pem) as channel:  # it trusts exactly the certificate that was checked
+    async with open_enrolment_channel(link, coordinator.pem) as channel:  # it trusts exactly what was checked
         stub = enrolment_pb2_grpc.EnrolmentStub(channel)
         reply = await _answered(stub.Enrol(request, timeout=timeout_s), f"coordinator at {link.address}")
     certificate = NodeCertificate.parse(reply.certificate_pem, "certificate issued to us")
@@ -82,10 +82,10 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
 
 
 async def find_coordinator(
-    link: JoinLink, link_file: Path | None, credentials: Credentials, kept: Callable[[Credentials], None]
+    link: JoinLink, link_file: Path | None, credentials: Credentials, save: Callable[[Credentials], None]
 ) -> None:
     """Looks up the coordinator's present address at the link's host, or at the host that the link's file names by now. Accepts
-    only the peer that the first link pinned. Updates the address in `credentials`, which `kept` saves; leaves them unchanged if
+    only the peer that the first link pinned. Updates the address in `credentials`, which `save` keeps; leaves them unchanged if
     no coordinator answers, or the token is used up."""
     if link_file is not None:
         with contextlib.suppress(OSError, EchoError):
@@ -99,14 +99,14 @@ async def find_coordinator(
     if address != credentials.coordinator_address:
         _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, address)
         credentials.coordinator_address = address
-        kept(credentials)
+        save(credentials)
 
 
-async def _answered(call: Awaitable[Reply], whose: str) -> Reply:
+async def _answered(call: Awaitable[Reply], peer: str) -> Reply:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        raise error_of(error, whose) from None
+        raise error_of(error, peer) from None
 
 
 def renewal_due_unix_s(certificate: NodeCertificate) -> float:
@@ -132,8 +132,8 @@ async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) ->
     credentials.renew(key.to_pem(), certificate)
 
 
-async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], None]) -> None:
-    """Renews the certificate before it expires, for as long as the node lives; `kept` saves it. Ends only by cancellation.
+async def keep_renewed(credentials: Credentials, save: Callable[[Credentials], None]) -> None:
+    """Renews the certificate before it expires, for as long as the node lives; `save` keeps it. Ends only by cancellation.
     Waits for two thirds of the certificate's life (checking hourly, because clocks are set), then for the coordinator, retrying
     every thirtieth of a life, at least hourly. A refusal is logged and retried: it may be lifted."""
     while True:
@@ -145,7 +145,7 @@ async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], N
             continue
         try:
             await renew(credentials)
-            kept(credentials)
+            save(credentials)
             _log.info("certificate renewed until %s", time.ctime(credentials.certificate.not_after_unix_s))
         except (EchoError, OSError) as error:
             days = (certificate.not_after_unix_s - unix_now()) / 86400

@@ -142,7 +142,7 @@ class _Acceptor:
         """How long one more is waited for until it has asked something; None: it may not come. Makes room by ending the longest
         idle one."""
         limits, strangers = self.limits, self._strangers.get(host, {})
-        shaking = [task for task, whose in self._shaking.items() if whose == host]
+        shaking = [task for task, address in self._shaking.items() if address == host]
         if len(shaking) >= limits.handshakes_per_host:
             shaking[0].cancel()
         is_crowd = len(strangers) >= limits.strangers_per_host
@@ -171,7 +171,7 @@ class _Acceptor:
         host = self._open.pop(connection, None)
         if host is None or connection.has_asked or host in OWN_MACHINE:
             return
-        if all(other.is_stranger for other, whose in self._open.items() if whose == host):
+        if all(other.is_stranger for other, address in self._open.items() if address == host):
             DOORS.brought_nothing(host)
 
     async def _begin(self, connection: socket.socket, host: str, head_s: float) -> None:
@@ -180,7 +180,7 @@ class _Acceptor:
 
         patience_s = HANDSHAKE_S if self._tls else None
         try:
-            _, made = await asyncio.get_running_loop().connect_accepted_socket(
+            _, protocol = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._make(self, head_s), connection, ssl=self._tls, ssl_handshake_timeout=patience_s
             )
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
@@ -188,16 +188,16 @@ class _Acceptor:
             with contextlib.suppress(OSError):
                 connection.close()
             return
-        if not made.transport.is_closing():
-            self._open[made] = host
-            if made.is_stranger:
-                self._strangers.setdefault(host, {})[made] = None
+        if not protocol.transport.is_closing():
+            self._open[protocol] = host
+            if protocol.is_stranger:
+                self._strangers.setdefault(host, {})[protocol] = None
 
 
 def _ended_one_of(connections: Iterable[HttpConnection]) -> bool:
-    for one in connections:
-        if one.is_idle:
-            one.give_way()
+    for connection in connections:
+        if connection.is_idle:
+            connection.give_way()
             return True
     return False
 

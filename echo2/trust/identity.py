@@ -327,8 +327,8 @@ class NodeCertificate:
     def check_issuer(self, authority_pem: bytes) -> None:
         """TrustError if it was not issued by the authority."""
         try:
-            mine = x509.load_pem_x509_certificate(self.pem)
-            mine.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
+            certificate = x509.load_pem_x509_certificate(self.pem)
+            certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
         except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
             raise TrustError(f"certificate of {self.peer_id}: expected one issued by this run's authority") from None
 

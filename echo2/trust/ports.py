@@ -358,19 +358,19 @@ class Doors:
             self._ports.pop(port, None)
             self._http_ports.discard(port)
 
-    def know(self, told: str, peer: str, *, is_trusted: bool = False) -> None:
-        """A call on the connection from `told` (gRPC's name) has proven that the caller is `peer`. `is_trusted`: not a worker."""
+    def know(self, name: str, peer: str, *, is_trusted: bool = False) -> None:
+        """A call on the connection from `name` (gRPC's) has proven that the caller is `peer`. `is_trusted`: not a worker."""
         with self._lock:
-            if (caller := self._caller(remote_of(told))) is not None:
+            if (caller := self._caller(remote_of(name))) is not None:
                 caller.peer, caller.is_trusted = peer, is_trusted
                 caller.calls += 1
                 self._limit(caller)
 
-    def charge_s(self, told: str) -> float:
-        """What was worked for the caller at `told` below its calls and was not charged yet; 0 if its connection is not watched, or
+    def charge_s(self, name: str) -> float:
+        """What was worked for the caller at `name` below its calls and was not charged yet; 0 if its connection is not watched, or
         while it has proven no name: an address may be that of many."""
         with self._lock:
-            caller = self._caller(remote_of(told))
+            caller = self._caller(remote_of(name))
             return caller.charge_s() if caller is not None and caller.peer else 0.0
 
     def watch_http(self, port: int) -> None:
@@ -384,26 +384,26 @@ class Doors:
         with self._lock:
             self._floods.brought_nothing(host, monotonic())
 
-    def offended(self, told: str) -> None:
-        """The caller at `told` does not keep to its limits, whatever it is answered: its connection is ended, its host shut out."""
+    def offended(self, name: str) -> None:
+        """The caller at `name` does not keep to its limits, whatever it is answered: its connection is ended, its host shut out."""
         with self._lock:
             if len(self._offenders) < EARLY_MAX:
-                self._offenders.add(remote_of(told))
+                self._offenders.add(remote_of(name))
 
-    def release(self, told: str) -> None:
+    def release(self, name: str) -> None:
         """Stops watching a connection: its owner limits it from now on, and its bytes are not held in this process."""
         with self._lock:
-            if (caller := self._caller(remote_of(told))) is not None:
+            if (caller := self._caller(remote_of(name))) is not None:
                 caller.is_released = True
 
     def _limit(self, caller: Caller) -> None:
         limits = self._ports.get(caller.port)
         caller.in_flight_max = IN_FLIGHT_OF_TRUSTED if caller.is_trusted or limits is None else limits.in_flight_bytes
 
-    def took(self, told: str, size_bytes: int) -> None:
-        """A complete message of `size_bytes` was received on the connection from `told`."""
+    def took(self, name: str, size_bytes: int) -> None:
+        """A complete message of `size_bytes` was received on the connection from `name`."""
         with self._lock:
-            if (caller := self._caller(remote_of(told))) is not None:
+            if (caller := self._caller(remote_of(name))) is not None:
                 caller.taken_bytes += size_bytes
                 caller.messages += 1
 
@@ -426,9 +426,9 @@ class Doors:
             give_back()
         with self._lock:
             ports, http_ports = dict(self._ports), set(self._http_ports)
-        seen = dict(_connections(ports))
+        connections = dict(_connections(ports))
         with self._lock:
-            self._enter(seen, now)
+            self._enter(connections, now)
             callers = [caller for caller in self._callers.values() if not caller.is_released]
             reasons: dict[str, list[Caller]] = defaultdict(list)
             for port, limits in ports.items():
@@ -456,14 +456,14 @@ class Doors:
                         shut_out(view, wanted)
         return sum(self._end(reason, overdue_callers) for reason, overdue_callers in reasons.items())
 
-    def _enter(self, seen: dict[tuple[int, Remote], tuple[int, int]], now: float) -> None:
-        for key in [key for key in self._callers if key not in seen]:
-            gone = self._callers.pop(key)
-            if not (gone.peer or gone.messages or gone.is_released):
-                self._floods.brought_nothing(gone.remote[0], now)
-            if self._by_remote.get(gone.remote) is gone:
-                del self._by_remote[gone.remote]
-        for key, (fd, received_bytes) in seen.items():
+    def _enter(self, connections: dict[tuple[int, Remote], tuple[int, int]], now: float) -> None:
+        for key in [key for key in self._callers if key not in connections]:
+            previous = self._callers.pop(key)
+            if not (previous.peer or previous.messages or previous.is_released):
+                self._floods.brought_nothing(previous.remote[0], now)
+            if self._by_remote.get(previous.remote) is previous:
+                del self._by_remote[previous.remote]
+        for key, (fd, received_bytes) in connections.items():
             caller = self._callers.get(key)
             if caller is None or received_bytes < caller.received_bytes:  # same ports, but a new connection
                 port, remote = key
@@ -499,9 +499,9 @@ class Doors:
 
 
 @functools.lru_cache(maxsize=4096)  # asked for each message
-def remote_of(told: str) -> Remote:
+def remote_of(name: str) -> Remote:
     """Parses gRPC's name of a caller: ipv4:10.0.0.1:4711 or ipv6:%5B2001:db8::1%5D:4711."""
-    host, _, port = urllib.parse.unquote(told).partition(":")[2].rpartition(":")
+    host, _, port = urllib.parse.unquote(name).partition(":")[2].rpartition(":")
     return host.strip("[]").removeprefix("::ffff:"), int(port) if port.isdigit() else 0
 
 

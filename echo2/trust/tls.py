@@ -125,9 +125,9 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
     key_path, certificate_path = folder / "authority.key", folder / "authority.pem"
     missing = [path for path in (key_path, certificate_path) if not path.exists()]
     if len(missing) == 2:
-        made = RunAuthority.create(identity, run_id, unix_now(), new_tls_key())
-        write_secret(key_path, made.key_pem())
-        write_secret(certificate_path, made.certificate_pem)
+        new = RunAuthority.create(identity, run_id, unix_now(), new_tls_key())
+        write_secret(key_path, new.key_pem())
+        write_secret(certificate_path, new.certificate_pem)
     elif missing:
         left = key_path if missing == [certificate_path] else certificate_path
         # It may have been killed between the two writes; then the key has signed nothing yet.
@@ -261,8 +261,8 @@ def server_credentials(credentials: Credentials) -> Shown:
 
 
 def _member(context: Any) -> tuple[str, float]:
-    whose = peer_of(context)
-    return whose.peer_id, FairShare.SHARE if whose.role is Role.WORKER else FairShare.OF_MANY
+    peer = peer_of(context)
+    return peer.peer_id, FairShare.SHARE if peer.role is Role.WORKER else FairShare.OF_MANY
 
 
 def new_server(limits: PortLimits) -> GatedServer:
@@ -274,12 +274,12 @@ def new_enrolment_server() -> GatedServer:
     return GatedServer(ENROLMENT, lambda context: (remote_of(context.peer())[0], FairShare.SHARE))
 
 
-def bind_server(server: GatedServer, address: str, shown: Shown) -> int:
+def bind_server(server: GatedServer, address: str, certificates: Shown) -> int:
     """Listens on `address` (port 0: any) and returns the port; PortBusy if the address is taken."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
-    return server.listen(host, int(port), shown)
+    return server.listen(host, int(port), certificates)
 
 
 async def calls_have_ended() -> None:
@@ -329,12 +329,12 @@ def peer_of(context: Any, *roles: Role) -> PeerIdentity:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
     certificate = certificate_of(bytes(pems[0]))
     certificate.check_time(unix_now())
-    whose = certificate.whose
-    DOORS.know(context.peer(), whose.peer_id, is_trusted=whose.role is not Role.WORKER)
-    if roles and whose.role not in roles:
+    identity = certificate.whose
+    DOORS.know(context.peer(), identity.peer_id, is_trusted=identity.role is not Role.WORKER)
+    if roles and identity.role not in roles:
         wanted = " or ".join(roles)
-        raise NotAllowed(f"{whose.peer_id}: expected the role {wanted}, its certificate says {whose.role.value}")
-    return whose
+        raise NotAllowed(f"{identity.peer_id}: expected the role {wanted}, its certificate says {identity.role.value}")
+    return identity
 
 
 # The inverse of calls._STATUS.
@@ -356,8 +356,8 @@ _GRPCS_OWN_WORDS = {
 """What gRPC itself says of a connection names sockets and its own parts; for each a phrase of it, and what it means."""
 
 
-def error_of(error: grpc.aio.AioRpcError, whose: str) -> EchoError:
+def error_of(error: grpc.aio.AioRpcError, peer: str) -> EchoError:
     """Our exception for a gRPC status, with the server's message, or in words what became of the connection."""
-    kind, said = _ERRORS_BY_STATUS.get(error.code(), Unreachable), error.details() or error.code().name
-    meant = next((words for phrase, words in _GRPCS_OWN_WORDS.items() if phrase in said), said)
-    return kind(f"{whose}: {meant if kind is Unreachable else said}")
+    kind, text = _ERRORS_BY_STATUS.get(error.code(), Unreachable), error.details() or error.code().name
+    meant = next((words for phrase, words in _GRPCS_OWN_WORDS.items() if phrase in text), text)
+    return kind(f"{peer}: {meant if kind is Unreachable else text}")

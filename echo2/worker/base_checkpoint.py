@@ -246,8 +246,8 @@ class BaseCheckpointLoader:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether all parts are there: a download that was given up may leave only some."""
     names = [file.name for file in folder.glob("*.safetensors")] if folder.is_dir() else []
-    parts = [found for found in map(_PART.fullmatch, names) if found is not None]
-    return bool(names) and all(len(parts) == int(found["count"]) for found in parts)
+    parts = [match for match in map(_PART.fullmatch, names) if match is not None]
+    return bool(names) and all(len(parts) == int(match["count"]) for match in parts)
 
 
 def _cached(model_path: str, model_name: str) -> Path | None:

@@ -110,8 +110,8 @@ async def ask(folder: Path, command: str) -> CommandAnswer:
     return await ask_at(socket_path(folder), command, f"worker of {folder}")
 
 
-async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_S) -> CommandAnswer:
-    """As `ask`, for the socket at `path`. Without an answer raises Unreachable, on a refusal ProtocolError; both name `whose`."""
+async def ask_at(path: Path, command: str, name: str, within_s: float = ANSWER_S) -> CommandAnswer:
+    """As `ask`, for the socket at `path`. Without an answer raises Unreachable, on a refusal ProtocolError; both say `name`."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)
@@ -121,10 +121,10 @@ async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
-        raise Unreachable(f"{whose}: expected one to answer, got none ({str(error) or 'no answer'})") from None
+        raise Unreachable(f"{name}: expected one to answer, got none ({str(error) or 'no answer'})") from None
     answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
     if not answer.pop("ok"):
-        raise ProtocolError(f"{whose}: {answer.get('error', 'it refused')}")
+        raise ProtocolError(f"{name}: {answer.get('error', 'it refused')}")
     return dict(answer)
 
 
@@ -163,17 +163,17 @@ async def running_workers() -> list[RunningWorker]:
         table = TABLE.read_bytes()
     except OSError as error:
         raise Unreachable(f"{TABLE}: expected the list of sockets, got: {error}; name the worker's --folder") from None
-    mine = [path for path in sorted(set(listening_sockets(table))) if os.access(path, os.W_OK)]
-    found = await asyncio.gather(*(_who(path) for path in mine[:WORKERS_MAX]))
-    return sorted(found, key=lambda worker: (worker.name, worker.folder))
+    paths = [path for path in sorted(set(listening_sockets(table))) if os.access(path, os.W_OK)]
+    workers = await asyncio.gather(*(_who(path) for path in paths[:WORKERS_MAX]))
+    return sorted(workers, key=lambda worker: (worker.name, worker.folder))
 
 
 async def _who(path: Path) -> RunningWorker:
     try:
-        said = await ask_at(path, "who", f"worker at {path}", WHO_S)
+        answer = await ask_at(path, "who", f"worker at {path}", WHO_S)
     except EchoError as error:
         return RunningWorker("", path.parent, path, str(error))
-    return RunningWorker(str(said["name"]), Path(str(said["folder"])), path)
+    return RunningWorker(str(answer["name"]), Path(str(answer["folder"])), path)
 
 
 def the_one(workers: list[RunningWorker], name: str) -> RunningWorker:

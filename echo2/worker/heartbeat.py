@@ -62,8 +62,8 @@ class LogTail(logging.Handler):
 def listen_host(options: WorkerOptions, link: JoinLink) -> str:
     """The host given by the operator; else loopback if the coordinator is on loopback, else every address."""
     # The coordinator's address family, because ::1 and 127.0.0.1 appear to others as two hosts.
-    own = link.host if ":" in link.host else "127.0.0.1"
-    return options.listen_host or (own if is_loopback(link.host) else EVERY_ADDRESS)
+    loopback = link.host if ":" in link.host else "127.0.0.1"
+    return options.listen_host or (loopback if is_loopback(link.host) else EVERY_ADDRESS)
 
 
 def dialled_port(options: WorkerOptions, port: int) -> int:
@@ -71,14 +71,14 @@ def dialled_port(options: WorkerOptions, port: int) -> int:
     return int(options.advertised_addresses[0].rpartition(":")[2]) if options.advertised_addresses else port
 
 
-def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
+def reach_of(facts: HostFacts, addresses: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
     """How peers reach a worker with these facts. The coordinator's relay comes first, to spare the learner's uplink."""
     if facts.is_reachable is None:
         return None
     if facts.is_reachable:
         return coordinator_pb2.Reach(addresses=[address_of(facts.public_host, port)])
     relays = sorted(facts.relays, key=lambda peer: (peer != coordinator, peer))
-    access = broadcast_pb2.PeerAccess(lan_addresses=own, public_host=facts.public_host, relays=relays)
+    access = broadcast_pb2.PeerAccess(lan_addresses=addresses, public_host=facts.public_host, relays=relays)
     return coordinator_pb2.Reach(access=access)
 
 

@@ -329,8 +329,8 @@ class Reports:
 
     async def _session(self, target: tuple[PeerId, str]) -> None:
         peer_id, address = target
-        whose = f"the learner at {address}"
-        self._waits.begin("learner", f"a connection to {whose}")
+        peer = f"the learner at {address}"
+        self._waits.begin("learner", f"a connection to {peer}")
         async with open_channel(address, peer_id, self.credentials, _CHANNEL_OPTIONS) as channel:
             try:
                 async with asyncio.timeout(self._connect_s):
@@ -344,16 +344,16 @@ class Reports:
             self._under_way.clear()
             self._ticket_was_sent.clear()
             self._leases.on_learner()
-            _log.info("reports to %s", whose)
+            _log.info("reports to %s", peer)
             refused, reason = None, ""
             try:
-                with handling("the report stream", whose):
+                with handling("the report stream", peer):
                     await self._stream(self._stub)
             except (grpc.aio.AioRpcError, MalformedMessage, TimeoutError) as error:
                 if self._under_way and isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSED_CODES:
                     refused = self._under_way[0]  # the first unanswered one, since the learner answers in order
                 reason = (error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)) or repr(error)
-                _log.warning("lost %s: %s", whose, reason)
+                _log.warning("lost %s: %s", peer, reason)
             finally:
                 self._stub = None
                 self._leases.on_learner_lost()

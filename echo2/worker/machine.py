@@ -56,9 +56,9 @@ def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> F
         text = f"this worker answers at {dialled}; {advertised} was named, but its connections come from {seen_host}: peers are "
         text += f"told {dialled}"
     else:
-        came = "" if dialled == advertised else f" (connections of this machine come from {seen_host}, not from {host})"
+        note = "" if dialled == advertised else f" (connections of this machine come from {seen_host}, not from {host})"
         text = (
-            f"{advertised}: expected this worker to answer, nothing with its certificate answered at {dialled}{came}; it works "
+            f"{advertised}: expected this worker to answer, nothing with its certificate answered at {dialled}{note}; it works "
             f"as a hidden worker. Map that port to worker.port, open it in the firewall, or leave --advertise out"
         )
     return Finding("advertised address", text, is_good=is_reachable)
@@ -313,14 +313,14 @@ def look(folder: Path) -> WorkerMachine:
 
 def memory_used_bytes() -> int:
     """Resident memory, in bytes, of this process and all its descendants, such as an engine's processes."""
-    page, found, left = os.sysconf("SC_PAGE_SIZE"), 0, [str(os.getpid())]
+    page, total, left = os.sysconf("SC_PAGE_SIZE"), 0, [str(os.getpid())]
     while left:
         process = Path("/proc", left.pop())
         with contextlib.suppress(OSError):  # the process has ended, or this kernel does not list children
-            found += int((process / "statm").read_text().split()[1]) * page
+            total += int((process / "statm").read_text().split()[1]) * page
             for thread in (process / "task").iterdir():
                 left += (thread / "children").read_text().split()
-    return found
+    return total
 
 
 def memory_total_bytes() -> int:
@@ -393,8 +393,8 @@ def check_room(
     """Returns the bytes of host memory left over; ResourceError if a keyframe would not fit in memory, /dev/shm or disk. With
     engines on GPUs the host holds the published weights, a version in transit, and the masters of rounded weights. The embedded
     engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes."""
-    own = engines * size.masters_bytes(quantisation) if machine.gpus else quantisation.cpu_bytes * size.parameters
-    needed = own + handover_bytes(published_bytes)
+    weights = engines * size.masters_bytes(quantisation) if machine.gpus else quantisation.cpu_bytes * size.parameters
+    needed = weights + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:
         raise ResourceError(
             f"memory: expected {format_bytes(needed)} while a keyframe of {format_bytes(published_bytes)} is taken, "

@@ -287,11 +287,11 @@ class TokenGate:
             self.passed(tuple(passing))
 
     def _without_spoiled(self, chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
-        kept = []
+        passing = []
         for chunk in chunks:
             if chunk.request_id not in self._spoiled_requests:
-                kept.append(chunk)
+                passing.append(chunk)
             elif chunk.finish_reason is not FinishReason.UNFINISHED:
                 self._spoiled_requests.discard(chunk.request_id)
-                kept.append(TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED))
-        return kept
+                passing.append(TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED))
+        return passing

@@ -307,11 +307,11 @@ class Weights:
 
     async def _is_proven(self, version: Version) -> bool:
         """Compares the engine's fingerprint, computed from its live weights, with the host's, which equals the learner's."""
-        found = await self._engine.fingerprint(self.host.key)
+        actual = await self._engine.fingerprint(self.host.key)
         expected = await self._in_thread(self.host.fingerprint)
-        if found != expected:
-            _log.error("version %d: expected fingerprint %016x of the engine, got %016x", version, expected, found)
-        return found == expected
+        if actual != expected:
+            _log.error("version %d: expected fingerprint %016x of the engine, got %016x", version, expected, actual)
+        return actual == expected
 
     async def _commit(self, staged: StagedDelta) -> None:
         await self._in_thread(lambda: self.host.commit(staged))
@@ -340,11 +340,11 @@ class Weights:
     def _check_model(self, tensors: Tensors) -> None:
         """VersionMismatch unless the received weights belong to the model that the learner announced."""
         expected, config_json = self._model
-        found = model_digest(config_json, tensors)
-        if found != expected:
+        digest = model_digest(config_json, tensors)
+        if digest != expected:
             raise VersionMismatch(
                 f"the learner's model: expected weights of digest {expected[:16]}, as it announced, those that came have "
-                f"{found[:16]}: names, shapes or types of its tensors differ"
+                f"{digest[:16]}: names, shapes or types of its tensors differ"
             )
 
     async def _decoded(self, work: Callable[[], _T]) -> _T:

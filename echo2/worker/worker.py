@@ -99,8 +99,8 @@ class WorkerDaemon:
             joining = asyncio.create_task(join(self._link, self.folder, self.waits, backoff))
             credentials = await unless(self._stopped, joining)
             if credentials is not None:
-                told = (self.waits, self._progress, self._log)
-                self.worker = Worker(self.options, self._link, credentials, hardware, self._engines, *told)
+                shared = (self.waits, self._progress, self._log)
+                self.worker = Worker(self.options, self._link, credentials, hardware, self._engines, *shared)
                 await self.worker.run(warm_up)
         finally:
             await control.stop()

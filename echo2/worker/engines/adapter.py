@@ -35,20 +35,20 @@ class AdapterSpec:
 
 def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
     """The adapter described by a learner's model config; None if whole weights are published. ConfigError if it is malformed."""
-    said = config.get(CONFIG_KEY)
-    if said is None:
+    data = config.get(CONFIG_KEY)
+    if data is None:
         return None
-    if not isinstance(said, Mapping):
-        raise ConfigError(f"{CONFIG_KEY}: expected an object, got {type(said).__name__}")
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{CONFIG_KEY}: expected an object, got {type(data).__name__}")
     try:
-        found = AdapterSpec(int(said["rank"]), float(said["scale"]), str(said["dtype"]), str(said["base_fingerprint"]))
+        spec = AdapterSpec(int(data["rank"]), float(data["scale"]), str(data["dtype"]), str(data["base_fingerprint"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{CONFIG_KEY}: expected rank, scale, dtype and base_fingerprint, got {said}") from error
-    if not 1 <= found.rank <= _RANK_MAX or found.dtype not in PRECISIONS:
+        raise ConfigError(f"{CONFIG_KEY}: expected rank, scale, dtype and base_fingerprint, got {data}") from error
+    if not 1 <= spec.rank <= _RANK_MAX or spec.dtype not in PRECISIONS:
         raise ConfigError(
-            f"{CONFIG_KEY}: expected a rank of 1 to {_RANK_MAX} and one of {', '.join(PRECISIONS)}, got {said}"
+            f"{CONFIG_KEY}: expected a rank of 1 to {_RANK_MAX} and one of {', '.join(PRECISIONS)}, got {data}"
         )
-    return found
+    return spec
 
 
 def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
@@ -66,13 +66,13 @@ def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: cannot be loaded as a causal LM: {error}") from None
     round_parameters(model, spec.dtype)
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    found_fingerprint = f"{fingerprint(found, 0):016x}"
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found_fingerprint = f"{fingerprint(parameters, 0):016x}"
     if found_fingerprint != spec.base_fingerprint:
         raise VersionMismatch(
             f"model.path {path}: expected the learner's base model, fingerprint {spec.base_fingerprint}, got {found_fingerprint}"
         )
-    return found
+    return parameters
 
 
 class Adapter:

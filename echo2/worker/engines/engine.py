@@ -45,25 +45,25 @@ class GenerateRequest:
 
 def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_count: int) -> None:
     """Raises EngineError, naming the request, unless a model with that context and vocabulary can generate for it."""
-    whose = f"request {request.request_id}"
+    where = f"request {request.request_id}"
     tokens = (*request.prompt_token_ids, *request.token_ids)
     if not request.prompt_token_ids:
-        raise EngineError(f"{whose}: expected a prompt of at least one token, got none")
+        raise EngineError(f"{where}: expected a prompt of at least one token, got none")
     longest = len(request.prompt_token_ids) + request.sampling.max_new_tokens
     if longest > context_tokens:  # it would end before the requested length
-        raise EngineError(f"{whose}: expected at most {context_tokens} tokens of context, got room for {longest} asked")
+        raise EngineError(f"{where}: expected at most {context_tokens} tokens of context, got room for {longest} asked")
     if min(tokens) < 0 or max(tokens) >= vocab_count:
-        raise EngineError(f"{whose}: expected tokens from 0 to {vocab_count - 1}, got others")
+        raise EngineError(f"{where}: expected tokens from 0 to {vocab_count - 1}, got others")
     is_ended = bool(request.token_ids) and request.token_ids[-1] in request.sampling.stop_token_ids
     if is_ended or len(request.token_ids) >= request.sampling.max_new_tokens:
-        raise EngineError(f"{whose}: expected an unfinished completion, got one that has ended")
+        raise EngineError(f"{where}: expected an unfinished completion, got one that has ended")
 
 
 def exact_positions(positions: int, rope: object, model_type: str) -> int:
     """How many of a model's positions learner and engines rotate alike, by its rotary embeddings (one, or one a kind of layer):
     beyond them a longrope's factors depend on the sequence. ConfigError where no engine does."""
-    said = rope if isinstance(rope, Mapping) else {}
-    ropes = [each for each in said.values() if isinstance(each, Mapping)] or [said]
+    rotary = rope if isinstance(rope, Mapping) else {}
+    ropes = [each for each in rotary.values() if isinstance(each, Mapping)] or [rotary]
     if any(each.get("rope_type") == "dynamic" for each in ropes):
         raise ConfigError(
             f"model_type {model_type}, rope_type: dynamic rotates cached keys again, which no engine here does"
@@ -182,19 +182,19 @@ class UpdateCheck:
         self.dtypes.update((update.name, update.dtype) for update in updates)
 
     def _check(self, update: TensorUpdate, staged: StagedVersion) -> None:
-        whose = f"version {staged.version}, tensor {update.name}"
+        where = f"version {staged.version}, tensor {update.name}"
         shape = self.shapes.get(update.name)
         if shape is None:
-            raise EngineError(f"{whose}: expected a tensor of this {self.model_type} model, got an unknown name")
+            raise EngineError(f"{where}: expected a tensor of this {self.model_type} model, got an unknown name")
         if tuple(update.shape) != shape:
-            raise EngineError(f"{whose}: expected shape {shape}, got {tuple(update.shape)}")
+            raise EngineError(f"{where}: expected shape {shape}, got {tuple(update.shape)}")
         known = update.dtype if staged.parent is None else self.dtypes.get(update.name)
         if update.dtype not in BITS_DTYPES or update.dtype != known:
             expected = " or ".join(BITS_DTYPES) if known in (None, update.dtype) else known
-            raise EngineError(f"{whose}: expected dtype {expected}, got {update.dtype}")
+            raise EngineError(f"{where}: expected dtype {expected}, got {update.dtype}")
         if update.bits.dtype != BITS_DTYPES[update.dtype] or update.bits.ndim != 1:
-            raise EngineError(f"{whose}: expected 1-D {BITS_DTYPES[update.dtype]} bits, got {update.bits.dtype}")
-        _check_positions(update, int(np.prod(shape, dtype=np.int64)), staged.parent is None, whose)
+            raise EngineError(f"{where}: expected 1-D {BITS_DTYPES[update.dtype]} bits, got {update.bits.dtype}")
+        _check_positions(update, int(np.prod(shape, dtype=np.int64)), staged.parent is None, where)
 
 
 def _reach(update: TensorUpdate) -> tuple[int, int]:
@@ -204,16 +204,16 @@ def _reach(update: TensorUpdate) -> tuple[int, int]:
     return int(update.indices[0]), int(update.indices[-1])
 
 
-def _check_positions(update: TensorUpdate, element_count: int, is_keyframe: bool, whose: str) -> None:
+def _check_positions(update: TensorUpdate, element_count: int, is_keyframe: bool, where: str) -> None:
     indices = update.indices
     count = element_count if indices is None else len(indices)
     if len(update.bits) != count:
-        raise EngineError(f"{whose}: expected {count} values, got {len(update.bits)}")
+        raise EngineError(f"{where}: expected {count} values, got {len(update.bits)}")
     if indices is None:
         return
     if is_keyframe:
-        raise EngineError(f"{whose}: a keyframe holds whole tensors, got {count} positions")
+        raise EngineError(f"{where}: a keyframe holds whole tensors, got {count} positions")
     if indices.dtype != np.int64 or indices.ndim != 1:
-        raise EngineError(f"{whose}: expected 1-D int64 positions, got {indices.ndim}-D {indices.dtype}")
+        raise EngineError(f"{where}: expected 1-D int64 positions, got {indices.ndim}-D {indices.dtype}")
     if count and (indices[0] < 0 or indices[-1] >= element_count or bool(np.any(indices[1:] <= indices[:-1]))):
-        raise EngineError(f"{whose}: expected rising positions from 0 to {element_count - 1}, got others")
+        raise EngineError(f"{where}: expected rising positions from 0 to {element_count - 1}, got others")

@@ -104,8 +104,8 @@ class SeveralEngines:
         return max(result for result in pauses_s if isinstance(result, float))
 
     async def fingerprint(self, key: int) -> int:
-        found = await asyncio.gather(*(engine.fingerprint(key) for engine in self._engines))
-        return found[0] if len(set(found)) == 1 else NO_FINGERPRINT
+        prints = await asyncio.gather(*(engine.fingerprint(key) for engine in self._engines))
+        return prints[0] if len(set(prints)) == 1 else NO_FINGERPRINT
 
     def stats(self) -> EngineStats:
         """Sums over the engines; for swaps, the maxima."""

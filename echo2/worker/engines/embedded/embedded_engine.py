@@ -35,10 +35,10 @@ _log = logging.getLogger("echo2.worker")
 
 
 def _model_of(
-    given: Mapping[str, object], adapter: Adapter | None, quantisation: Quantisation
+    model: Mapping[str, object], adapter: Adapter | None, quantisation: Quantisation
 ) -> tuple[LiveTensors, Callable[[BlockPool], Forward]]:
-    config = {key: value for key, value in given.items() if key != ROUTING_KEY}
-    tells_routing = bool(given.get(ROUTING_KEY, False))
+    config = {key: value for key, value in model.items() if key != ROUTING_KEY}
+    tells_routing = bool(model.get(ROUTING_KEY, False))
     reason = why_not_fused(config)
     if not reason:
         if tells_routing:
@@ -61,17 +61,17 @@ def _model_of(
 
 def refuse_quantisation(quantisation: Quantisation, adapter: AdapterSpec | None) -> None:
     """Raises ConfigError for weights that this engine, this machine or the learner's adapter has not."""
-    whose = f"worker.quantisation: {quantisation.value}"
+    option = f"worker.quantisation: {quantisation.value}"
     if quantisation is Quantisation.FP8:
-        raise ConfigError(f"{whose} is vLLM's; for the embedded engine expected none or bf16")
+        raise ConfigError(f"{option} is vLLM's; for the embedded engine expected none or bf16")
     if quantisation is not Quantisation.BF16:
         return
     if adapter is not None:
-        raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
+        raise ConfigError(f"{option} is for whole weights, but the learner publishes an adapter alone; expected none")
     has = torch.cpu.get_capabilities()
     if not (has.get("amx_bf16") or has.get("avx512_bf16")):
         raise ConfigError(
-            f"{whose} needs a processor that multiplies it (amx_bf16 or avx512_bf16 among its flags), or is slower than "
+            f"{option} needs a processor that multiplies it (amx_bf16 or avx512_bf16 among its flags), or is slower than "
             "float32; expected none"
         )
 

@@ -83,8 +83,8 @@ SHORT_TOKENS = 256
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """What the kernels read and write: float32, or the patterns of bf16."""
-    found: np.ndarray = tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
-    return found
+    array: np.ndarray = tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
+    return array
 
 
 class CachedDecoder:

@@ -112,16 +112,16 @@ class _Pass:
         size = (key.shape[1], key.shape[3], value.shape[3])
         if not self.runs:
             rows_BHQE = query[0].transpose(0, 1)[:, :, None]
-            found = self._attended(layer, rows_BHQE, size, self.slots_T, self.positions_T[:, None], how)
-            return found[:, :, 0][None]
+            output = self._attended(layer, rows_BHQE, size, self.slots_T, self.positions_T[:, None], how)
+            return output[:, :, 0][None]
         pieces, begin = [], 0
         for run in self.runs:
             end = begin + len(run.token_ids)
             positions_BQ = self.positions_T[None, begin:end]
-            found = self._attended(
+            output = self._attended(
                 layer, query[:, :, begin:end], size, self.slots_T[begin : begin + 1], positions_BQ, how
             )
-            pieces.append(found[0].transpose(0, 1))
+            pieces.append(output[0].transpose(0, 1))
             begin = end
         return torch.cat(pieces)[None]
 
@@ -312,10 +312,10 @@ class GeneralDecoder:
             if self._routers is None or not isinstance(attending, _Pass) or attending.cache is not self._cache:
                 return module(input_ids=ids, position_ids=places, use_cache=False)
             with self._routers.recording() as chosen_LTK:
-                found = module(input_ids=ids, position_ids=places, use_cache=False)
+                output = module(input_ids=ids, position_ids=places, use_cache=False)
             blocks_T = self._tables[attending.slots_T, positions_T // BLOCK_TOKENS]
             self._chosen[blocks_T, positions_T % BLOCK_TOKENS] = torch.stack(chosen_LTK, 1).numpy()
-            return found
+            return output
         finally:
             _current.attending = None
 
@@ -342,13 +342,13 @@ class GeneralDecoder:
         self._fill(cache, tables, [Fill(0, 0, tuple(tokens[: filled // 2]))])
         self._fill(cache, tables, [Fill(0, filled // 2, tuple(tokens[filled // 2 : filled]))])
         slots_T = np.zeros(1, np.int64)
-        found = [
+        logits = [
             self._logits(tokens[place : place + 1], _Pass(cache, tables, slots_T, np.array([place])))
             for place in range(filled, len(tokens))
         ]
         self._model.set_attn_implementation("eager")
         try:
-            refuse_difference(self._model, tokens, torch.cat(found), self._name)
+            refuse_difference(self._model, tokens, torch.cat(logits), self._name)
         finally:
             self._model.set_attn_implementation(ATTENTION)
 
@@ -439,12 +439,12 @@ class StateDecoder:
     def _fed(self, state: _State, tokens: list[int]) -> torch.Tensor:
         """The logits after these further tokens."""
         places = torch.arange(len(state.tokens), len(state.tokens) + len(tokens))[None]
-        found = self._model(
+        output = self._model(
             input_ids=torch.tensor([tokens]), position_ids=places, use_cache=True, logits_to_keep=1,
             **{_cache_name(): state.cache},
         )  # fmt: skip
         state.tokens += tokens
-        logits: torch.Tensor = found.logits[0, -1].float()
+        logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
     def _try_once(self) -> None:
@@ -455,8 +455,8 @@ class StateDecoder:
         state = _State([], DynamicCache(config=self._model.config), 0)
         filled = len(tokens) - TRIAL_DECODED
         pieces = [tokens[: filled // 2], tokens[filled // 2 : filled], *([token] for token in tokens[filled:])]
-        found = [self._fed(state, piece) for piece in pieces]
-        refuse_difference(self._model, tokens, torch.stack(found[2:]), f"model_type {self._weights.model_type}")
+        logits = [self._fed(state, piece) for piece in pieces]
+        refuse_difference(self._model, tokens, torch.stack(logits[2:]), f"model_type {self._weights.model_type}")
 
 
 def _cache_name() -> str:

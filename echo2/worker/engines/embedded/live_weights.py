@@ -61,20 +61,20 @@ class ModelShape:
     rope_scale: float
 
 
-def why_not_fused(given: Mapping[str, object]) -> str:
+def why_not_fused(fields: Mapping[str, object]) -> str:
     """The feature of a transformers config that the fused path does not support; empty: it supports the model."""
-    model_type = given.get("model_type")
+    model_type = fields.get("model_type")
     if model_type not in SUPPORTED:
         return f"model_type: the fused path knows {', '.join(SUPPORTED)}, got {model_type!r}"
-    return _difference(_whole(given))
+    return _difference(_whole(fields))
 
 
-def read_shape(given: Mapping[str, object]) -> ModelShape:
+def read_shape(fields: Mapping[str, object]) -> ModelShape:
     """Parses a transformers config. Raises ConfigError, naming the field, for what the fused path cannot run."""
-    reason = why_not_fused(given)
+    reason = why_not_fused(fields)
     if reason:
         raise ConfigError(reason)
-    config = _whole(given)
+    config = _whole(fields)
     model_type, heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     frequencies, scale = _rope(config, head_dim)
@@ -113,12 +113,12 @@ def library_config(fields: Mapping[str, object]) -> Any:
         ) from error
 
 
-def _whole(given: Mapping[str, object]) -> dict[str, Any]:
+def _whole(known: Mapping[str, object]) -> dict[str, Any]:
     """The fields with their defaults filled in. Only transformers knows them, and importing it costs 60 MiB, so this does so only
     if fields are missing."""
-    if all(name in given for name in (*_FIELDS, *_MORE_FIELDS[str(given["model_type"])])):
-        return dict(given)
-    fields: dict[str, Any] = library_config(given).to_dict()
+    if all(name in known for name in (*_FIELDS, *_MORE_FIELDS[str(known["model_type"])])):
+        return dict(known)
+    fields: dict[str, Any] = library_config(known).to_dict()
     return fields
 
 

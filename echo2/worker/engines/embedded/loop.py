@@ -362,15 +362,15 @@ def _is_unfiltered(params: SamplingParams) -> bool:
 
 def _filtered(logprobs_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """`logprobs_V` with filtered-out tokens set to minus infinity. The likeliest token always stays."""
-    kept = logprobs_V
-    if 0 < params.top_k < len(kept):
-        threshold = torch.topk(kept, params.top_k).values[-1]
-        kept = kept.masked_fill(kept < threshold, -torch.inf)
+    values = logprobs_V
+    if 0 < params.top_k < len(values):
+        threshold = torch.topk(values, params.top_k).values[-1]
+        values = values.masked_fill(values < threshold, -torch.inf)
     if params.top_p < 1.0:
-        ordered, order = torch.sort(kept, descending=True, stable=True)
+        ordered, order = torch.sort(values, descending=True, stable=True)
         probs = torch.softmax(ordered, dim=-1, dtype=torch.float64)
         before = probs.cumsum(dim=-1) - probs
-        kept = kept.masked_fill(
-            torch.zeros_like(kept, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf
+        values = values.masked_fill(
+            torch.zeros_like(values, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf
         )
-    return kept
+    return values

@@ -87,8 +87,8 @@ class BlockPool:
 
     def keep(self, slot: int, tokens: int) -> None:
         """Gives back the slot's blocks beyond its first `tokens` positions."""
-        kept = blocks_for(tokens)
-        while self.counts[slot] > kept:
+        needed = blocks_for(tokens)
+        while self.counts[slot] > needed:
             self.counts[slot] -= 1
             block = int(self.tables[slot, self.counts[slot]])
             self.holders[block] -= 1
@@ -107,14 +107,14 @@ KEPT_ROWS_MAX = 512
 _GLANCE = 4  # most pairs of prompts differ at once
 
 
-def common_count(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    high = min(len(one), len(other), limit)
-    if one[: min(_GLANCE, high)] != other[: min(_GLANCE, high)]:
+def common_count(first: Sequence[int], other: Sequence[int], limit: int) -> int:
+    high = min(len(first), len(other), limit)
+    if first[: min(_GLANCE, high)] != other[: min(_GLANCE, high)]:
         high = min(_GLANCE, high)
     low = 0
     while low < high:  # invariant: the first `low` are equal
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

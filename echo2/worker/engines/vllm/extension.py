@@ -97,17 +97,17 @@ _DONE = "_already_called_process_weights_after_loading"
 
 def rounded_layers(model: torch.nn.Module) -> list[RoundedLayer]:
     """The layers that vLLM rounded, in the model's order, each with a master of zeros. EngineError for an unsupported method."""
-    found = []
+    layers = []
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
         if type(method) is Fp8PtpcOnlineLinearMethod:
-            found.append(_layer(name, module))
+            layers.append(_layer(name, module))
         elif isinstance(method, OnlineLinearBase | OnlineMoEMethodBase):
             raise EngineError(
                 f"{name}: expected layers rounded by {Fp8PtpcOnlineLinearMethod.__name__}, got {type(method).__name__}, "
                 "which cannot be fed with changes; expected worker.quantisation none"
             )
-    return found
+    return layers
 
 
 def _layer(name: str, module: Any) -> RoundedLayer:
@@ -138,11 +138,11 @@ def _rounded(module: Any, device: torch.device, master: torch.Tensor) -> dict[st
 @contextmanager
 def _masters_in_place(model: torch.nn.Module, layers: Sequence[RoundedLayer]) -> Iterator[None]:
     """Within the context, the layers are as the model's loader expects them: with the masters instead of the rounded values."""
-    kept: list[tuple[Any, Any]] = []
+    replaced: list[tuple[Any, Any]] = []
     try:
         for layer in layers:
             module: Any = model.get_submodule(layer.name)
-            kept.append((module, module._parameters))
+            replaced.append((module, module._parameters))
             weight = ModelWeightParameter(
                 data=layer.master, input_dim=1, output_dim=0, weight_loader=module.weight_loader
             )
@@ -150,7 +150,7 @@ def _masters_in_place(model: torch.nn.Module, layers: Sequence[RoundedLayer]) ->
             module._parameters = {"weight": weight, **others}
         yield
     finally:
-        for module, parameters in kept:
+        for module, parameters in replaced:
             module._parameters = parameters
 
 
@@ -237,9 +237,9 @@ class SeededDraws(torch.nn.Module):
         return torch.cat([_picked(*part) for part in parts]), logprobs
 
 
-def place_of(told: dict[str, Any], sampled_tokens: int) -> tuple[int, int]:
+def place_of(stream: dict[str, Any], sampled_tokens: int) -> tuple[int, int]:
     """The random stream of a request, and the position in it of the token that it draws next."""
-    return told[STREAM], told[POSITION] + sampled_tokens
+    return stream[STREAM], stream[POSITION] + sampled_tokens
 
 
 def _picked(logprobs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -333,11 +333,11 @@ class WorkerExtension:
                     _refuse_detached(model)
                 device = next(iter(layers[0].live.values())).device if layers else None
                 with _masters_in_place(model, layers):
-                    found = record_map(model.load_weights, _shapes(shapes), model, device, config, layers)
+                    weight_map = record_map(model.load_weights, _shapes(shapes), model, device, config, layers)
         except EchoError as error:
             return f"error: {error}"
-        self._echo2_base, self._echo2_map = (found, self._echo2_map) if is_base else (self._echo2_base, found)
-        return found.covers()
+        self._echo2_base, self._echo2_map = (weight_map, self._echo2_map) if is_base else (self._echo2_base, weight_map)
+        return weight_map.covers()
 
     def echo2_map_adapter(self, shapes: Shapes, factor: float) -> Any:
         """Builds the map for an adapter's tensors and activates the adapter; returns which elements are here (`covers`)."""

@@ -73,46 +73,46 @@ def _language_part(config: Mapping[str, object]) -> dict[str, object]:
 
 def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
     """Raises ConfigError for a model that vLLM's workers could not follow, or could not round in this way."""
-    said = _language_part(config)
+    fields = _language_part(config)
     # vLLM multiplies by views of a matrix of latent attention, which an adapter or rounding would make copies.
-    if (rank := said.get("kv_lora_rank")) and (adapter is not None or quantisation is not Quantisation.NONE):
+    if (rank := fields.get("kv_lora_rank")) and (adapter is not None or quantisation is not Quantisation.NONE):
         raise ConfigError(
             f"model: vLLM's workers follow changes of latent attention (kv_lora_rank {rank!r}) only in whole weights that are not "
             "rounded; expected no adapter and worker.quantisation none, or --worker.engine embedded"
         )
     # vLLM keeps -exp(A_log) of Mamba's layers, from which the published values cannot be read back for the fingerprint.
-    state = next((field for field in said if field.startswith("mamba_") or field in _STATES), "")
-    kinds = said.get("layer_types") or said.get("layers_block_type")
+    state = next((field for field in fields if field.startswith("mamba_") or field in _STATES), "")
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
     if state and not (isinstance(kinds, list) and all("attention" in str(kind) for kind in kinds)):
         raise ConfigError(
-            f"model: vLLM's workers do not follow changes of Mamba's layers ({state} {said[state]!r}); expected a model without "
+            f"model: vLLM's workers do not follow changes of Mamba's layers ({state} {fields[state]!r}); expected a model without "
             "them, or --worker.engine embedded"
         )
     if quantisation is Quantisation.NONE:
         return
-    whose = f"worker.quantisation: {quantisation.value}"
+    option = f"worker.quantisation: {quantisation.value}"
     if quantisation is Quantisation.BF16:
         raise ConfigError(
-            f"{whose} is the embedded engine's; for vLLM, which computes in bf16 on a GPU, expected none or fp8"
+            f"{option} is the embedded engine's; for vLLM, which computes in bf16 on a GPU, expected none or fp8"
         )
     if adapter is not None:
-        raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
+        raise ConfigError(f"{option} is for whole weights, but the learner publishes an adapter alone; expected none")
     for field in _EXPERTS:
-        if said.get(field):
-            raise ConfigError(f"{whose} is not for models with experts ({field} {said[field]!r}); expected none")
+        if fields.get(field):
+            raise ConfigError(f"{option} is not for models with experts ({field} {fields[field]!r}); expected none")
 
 
 def refuse_on_cpu(config: Mapping[str, object]) -> None:
     """Raises ConfigError if there is no GPU and vLLM's CPU kernels would only approximate the model."""
     if not is_cpu():
         return
-    said = _language_part(config)
-    if "linear_attention" in str(said.get("layer_types")):
+    fields = _language_part(config)
+    if "linear_attention" in str(fields.get("layer_types")):
         raise ConfigError(
             "model: vLLM's CPU kernels compute linear attention (layer_types) in bf16 alone, its workers there in float32; "
             "expected a GPU, or --worker.engine embedded"
         )
-    if cap := said.get("attn_logit_softcapping"):
+    if cap := fields.get("attn_logit_softcapping"):
         raise ConfigError(
             f"model: vLLM's CPU kernels cap the scores of attention roughly (attn_logit_softcapping {cap!r}), which moves "
             "probabilities by up to a hundredth; expected a GPU, or --worker.engine embedded"
@@ -135,19 +135,19 @@ def refuse_device(quantisation: Quantisation) -> None:
 @contextmanager
 def only_gpus(gpus: Sequence[int]) -> Iterator[None]:
     """Processes started within the context see only these GPUs, numbered among those visible now; empty: all."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not gpus:
         yield
         return
-    names = seen.split(",") if seen else []
+    names = visible.split(",") if visible else []
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu].strip() if names else str(gpu) for gpu in gpus)
     try:
         yield
     finally:
-        if seen is None:
+        if visible is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = seen
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def is_cpu() -> bool:
@@ -270,12 +270,12 @@ class VllmEngine:
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
         folder = Path(self._folder.name)
-        said: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, ROUTING_KEY)}
-        if said.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers
-            said["sliding_window"] -= 1
-        if said.get("model_type") == "deepseek_v3":  # transformers' modules do so whatever the config says, vLLM's ask
-            said |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-        (folder / "config.json").write_text(json.dumps(said))
+        data: Any = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, ROUTING_KEY)}
+        if data.get("model_type") == "cohere2":  # whose windows vLLM makes longer by one than transformers
+            data["sliding_window"] -= 1
+        if data.get("model_type") == "deepseek_v3":  # transformers' modules do so whatever the config says, vLLM's ask
+            data |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        (folder / "config.json").write_text(json.dumps(data))
         arguments = AsyncEngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -299,20 +299,20 @@ class VllmEngine:
 
     def _arguments(self) -> dict[str, Any]:
         """vLLM's arguments for rounding, drafting and an adapter. ConfigError if the adapter's rank is too large."""
-        given: dict[str, Any] = {"dtype": "bfloat16"}
+        arguments: dict[str, Any] = {"dtype": "bfloat16"}
         if self._quantisation is Quantisation.FP8:
-            given["quantization"] = _FP8
+            arguments["quantization"] = _FP8
         elif is_cpu():
-            given["dtype"] = "float32"
+            arguments["dtype"] = "float32"
         if is_cpu():
             # For latent attention vLLM prefers a kernel that repacks its weights and computes in bf16 alone.
-            given["attention_backend"] = "CPU_MLA" if self._config.get("kv_lora_rank") else None
+            arguments["attention_backend"] = "CPU_MLA" if self._config.get("kv_lora_rank") else None
         else:
-            given["moe_backend"] = "triton"  # others repack weights
+            arguments["moe_backend"] = "triton"  # others repack weights
         if self._tells_routing:
-            given |= {"additional_config": {ROUTING_KEY: True}, "max_logprobs": -1}
+            arguments |= {"additional_config": {ROUTING_KEY: True}, "max_logprobs": -1}
         if self._draft_tokens:
-            given["speculative_config"] = {
+            arguments["speculative_config"] = {
                 "method": "ngram", "num_speculative_tokens": self._draft_tokens, "prompt_lookup_min": 2,
                 "prompt_lookup_max": 4,
             }  # fmt: skip
@@ -321,8 +321,8 @@ class VllmEngine:
             rank = next((size for size in _LORA_RANKS if size >= wanted), None)
             if rank is None:
                 raise ConfigError(f"adapter: expected a rank of at most {_LORA_RANKS[-1]} for vLLM, got {wanted}")
-            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-        return given
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        return arguments
 
     async def stop(self) -> None:
         for stream in self._streams.values():
@@ -461,13 +461,13 @@ class VllmEngine:
     def _put(self, stream: _Stream, completion: Any) -> None:
         versions = self._versions(stream, completion)
         is_greedy = stream.request.sampling.temperature == 0.0
-        told: list[list[float]] = []
+        draws: list[list[float]] = []
         if completion.token_ids:
             flat = completion.logprobs
-            told = [flat.logprobs[begin:end] for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)]
-        routing = self._routing_of(stream, [values[2:] for values in told])
+            draws = [flat.logprobs[begin:end] for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+        routing = self._routing_of(stream, [values[2:] for values in draws])
         sampled = []
-        for token_id, values, version, rows in zip(completion.token_ids, told, versions, routing, strict=True):
+        for token_id, values, version, rows in zip(completion.token_ids, draws, versions, routing, strict=True):
             raw, logprob = min(values[1], 0.0), 0.0 if is_greedy else min(values[0], 0.0)
             sampled.append(
                 SampledToken(stream.request.request_id, version, FinishReason.UNFINISHED, token_id, logprob, raw, rows)

@@ -65,9 +65,9 @@ def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> R
             _, count, part = cover[at]
             groups.setdefault(part, []).append(rank)
             counts[part] = count
-        expected, found = math.prod(shape), sum(counts.values())
-        if found != expected:
-            raise EngineError(f"tensor {name}: the model's loader places {found} of its {expected} elements")
+        expected, placed = math.prod(shape), sum(counts.values())
+        if placed != expected:
+            raise EngineError(f"tensor {name}: the model's loader places {placed} of its {expected} elements")
         holders.append(tuple(tuple(ranks) for ranks in groups.values()))
     return RankGroups(tuple(holders))
 
@@ -116,10 +116,10 @@ class VllmWeights:
         updates = [TensorUpdate(name, spec.dtype, shapes[name], None, bits_of(tensor)) for name, tensor in base.items()]
         await self._apply(updates, is_base=True)
         await self.settle(is_kept=True, is_base=True)
-        found = ranks.fingerprint(await self._answers("echo2_sums", 0, True))
-        if found is None or f"{found:016x}" != spec.base_fingerprint:
+        total = ranks.fingerprint(await self._answers("echo2_sums", 0, True))
+        if total is None or f"{total:016x}" != spec.base_fingerprint:
             raise VersionMismatch(
-                f"base model in vLLM: expected the learner's, fingerprint {spec.base_fingerprint}, got {found or 0:016x}"
+                f"base model in vLLM: expected the learner's, fingerprint {spec.base_fingerprint}, got {total or 0:016x}"
             )
 
     async def stage(self, staged: StagedVersion) -> None:
@@ -149,8 +149,8 @@ class VllmWeights:
         """Keyed fingerprint of the published weights, from the live ones; NO_FINGERPRINT if processes disagree."""
         sums = await self._answers("echo2_sums", key, False)
         assert self._ranks is not None, "a fingerprint is asked for after the first keyframe"
-        found = self._ranks.fingerprint(sums)
-        return NO_FINGERPRINT if found is None else found
+        total = self._ranks.fingerprint(sums)
+        return NO_FINGERPRINT if total is None else total
 
     async def _apply(self, updates: Sequence[TensorUpdate], *, is_base: bool) -> None:
         try:
@@ -182,8 +182,8 @@ class VllmWeights:
         answers = await self._rpc(method, *arguments)
         for rank, answer in enumerate(answers):
             if isinstance(answer, str) and answer.startswith("error: "):
-                whose = f"rank {rank} of {len(answers)}: " if len(answers) > 1 else ""
-                raise EngineError(whose + answer.removeprefix("error: "))
+                where = f"rank {rank} of {len(answers)}: " if len(answers) > 1 else ""
+                raise EngineError(where + answer.removeprefix("error: "))
         return answers
 
     def _write(self, updates: Sequence[TensorUpdate]) -> None:

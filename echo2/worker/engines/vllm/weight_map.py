@@ -118,7 +118,7 @@ class WeightMap:
         self._layers = {layer.master.untyped_storage().data_ptr(): layer for layer in layers}
         self._touched: set[int] = set()  # storages that the update has written to
         self._rounded: list[RoundedLayer] = []
-        self._derived = {name for name, found in pieces.items() if any(p.factor is not None for p in found)}
+        self._derived = {name for name, parts in pieces.items() if any(p.factor is not None for p in parts)}
         self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of tensors with derived live values
         self._dtypes: dict[str, str] = {}
         self._undo: list[Callable[[], object]] = []
@@ -126,13 +126,13 @@ class WeightMap:
 
     def covers(self) -> list[tuple[str, int, str]]:
         """For each tensor: its name, how many of its elements are here, and a text that is equal on ranks with the same ones."""
-        found = []
+        rows = []
         for name, shape in self.shapes.items():
             pieces = self._pieces[name]
             parts = sorted((piece.offset, piece.strides, tuple(piece.live.shape)) for piece in pieces)
             count = torch.Size(shape).numel() if name in self._derived else sum(p.live.numel() for p in pieces)
-            found.append((name, count, "" if name in self._derived else str(parts)))
-        return found
+            rows.append((name, count, "" if name in self._derived else str(parts)))
+        return rows
 
     def _storages_of(self, name: str) -> set[int]:
         return {piece.live.untyped_storage().data_ptr() for piece in self._pieces[name]}
@@ -232,15 +232,15 @@ class WeightMap:
 
     def _write(self, patch: Patch, piece: TensorPiece) -> None:
         live = piece.live
-        device, whose = live.device, f"tensor {patch.name}"
+        device, where = live.device, f"tensor {patch.name}"
         if patch.positions is None:
-            values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
+            values = _widened(patch.bits.to(device), patch.dtype, live.dtype, where)
             if self._keeps_old:
                 self._undo.append(partial(live.copy_, live.to("cpu", copy=True)))
             live.copy_(piece.part_of(values))
             return
         inside, target = piece.positions(patch.positions.to(device))
-        values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
+        values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, where)
         flat = piece.live_flat
         # Old values wait on the host, their places in 4 bytes if those suffice.
         old, places = flat[target].cpu(), target.to("cpu", torch.int32 if flat.numel() <= 1 << 31 else torch.int64)
@@ -363,10 +363,10 @@ def _refuse_gaps(
                 raise EngineError(f"parameter {name}: published tensors fill {count} of {parameter.numel()} elements")
 
 
-def _widened(bits: torch.Tensor, published: str, live: torch.dtype, whose: str) -> torch.Tensor:
+def _widened(bits: torch.Tensor, published: str, live: torch.dtype, where: str) -> torch.Tensor:
     """Exact values in the live dtype from published bits; EngineError if the dtypes do not allow that."""
     if _TORCH_DTYPES[published] == live:
         return bits.view(live)
     if published == "bfloat16" and live == torch.float32:
         return (bits.to(torch.int32) << 16).view(torch.float32)
-    raise EngineError(f"{whose}: expected an engine of dtype {published} or float32, got {live}")
+    raise EngineError(f"{where}: expected an engine of dtype {published} or float32, got {live}")
