@@ -26,7 +26,7 @@ NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
     "wire/rollout.py": ("tests/unit/wire/test_messages.py",),
     "wire/": ("tests/unit/wire/test_messages.py",),
-    "learner/rollouts/journal.py": ("tests/unit/learner/test_journal.py",),
+    "learner/rollouts/journal.py": ("tests/unit/learner/test_journal.py", "tests/unit/learner/test_replay.py"),
     "learner/rollouts/ingest.py": ("tests/unit/learner/test_ingest.py",),
     "learner/recent.py": ("tests/unit/learner/test_metrics.py",),
     "learner/": ("tests/unit/learner/test_daemon.py",),

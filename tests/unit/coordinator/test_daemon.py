@@ -172,8 +172,9 @@ async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_ch
         activation = await worker.until("activation")
         assert activation.is_active and activation.reason
         nodes = [learner.credentials.peer_id, worker.credentials.peer_id]
-        while [node.peer_id for node in (await worker.until("broadcast_plan")).nodes] != nodes:
-            pass  # the plan from before its hello
+        for member in (worker, learner):
+            while [node.peer_id for node in (await member.until("broadcast_plan")).nodes] != nodes:
+                pass  # the plan from before the worker's hello
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
         grant = await worker.until("lease_grant")
