@@ -131,7 +131,7 @@ def _bulk_frames(data: bytes) -> None:
         piece = data[at : at + min(step, len(room))]
         room[: len(piece)] = piece
         at += len(piece)
-        for frame in cutter.took(len(piece)):
+        for frame in cutter.take(len(piece)):
             _peer_message(frame)
 
 
@@ -145,11 +145,11 @@ def _tls_records(data: bytes) -> None:
         piece = data[at : at + min(step, len(room))]
         room[: len(piece)] = piece
         at += len(piece)
-        whole, count = records.took(len(piece))
+        whole, count = records.take(len(piece))
         new = b""
         while count:
             new += whole
-            whole, count = records.took(0)
+            whole, count = records.take(0)
         given += new
         assert records.held_bytes == at - 1 - len(given) < RECORD_BYTES_MAX
         for plain in _plain_of(new):
@@ -174,7 +174,7 @@ def _into_frames(frames: FrameCutter, plain: bytes) -> None:
         count = min(len(plain), len(room))
         room[:count] = plain[:count]
         plain = plain[count:]
-        for frame in frames.took(count):
+        for frame in frames.take(count):
             _peer_message(frame)
 
 

@@ -72,10 +72,10 @@ class EmulatedLink:
 class FrameCutter:
     """Bytes are put where `room` says, and `took` gives the frames that they complete, however they were cut on their way."""
 
-    __slots__ = ("_begin", "_buffer", "_end", "_frame_bytes_max", "_whose")
+    __slots__ = ("_begin", "_buffer", "_end", "_frame_bytes_max", "_owner")
 
-    def __init__(self, frame_bytes_max: int, whose: str) -> None:
-        self._frame_bytes_max, self._whose = frame_bytes_max, whose
+    def __init__(self, frame_bytes_max: int, owner: str) -> None:
+        self._frame_bytes_max, self._owner = frame_bytes_max, owner
         self._buffer = bytearray(READ_BYTES)
         self._begin = self._end = 0
 
@@ -109,7 +109,7 @@ class FrameCutter:
         memoryview(self._buffer)[: len(held)] = held
         self._begin, self._end = 0, len(held)
 
-    def took(self, count: int) -> list[bytes]:
+    def take(self, count: int) -> list[bytes]:
         """So many bytes were put there; the frames that are whole now. An empty frame, or one beyond the limit, is MalformedMessage
         before anything of it is kept."""
         self._end += count
@@ -119,7 +119,7 @@ class FrameCutter:
                 size = HEAD.unpack_from(self._buffer, self._begin)[0]
                 if not 0 < size <= self._frame_bytes_max:
                     raise MalformedMessage(
-                        f"{self._whose}: expected frames of 1 to {self._frame_bytes_max} bytes, got one of {size}"
+                        f"{self._owner}: expected frames of 1 to {self._frame_bytes_max} bytes, got one of {size}"
                     )
                 begin = self._begin + HEAD.size
                 if self._end < begin + size:
@@ -145,7 +145,7 @@ class Connection:
         self.remotes: frozenset[Remote] = frozenset()
         self.ended = asyncio.Event()
         self.peer = PeerIdentity(PeerId(""), Role.WORKER)
-        self.told = ""  # the other end, as doors know it
+        self.door = ""  # the other end, as doors know it
         self.certificate = b""
         self._stream: Stream | None = None
         self._cutter = FrameCutter(FRAME_BYTES_MAX, "a connection of the broadcast")
@@ -187,7 +187,7 @@ class Connection:
         stream.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         host, port = remote
         self.remotes = frozenset({remote}) if port else frozenset()
-        self.told = f"ipv{6 if ':' in host else 4}:{address_of(host, port)}"
+        self.door = f"ipv{6 if ':' in host else 4}:{address_of(host, port)}"
         self._went_on_at = self._said_at = self._loop.time()
         self._beating = self._loop.call_later(STILL_HERE_S, self._beat)
 
@@ -196,7 +196,7 @@ class Connection:
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            frames = self._cutter.took(nbytes)
+            frames = self._cutter.take(nbytes)
         except EchoError as error:
             self._error = error
             self.stream.abort()
@@ -286,7 +286,7 @@ class Connection:
             certificate.check_peer(expected)
         self.peer, self._is_proven = certificate.whose, True
         if not self.is_outgoing:
-            DOORS.know(self.told, self.peer.peer_id, is_trusted=self.peer.role is not Role.WORKER)
+            DOORS.know(self.door, self.peer.peer_id, is_trusted=self.peer.role is not Role.WORKER)
 
     def is_known(self, peer: PeerIdentity) -> None:
         """Whoever brought the stream has proven who is there."""
@@ -336,7 +336,7 @@ class Connection:
         frame = self._frames.popleft()
         self._unread_bytes -= len(frame) + FRAME_KEPT_BYTES
         if not self.is_outgoing:
-            DOORS.took(self.told, len(frame))
+            DOORS.took(self.door, len(frame))
         return frame
 
     async def receive_all(self, take: Callable[[bytes], bool]) -> None:

@@ -84,7 +84,7 @@ class RelayWindow:
         self.retry_at = float("-inf")
         self._suspensions = 0
 
-    def given(self, ref: tuple[ArtifactKey, int], size_bytes: int, is_owed: bool, now: float) -> None:
+    def assigned(self, ref: tuple[ArtifactKey, int], size_bytes: int, is_owed: bool, now: float) -> None:
         """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
         if self._first_bytes:
             planned = self._first_bytes / size_bytes

@@ -82,7 +82,7 @@ class Artifact:
             self.sizes[index] = size_bytes
             self.held_bytes += size_bytes
 
-    def kept(self, bitmap: int, sizes: Mapping[int, int]) -> None:
+    def restored(self, bitmap: int, sizes: Mapping[int, int]) -> None:
         """Adds chunks that the store kept from an earlier run."""
         new = {index: size for index, size in sizes.items() if index not in self.sizes}
         self.held |= bitmap
@@ -90,7 +90,7 @@ class Artifact:
         self.held_bytes += sum(new.values())
         self.missing_since = {index: since for index, since in self.missing_since.items() if index not in self.sizes}
 
-    def came(self, index: int, is_answer: bool, now: float) -> None:
+    def arrived(self, index: int, is_answer: bool, now: float) -> None:
         """The chunk is no longer missing; a push updates `push_lag_s`."""
         since = self.missing_since.pop(index, None)
         if not is_answer:
@@ -132,7 +132,7 @@ class Peer:
     haves: dict[ArtifactKey, int] = field(default_factory=dict)
     sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
     knows: set[ArtifactKey] = field(default_factory=set)  # it knows the header
-    told: dict[ArtifactKey, int] = field(default_factory=dict)  # the have-map that we sent last
+    sent_haves: dict[ArtifactKey, int] = field(default_factory=dict)  # the have-map that we sent last
     relay_queue: deque[Outgoing] = field(default_factory=deque)
     pull_queue: deque[Outgoing] = field(default_factory=deque)
     leaf_queue: deque[Outgoing] = field(default_factory=deque)
@@ -146,7 +146,7 @@ class Peer:
     requests: dict[Ref, OpenRequest] = field(default_factory=dict)
     answer_s: float = float("inf")  # the least that it took to answer one
     asked: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that we ever requested from it
-    given: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that it ever sent us
+    received: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that it ever sent us
     sent: dict[Ref, float] = field(default_factory=dict)  # chunks sent to it recently, and when
     answered: dict[Ref, float] = field(default_factory=dict)  # those of them that answered its request
     replays: int = 0
@@ -176,7 +176,7 @@ class Peer:
         return asked
 
     def forget(self, key: ArtifactKey) -> None:
-        for table in (self.haves, self.told, self.asked, self.given):
+        for table in (self.haves, self.sent_haves, self.asked, self.received):
             table.pop(key, None)
         self.withdraw(key)
 

@@ -166,16 +166,16 @@ class Gossip:
         self._next_at = now + pace.HAVE_INTERVAL_S * crowd
         actions: list[Action] = []
         for artifact in self._artifacts.values():
-            bitmap = self._shown(artifact)
+            bitmap = self._bitmap(artifact)
             for peer in self._peers.values():
-                if bitmap != peer.told.get(artifact.key, 0):
+                if bitmap != peer.sent_haves.get(artifact.key, 0):
                     actions += self._have(peer, artifact)
         return actions
 
     def _have(self, peer: Peer, artifact: Artifact) -> list[Action]:
-        bitmap = peer.told[artifact.key] = self._shown(artifact)
+        bitmap = peer.sent_haves[artifact.key] = self._bitmap(artifact)
         have = Have(peer.peer_id, artifact.key, bitmap, artifact.chunk_count is not None)
         return [*self.header(peer, artifact.key), have]
 
-    def _shown(self, artifact: Artifact) -> int:
+    def _bitmap(self, artifact: Artifact) -> int:
         return artifact.held & ~self._seeding.waiting.get(artifact.key, 0)

@@ -205,24 +205,24 @@ class Throughput:
     """Measures the rate of one transfer as its bytes arrive."""
 
     total_bytes: int = 0
-    _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TRANSFER_BYTES // BLOCK_BYTES + 1))
+    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TRANSFER_BYTES // BLOCK_BYTES + 1))
 
     def add(self, size_bytes: int, now: float) -> None:
         self.total_bytes += size_bytes
-        self._seen.append((now, self.total_bytes))
+        self._samples.append((now, self.total_bytes))
 
     def is_enough(self, now: float) -> bool:
         """Whether the transfer has reached TRANSFER_S or TRANSFER_BYTES."""
-        return self.total_bytes >= TRANSFER_BYTES or (bool(self._seen) and now - self._seen[0][0] >= TRANSFER_S)
+        return self.total_bytes >= TRANSFER_BYTES or (bool(self._samples) and now - self._samples[0][0] >= TRANSFER_S)
 
     @property
     def bytes_per_s(self) -> float:
         """0.0 before the second sample."""
-        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return 0.0
-        (began, _), (ended, total) = self._seen[0], self._seen[-1]
+        (began, _), (ended, total) = self._samples[0], self._samples[-1]
         settled_at = began + SETTLED_SHARE * (ended - began)
-        at, before = max(sample for sample in self._seen if sample[0] <= settled_at)
+        at, before = max(sample for sample in self._samples if sample[0] <= settled_at)
         return (total - before) / (ended - at)
 
 

@@ -209,7 +209,7 @@ class Seeding:
         self._pop()
         relays = {relay for relay in tree.relays if relay in peers}
         size = self._sizes.get(ref, 1)
-        tree.window.given(ref, size, bool(relays), now)
+        tree.window.assigned(ref, size, bool(relays), now)
         if relays:
             tree.owed_by[ref] = relays
         return ref, tree

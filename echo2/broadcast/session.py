@@ -108,7 +108,7 @@ class BroadcastSession:
                 self._header_seen(event, now)
             case events.ChunksKept():
                 if event.key in self.artifacts:
-                    self.artifacts[event.key].kept(event.bitmap, event.sizes)
+                    self.artifacts[event.key].restored(event.bitmap, event.sizes)
                     self._gossip.changed()
             case events.SealSeen():
                 self._seal_seen(event)
@@ -189,7 +189,7 @@ class BroadcastSession:
             self.duplicates_bytes += event.size_bytes
         artifact.holds(event.index, event.size_bytes)
         self._gossip.changed()
-        artifact.came(event.index, event.is_answer, now)
+        artifact.arrived(event.index, event.is_answer, now)
         if event.is_fresh:
             self._seeding.add(event.key, event.index, event.size_bytes)
         if not event.is_answer:
@@ -203,12 +203,12 @@ class BroadcastSession:
     def _came_from(self, peer: Peer, event: events.ChunkSeen, now: float) -> None:
         bit = 1 << event.index
         # Changing links and trees repeat a chunk now and then; a peer that keeps doing so wastes our downlink.
-        was_given = peer.given.get(event.key, 0) & bit
-        if was_given and not peer.asked.get(event.key, 0) & bit:
+        was_received = peer.received.get(event.key, 0) & bit
+        if was_received and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1
             if peer.replays >= pace.REPLAYS_MAX:
                 self._actions.append(events.Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without a request"))
-        peer.given[event.key] = peer.given.get(event.key, 0) | bit
+        peer.received[event.key] = peer.received.get(event.key, 0) | bit
         peer.note(event.key, event.index)
         peer.rate.add(event.size_bytes, now)
         if (request := peer.requests.pop((event.key, event.index), None)) is not None and event.is_answer:
@@ -274,8 +274,8 @@ class BroadcastSession:
     def _emptied(self, key: ArtifactKey, now: float) -> None:
         artifact, offered = self.artifacts.get(key), self._offered(key)
         for peer in self.peers.values():
-            peer.told.pop(key, None)
-            peer.given.pop(key, None)
+            peer.sent_haves.pop(key, None)
+            peer.received.pop(key, None)
         if artifact is not None:
             artifact.emptied(offered, now)
 

@@ -76,7 +76,7 @@ class Striping:
         self.count = 1
         self.is_short = False
         self.reason = ""
-        self._seen: deque[tuple[float, LinkLook]] = deque()
+        self._samples: deque[tuple[float, LinkLook]] = deque()
         self._losses: deque[float] = deque(maxlen=64)
         self._active_at = float("-inf")
         self._clean_since = float("-inf")
@@ -92,19 +92,19 @@ class Striping:
             self.is_short = self.is_short and now - self._active_at <= PAUSE_S
             return
         if now - self._active_at > PAUSE_S:
-            self._seen.clear()
+            self._samples.clear()
             self._clean_since = now
             self._restart_trial(now)
         self._active_at = now
-        self._seen.append((now, sample))
+        self._samples.append((now, sample))
         if sample.lost:
             self._losses.append(now)
             self._clean_since = now
-        while now - self._seen[0][0] > SPAN_S:
-            self._seen.popleft()
+        while now - self._samples[0][0] > SPAN_S:
+            self._samples.popleft()
         if self._trial is not None:
             self._judge(self._trial, open_count, now)
-        if self._trial is None and self._seen and now - self._seen[0][0] > 0.9 * SPAN_S:
+        if self._trial is None and self._samples and now - self._samples[0][0] > 0.9 * SPAN_S:
             self._choose(max(self.count, min(open_count, limit)), limit, now)
 
     def _choose(self, present: int, limit: int, now: float) -> None:
@@ -130,9 +130,9 @@ class Striping:
                 self._fail(trial, f"more than {open_count} could not be opened", now)
             return
         if now - trial.begun_at < SETTLE_S:
-            self._seen.clear()
+            self._samples.clear()
             return
-        if not self._seen or now - trial.begun_at < SETTLE_S + SPAN_S:
+        if not self._samples or now - trial.begun_at < SETTLE_S + SPAN_S:
             return
         held_back = self._held_back
         is_better = (
@@ -150,7 +150,7 @@ class Striping:
 
     def _shrink_to(self, count: int, reason: str, now: float) -> None:
         self.count, self.reason, self._trial, self._clean_since = count, reason, None, now
-        self._seen.clear()
+        self._samples.clear()
 
     def _restart_trial(self, now: float) -> None:
         if self._trial is not None:
@@ -158,13 +158,13 @@ class Striping:
 
     @property
     def _held_back(self) -> float:
-        return sum(look.is_held_back for _, look in self._seen) / len(self._seen)
+        return sum(look.is_held_back for _, look in self._samples) / len(self._samples)
 
     @property
     def _rate(self) -> float:
-        (begun_at, first), (ended_at, _) = self._seen[0], self._seen[-1]
+        (begun_at, first), (ended_at, _) = self._samples[0], self._samples[-1]
         span_s = ended_at - begun_at
-        delivered = sum(look.delivered_bytes for _, look in self._seen) - first.delivered_bytes
+        delivered = sum(look.delivered_bytes for _, look in self._samples) - first.delivered_bytes
         return delivered / span_s if span_s > 0 else 0.0
 
 
@@ -188,7 +188,7 @@ class _Width:
     """The wanted width of one link."""
 
     striping: Striping = field(default_factory=Striping)
-    told: int = 1
+    announced: int = 1
     running: int = 0  # further connections that we opened or are opening
     failures: int = 0
     next_try: float = float("-inf")
@@ -242,10 +242,10 @@ class Stripes:
                     self._exchange.tasks.start(self._open(link, width))
 
     def _ask(self, link: PeerLink, width: _Width) -> None:
-        if width.striping.count != width.told:
+        if width.striping.count != width.announced:
             with contextlib.suppress(ResourceError):  # the peer does not read: keepalive will end the link
                 link.send_control(wire.control_frame(WidthWished(link.peer_id, width.striping.count)))
-                width.told = width.striping.count
+                width.announced = width.striping.count
 
     async def _open(self, link: PeerLink, width: _Width) -> None:
         now = asyncio.get_running_loop().time

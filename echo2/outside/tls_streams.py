@@ -71,7 +71,7 @@ class RecordCutter:
             self._begin, self._end = 0, held
         return self._view[self._end :]
 
-    def took(self, count: int) -> tuple[memoryview, int]:
+    def take(self, count: int) -> tuple[memoryview, int]:
         """So many bytes were put there. The records that are whole now, a view until `room` is called again, and how many they are,
         RECORDS_AT_ONCE at most: call it again with 0 for the others, until there are none. A record that is longer than any may be
         comes out as far as it is there: OpenSSL refuses it by its head."""
@@ -141,11 +141,11 @@ class TlsStream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         begun, records = monotonic(), 0
-        whole, count = self._records.took(nbytes)
+        whole, count = self._records.take(nbytes)
         while count and not self._is_closing:
             self._take(whole, count)
             records += count
-            whole, count = self._records.took(0) if count == RECORDS_AT_ONCE else (whole, 0)
+            whole, count = self._records.take(0) if count == RECORDS_AT_ONCE else (whole, 0)
         if self._is_closing:
             return
         if self._is_made:

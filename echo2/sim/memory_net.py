@@ -96,7 +96,7 @@ class MemoryStream:
             room = self._said.room()
             count = min(len(room), len(rest))
             room[:count], rest = rest[:count], rest[count:]
-            for frame in self._said.took(count):
+            for frame in self._said.take(count):
                 self._say(frame)
         self._look_at_backlog()
 

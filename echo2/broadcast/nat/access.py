@@ -48,7 +48,7 @@ class Places:
     connections_max: int
     _held: dict[int, tuple[str, bool]] = field(default_factory=dict)  # host, and whether it is a member's; oldest first
 
-    def came(self, number: int, host: str) -> tuple[bool, int | None]:
+    def admit(self, number: int, host: str) -> tuple[bool, int | None]:
         """A connection arrived. Returns whether it may stay, and which other connection to evict for it."""
         strangers = [other for other, (_, is_member) in self._held.items() if not is_member]
         of_host = [other for other in strangers if self._held[other][0] == host]
@@ -117,7 +117,7 @@ class AcceptGate:
         stream._cached_remote_address = remote  # the library has no address for IPv6 callers
         self._count += 1
         number, scope = self._count, trio.CancelScope()
-        is_in, victim = self.places.came(number, remote[0])
+        is_in, victim = self.places.admit(number, remote[0])
         if victim is not None:
             self._scopes[victim].cancel()
         if not is_in or victim is not None:

@@ -29,7 +29,7 @@ def fed(cutter: FrameCutter, data: bytes, steps: list[int]) -> list[bytes]:
         room = cutter.room()
         piece = data[at : at + min(steps[turn % len(steps)], len(room))]
         room[: len(piece)] = piece
-        found += cutter.took(len(piece))
+        found += cutter.take(len(piece))
         at, turn = at + len(piece), turn + 1
     return found
 

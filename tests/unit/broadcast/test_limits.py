@@ -72,7 +72,7 @@ def test_whoever_has_delivered_work_gives_way_to_the_plan_alone() -> None:
 
 def filled(places: Places, host: str, count: int, first: int, *, proven: bool) -> None:
     for number in range(first, first + count):
-        assert places.came(number, host)[0]
+        assert places.admit(number, host)[0]
         if proven:
             places.proved(number)
 
@@ -80,12 +80,12 @@ def filled(places: Places, host: str, count: int, first: int, *, proven: bool) -
 def test_of_an_addresses_strangers_the_oldest_gives_way_and_its_members_cannot_take_the_places_of_others() -> None:
     places = Places(400)
     filled(places, "a", STRANGERS_PER_HOST, 0, proven=False)
-    assert [places.came(1000, "a"), places.came(1001, "a"), places.came(1002, "b")] == [
+    assert [places.admit(1000, "a"), places.admit(1001, "a"), places.admit(1002, "b")] == [
         (True, 0), (True, 1), (True, None),
     ]  # fmt: skip
     few = Places(100)
     filled(few, "a", 50, 0, proven=True)
-    assert few.came(1000, "a") == (False, None) and few.came(1001, "b") == (True, None)
+    assert few.admit(1000, "a") == (False, None) and few.admit(1001, "b") == (True, None)
 
 
 def test_when_all_are_taken_strangers_give_way_members_stay_and_what_has_ended_makes_room() -> None:
@@ -94,11 +94,11 @@ def test_when_all_are_taken_strangers_give_way_members_stay_and_what_has_ended_m
         filled(places, f"member {host}", 9, 100 * host, proven=True)
     filled(places, "a", 10, 2000, proven=False)
     for number in range(3000, 3010):
-        assert places.came(number, "c") == (True, number - 1000)
+        assert places.admit(number, "c") == (True, number - 1000)
         places.proved(number)
-    assert places.came(3010, "d") == (False, None) and not places.is_stranger(3010)
+    assert places.admit(3010, "d") == (False, None) and not places.is_stranger(3010)
     places.ended(0)
-    assert places.came(3011, "d") == (True, None)
+    assert places.admit(3011, "d") == (True, None)
     for number in [n for host in range(10) for n in range(100 * host, 100 * host + 9)] + [*range(3000, 3012)]:
         places.ended(number)
     assert len(places) == 0

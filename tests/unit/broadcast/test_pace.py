@@ -44,7 +44,7 @@ def filled(window: RelayWindow, now: float, *chunk_bytes: int) -> int:
     """How many chunks it is given before the next acknowledgement: of such sizes, then more of the last."""
     count = 0
     while count < len(chunk_bytes) or window.has_room(now):
-        window.given((b"l", count), chunk_bytes[min(count, len(chunk_bytes) - 1)], True, now)
+        window.assigned((b"l", count), chunk_bytes[min(count, len(chunk_bytes) - 1)], True, now)
         count += 1
     return count
 
@@ -72,7 +72,7 @@ def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_
 def test_versions_of_few_chunks_leave_a_relays_window_as_it_was() -> None:
     window = RelayWindow(0.15, GBIT * LAP_AND_SLACK_S)
     for number in range(100):
-        window.given((b"k", number), 256 << 10, True, number)
+        window.assigned((b"k", number), 256 << 10, True, number)
         window.passed_on((b"k", number), 0, number + 0.1)
     assert filled(window, 100.0, 256 << 10) == room(GBIT * LAP_AND_SLACK_S, 256 << 10)
 
@@ -84,7 +84,7 @@ def test_a_relay_is_kept_busy_and_its_queue_is_short(chunk_s: float) -> None:
     came, done = list[float](), [0.0]
     for index in range(600):
         while window.has_room(now):
-            window.given((b"k", len(came)), 1, True, now)
+            window.assigned((b"k", len(came)), 1, True, now)
             came.append(now + way_s)
             done.append(max(done[-1], came[-1]) + (chunk_s if len(came) > 300 else chunk_s / 4))
         at = done[index + 1]

@@ -27,11 +27,11 @@ def record(plain_bytes: int, seed: int = 0) -> bytes:
 
 def put(cutter: RecordCutter, data: bytes) -> tuple[bytes, int]:
     cutter.room()[: len(data)] = data
-    whole, count = cutter.took(len(data))
+    whole, count = cutter.take(len(data))
     found, counted = bytes(whole), count
     while count:
         assert count <= RECORDS_AT_ONCE
-        whole, count = cutter.took(0)
+        whole, count = cutter.take(0)
         found, counted = found + bytes(whole), counted + count
     return found, counted
 
