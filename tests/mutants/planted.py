@@ -273,7 +273,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # records, and messages that are not made by keywords
     Mutant("WheelRequest loses token", "coordinator/money/providers/fetch_wheel.py", "StringValue(value=token)", "StringValue()",
            (_UNIT + "coordinator/test_wheel.py",)),
-    Mutant("a wheel is written whatever its SHA-256", "coordinator/money/providers/fetch_wheel.py", "    if found != expected:\n",
+    Mutant("a wheel is written whatever its SHA-256", "coordinator/money/providers/fetch_wheel.py", "    if digest != expected:\n",
            "    if False:\n", (_UNIT + "coordinator/test_wheel.py",)),
     Mutant("the wheel is given to anybody", "coordinator/money/providers/machine_setup.py",
            "            token = self._hub.tokens.look_up(request.token[:TOKEN_CHARS_MAX], host, now)\n",

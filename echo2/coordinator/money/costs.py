@@ -117,7 +117,7 @@ class Money:
 
     def rented_workers(self) -> dict[PeerId, str]:
         machines = self.machines.values()
-        return {worker.peer_id: one.machine_id for one in machines for worker in self.workers_of(one)}
+        return {worker.peer_id: machine.machine_id for machine in machines for worker in self.workers_of(machine)}
 
     def idle_workers(self) -> list[Member]:
         """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""
@@ -132,8 +132,8 @@ class Money:
     def standby_usd(self) -> float:
         """What workers on no rented machine have cost on standby over the whole run, in USD."""
         rented = self.rented_workers()
-        own = (member for member in self._membership.members.values() if member.peer_id not in rented)
-        return self.standby_before + sum(member.usd_standby for member in own)
+        unrented = (member for member in self._membership.members.values() if member.peer_id not in rented)
+        return self.standby_before + sum(member.usd_standby for member in unrented)
 
     def bill_of(self, member: Member) -> float:
         """What one worker has cost, standby included, in USD: of a rented machine, its part of the machine's bill."""
@@ -145,18 +145,18 @@ class Money:
     def limit_of(self, member: Member, section: CoordinatorSection) -> PriceLimit:
         """The lowest limit that applies to this worker's price; the module's docstring gives the rule."""
         machines = (machine for machine in self.machines.values() if machine.is_open)
-        own = next((machine for machine in machines if member.peer_id in self._joined_from(machine)), None)
+        machine = next((machine for machine in machines if member.peer_id in self._joined_from(machine)), None)
         gpu = kind_text(member.hello.gpu, built_in_catalogue())
-        offered = [one.usd_per_hour for one in self.offers if gpu and one.gpu == gpu and one.usd_per_hour > 0]
-        if own is not None:
-            limit = PriceLimit(own.usd_per_hour, "its machine's price")
+        offered = [offer.usd_per_hour for offer in self.offers if gpu and offer.gpu == gpu and offer.usd_per_hour > 0]
+        if machine is not None:
+            limit = PriceLimit(machine.usd_per_hour, "its machine's price")
         elif offered:
             limit = PriceLimit(max(offered), f"the dearest offer of {gpu}")
         else:
             limit = _typical_limit(gpu)
         cap = PriceLimit(section.usd_per_hour_cap, "the whole pool's cap")
         spends = PriceLimit(section.usd_budget / BUDGET_HOURS, "what spends the budget in an hour")
-        return min(limit, cap, spends, key=lambda one: one.usd_per_hour)
+        return min(limit, cap, spends, key=lambda price: price.usd_per_hour)
 
     def reprice(self, prices: Mapping[str, float]) -> None:
         """Takes the operator's prices of offers, by name. ConfigError, before any change, for one out of range."""
@@ -168,14 +168,14 @@ class Money:
         on a rented machine costs no more than its machine does in any case. Whom the operator activates comes first; then who is
         cheapest by what it delivers."""
         costs, cap = self.sums(), section.usd_per_hour_cap
-        rented, working = self.rented_workers(), {one.peer_id for one in wanted}
+        rented, working = self.rented_workers(), {member.peer_id for member in wanted}
         if is_spent(costs.usd_chosen, section.usd_budget):
             return working
         if cap == math.inf:
             return set()
-        others = (one for one in self._membership.members.values() if one.peer_id not in working and is_useful(one))
-        room = cap * ROUNDING - sum(one.usd_per_hour for one in self.machines.values() if one.is_open)
-        room -= sum(one.hello.price_usd_per_hour for one in others if one.peer_id not in rented)
+        others = (peer for peer in self._membership.members.values() if peer.peer_id not in working and is_useful(peer))
+        room = cap * ROUNDING - sum(machine.usd_per_hour for machine in self.machines.values() if machine.is_open)
+        room -= sum(other.hello.price_usd_per_hour for other in others if other.peer_id not in rented)
         beyond = set()
         for member in sorted(wanted, key=_turn):
             price = 0.0 if member.peer_id in rented else member.hello.price_usd_per_hour
@@ -232,7 +232,7 @@ def _typical_limit(gpu: str) -> PriceLimit:
     kinds = built_in_catalogue()
     kind, count = kind_of_name(gpu, kinds)
     if kind in ("", CPU):
-        dearest = max(one.usd_per_hour for one in kinds.values())
+        dearest = max(gpu_type.usd_per_hour for gpu_type in kinds.values())
         return PriceLimit(GPUS_MAX * dearest, f"the typical price of {GPUS_MAX} of the dearest GPUs")
     typical = min(count, GPUS_MAX) * kinds[kind].usd_per_hour
     return PriceLimit(TYPICAL_TIMES * typical, f"{TYPICAL_TIMES:g} times the typical price of {gpu}")

@@ -143,10 +143,10 @@ def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
 
 def recorded(path: Path) -> Catalogue:
     """A catalogue recorded in a file (with `keep`); ConfigError if there is no file."""
-    found = kept(path)
-    if found is None:
+    catalogue = kept(path)
+    if catalogue is None:
         raise ConfigError(f"offers: expected a recorded catalogue at {path}, found no file")
-    return found
+    return catalogue
 
 
 def newest(
@@ -154,8 +154,8 @@ def newest(
 ) -> Catalogue:
     """Fetches a catalogue if `must_fetch`, or if `may_fetch` and the cached one is missing or older than `age_max_s`; else, or if
     that fails, returns the cached one, or typical prices. With `must_fetch`, raises if fetching fails."""
-    found = kept(path)
-    age_s = None if found is None else found.age_s(unix_now())
+    catalogue = kept(path)
+    age_s = None if catalogue is None else catalogue.age_s(unix_now())
     if must_fetch or (may_fetch and (age_s is None or age_s > age_max_s)):
         try:
             fresh = fetch()
@@ -166,7 +166,7 @@ def newest(
         else:
             keep(fresh, path)
             return fresh
-    return found or typical(gpus)
+    return catalogue or typical(gpus)
 
 
 @functools.cache

@@ -111,11 +111,11 @@ class Provisioner:
         budget = self.budget()
         after = budget.usd_per_hour + count * offer.usd_per_hour
         left = (budget.usd_budget - budget.usd_spent) / after if after > 0 else math.inf
-        told = {
+        figures = {
             "usd_per_hour": count * offer.usd_per_hour, "usd_per_hour_after": after, "usd_per_hour_cap": budget.usd_per_hour_cap,
             "usd_budget": budget.usd_budget, "usd_spent": budget.usd_spent, "budget_hours_after": left,
         }  # fmt: skip
-        return {name: value if value < math.inf else None for name, value in told.items()}
+        return {name: value if value < math.inf else None for name, value in figures.items()}
 
     async def _rent(self, machine: RentedMachine, link: str) -> None:
         try:
@@ -235,7 +235,7 @@ class Provisioner:
 
     async def _give_all_back(self, reason: str) -> None:
         """Releases all open machines. An error of one provider does not stop the others; the next look tries again."""
-        for machine in [one for one in self.machines.values() if one.is_open and one.machine_id not in self._asking]:
+        for machine in [m for m in self.machines.values() if m.is_open and m.machine_id not in self._asking]:
             if machine.state is not MachineState.RELEASING:
                 try:
                     await self.release(machine.machine_id, reason)
@@ -269,24 +269,24 @@ class Provisioner:
         for machine_id in sorted(set(observed) - set(self.machines)):
             self._take_in(self.offers[name], machine_id)
 
-    async def _compare(self, machine: RentedMachine, seen: ObservedMachine | None) -> None:
+    async def _compare(self, machine: RentedMachine, sighting: ObservedMachine | None) -> None:
         if machine.state is MachineState.RELEASING:  # an earlier process had begun it, or the provider did not answer
             await self._in_time(machine, self._release(machine, "begun before"))
         elif machine.provider == "manual" and machine.command:  # a person starts it: visible only by joins
             self._is_now(
                 machine, MachineState.RUNNING if self._hub.money.workers_of(machine) else MachineState.STARTING
             )
-        elif seen is None:
+        elif sighting is None:
             self._missing(machine)
-        elif seen.state is MachineState.ENDING:
-            self._on_notice(machine, seen.notice)
+        elif sighting.state is MachineState.ENDING:
+            self._on_notice(machine, sighting.notice)
         else:
-            self._is_now(machine, seen.state)
+            self._is_now(machine, sighting.state)
 
-    def _check_gone(self, machine: RentedMachine, seen: ObservedMachine | None) -> None:
+    def _check_gone(self, machine: RentedMachine, sighting: ObservedMachine | None) -> None:
         """Releases a machine that counts as gone but is still listed, and so still costs money: a request whose answer was lost may
         have made it, or its release may have failed silently."""
-        is_there = seen is not None and seen.state is not MachineState.ENDING
+        is_there = sighting is not None and sighting.state is not MachineState.ENDING
         if is_there and machine.machine_id not in self._asking:
             machine.state, machine.ended_at = MachineState.RELEASING, None
             self._journal(machine, "release", "it was taken for gone, and its provider lists it")
@@ -368,8 +368,8 @@ class Provisioner:
         rented = sum(machine.is_open and machine.offer == offer.name for machine in self.machines.values())
         if rented + count > offer.machines_max:
             left = max(0, offer.machines_max - rented)
-            told = f"{left} of them are left" if left else "all are rented"
-            raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, {told}")
+            rest = f"{left} of them are left" if left else "all are rented"
+            raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, {rest}")
         budget = self.budget()
         if offer.usd_per_hour > 0 and not budget.is_bounded:
             raise LimitExceeded(f"offer {offer.name}: {NO_BOUND}")
@@ -417,14 +417,14 @@ def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
     return offers
 
 
-def _offer(table: Mapping[str, Any], whose: str) -> MachineOffer:
-    offer = read_as(MachineOffer, table, whose)
+def _offer(table: Mapping[str, Any], where: str) -> MachineOffer:
+    offer = read_as(MachineOffer, table, where)
     if offer.provider not in PROVIDERS:
-        raise ConfigError(f"{whose}: provider: expected one of {', '.join(PROVIDERS)}, got {offer.provider!r}")
+        raise ConfigError(f"{where}: provider: expected one of {', '.join(PROVIDERS)}, got {offer.provider!r}")
     if not all(isinstance(value, str) for value in offer.settings.values()):
-        raise ConfigError(f"{whose}: settings: expected texts")
+        raise ConfigError(f"{where}: settings: expected texts")
     if offer.provider == "manual" and table.get("is_automatic"):
-        raise ConfigError(f"{whose}: is_automatic: a person has to start machines of the provider manual")
+        raise ConfigError(f"{where}: is_automatic: a person has to start machines of the provider manual")
     return replace(offer, is_automatic=offer.is_automatic and offer.provider != "manual")
 
 

@@ -49,11 +49,11 @@ class MachineOffer:
     def __post_init__(self) -> None:
         if not (1 <= len(self.name) <= 40 and self.name.replace("-", "").isalnum() and self.name == self.name.lower()):
             raise ConfigError(f"offer: expected a name of up to 40 of a-z, 0-9 and '-', got {self.name[:60]!r}")
-        whose = f"offer {self.name}"
-        checked(whose, "usd_per_hour", self.usd_per_hour, 0, 1e5)
-        checked(whose, "rollouts_per_s", self.rollouts_per_s, 0, 1e6)
-        checked(whose, "machines_max", self.machines_max, 1, 1000)
-        checked(whose, "hours_least", self.hours_least, 0, 1000)
+        label = f"offer {self.name}"
+        checked(label, "usd_per_hour", self.usd_per_hour, 0, 1e5)
+        checked(label, "rollouts_per_s", self.rollouts_per_s, 0, 1e6)
+        checked(label, "machines_max", self.machines_max, 1, 1000)
+        checked(label, "hours_least", self.hours_least, 0, 1000)
 
     def setting(self, key: str, default: str | None = None) -> str:
         """Returns a provider-specific setting, or `default`. ConfigError if it is missing and there is no default."""
@@ -218,13 +218,13 @@ def kind_text(gpu: str, kinds: Collection[str]) -> str:
 def rates_by_gpu(members: Iterable[Member], kinds: Collection[str]) -> dict[str, float]:
     """Median rollouts per second of measured workers, by `kind_text`; the empty name stands for all workers together. A rate counts
     only as far as the worker's deliveries support it."""
-    found: dict[str, list[float]] = {}
+    by_gpu: dict[str, list[float]] = {}
     for member in members:
         rate = member.record.believed_per_s(member.heartbeat.rollouts_per_s)
         if rate > 0 and member.last_liveness is Liveness.ALIVE:
-            found.setdefault(member.hello.gpu, []).append(rate)
+            by_gpu.setdefault(member.hello.gpu, []).append(rate)
     by_kind: dict[str, list[float]] = {}
-    for gpu, rates in found.items():
+    for gpu, rates in by_gpu.items():
         for kind in {kind_text(gpu, kinds), ""}:
             by_kind.setdefault(kind, []).extend(rates)
     return {kind: median(rates) for kind, rates in by_kind.items()}
@@ -275,7 +275,7 @@ def advise(
         for machine in machines
         if machine.is_open
         and machine.offer in by_name
-        and not any(one.heartbeat.rollouts_per_s > 0 for one in workers.get(machine.machine_id, ()))
+        and not any(worker.heartbeat.rollouts_per_s > 0 for worker in workers.get(machine.machine_id, ()))
     ]
     coming = sum(rate_of(by_name[name], rates) for name in unmeasured)
     if coming >= shortage > 0:
@@ -325,7 +325,7 @@ def _releases(
     hours_least: Mapping[str, float],
     now: float,
 ) -> Iterable[ReleaseProposal]:
-    for machine in sorted(machines, key=lambda one: (-one.usd_per_hour, one.machine_id)):
+    for machine in sorted(machines, key=lambda machine: (-machine.usd_per_hour, machine.machine_id)):
         if machine.state not in (MachineState.STARTING, MachineState.RUNNING) or machine.usd_per_hour <= 0:
             continue
         if now - machine.rented_at < 3600 * hours_least.get(machine.offer, 0.0):

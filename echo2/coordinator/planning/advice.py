@@ -385,19 +385,17 @@ def slowest(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str)
 
 
 def lease_waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    waits: list[tuple[str, float]] = []
     first = book.first_queued
     if first is not None:
-        found.append((f"{counted(book.queued, 'group')} without a worker: {_why(book, first, now)}", first.since))
+        waits.append((f"{counted(book.queued, 'group')} without a worker: {_why(book, first, now)}", first.since))
     for worker_id, leases in _slow(book, now)[:8]:
-        text = (
-            f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(one.tokens for one in leases)} tokens"
-        )
-        found.append((text, leases[0].progress_at))
+        text = f"{_leases(leases)} on {name_of(worker_id)} without progress at {sum(lease.tokens for lease in leases)} tokens"
+        waits.append((text, leases[0].progress_at))
     for worker_id, record in book.records.barred(now)[:8]:
         if text := bar_text(book, worker_id, now):
-            found.append((f"{name_of(worker_id)} is {text}", record.barred_at))
-    return found
+            waits.append((f"{name_of(worker_id)} is {text}", record.barred_at))
+    return waits
 
 
 def bar_text(book: LeaseBook, worker_id: PeerId, now: float) -> str:
@@ -440,12 +438,12 @@ def _leases(leases: list[Lease]) -> str:
 
 def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
     """Leases without progress for more than a quarter of the timeout, by worker, longest first."""
-    found: dict[PeerId, list[Lease]] = {}
+    by_worker: dict[PeerId, list[Lease]] = {}
     for lease in sorted(book.leases.values(), key=lambda lease: lease.progress_at):
         if now - lease.progress_at <= book.rules.lease_timeout_s / 4:
             break
-        found.setdefault(lease.worker_id, []).append(lease)
-    return list(found.items())
+        by_worker.setdefault(lease.worker_id, []).append(lease)
+    return list(by_worker.items())
 
 
 def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:

@@ -39,18 +39,18 @@ _log = logging.getLogger("echo2.coordinator")
 
 async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
     """The planner's snapshot of the fleet; None while too little is known. Yields to the loop, so leases are served meanwhile."""
-    board, now, found = hub.board, hub.clock.now(), list[WorkerEstimate]()
+    board, now, estimates = hub.board, hub.clock.now(), list[WorkerEstimate]()
     members = list(hub.membership.members.values())
     workers = worker_estimates(board, members, now, built_in_catalogue(), hub.plan.rate_ratio)
     if workers is None or board.hello is None:
         return None
     for worker in workers:
-        found.append(worker)
-        if len(found) % ESTIMATES_AT_ONCE == 0:
+        estimates.append(worker)
+        if len(estimates) % ESTIMATES_AT_ONCE == 0:
             await asyncio.sleep(0)
     spent_usd = hub.money.sums().usd_chosen  # the same number by which cap and budget are checked
     steps_left = max(0, board.hello.step_limit - board.report.step)
-    return FleetSnapshot(now, learner_estimate(board), tuple(found), spent_usd, steps_left)
+    return FleetSnapshot(now, learner_estimate(board), tuple(estimates), spent_usd, steps_left)
 
 
 class Planning:

@@ -421,26 +421,24 @@ def believed_rate(member: Member) -> float:
     return member.record.believed_per_s(claimed) or claimed
 
 
-def prior_speed(
-    gpu: str,
-    measured: Sequence[tuple[str, Speed]],
-    catalogue: Mapping[str, GpuType],
-) -> Speed:
+def prior_speed(gpu: str, measured: Sequence[tuple[str, Speed]], catalogue: Mapping[str, GpuType]) -> Speed:
     """The assumed speed of an unmeasured worker with this GPU, from the measured ones, each with its GPU's name. The median
     over workers with the same GPU; else over all workers whose GPU the catalogue knows, each scaled to this GPU
     (`_brought_over`); else over all workers, unscaled."""
-    own = kind_of_name(gpu, catalogue)
+    gpu_kind = kind_of_name(gpu, catalogue)
     named = [(kind_of_name(name, catalogue), speed) for name, speed in measured]
     kin = [
-        speed for (name, _), (kind, speed) in zip(measured, named, strict=True) if name == gpu or kind == own != ("", 1)
+        speed
+        for (name, _), (kind, speed) in zip(measured, named, strict=True)
+        if name == gpu or kind == gpu_kind != ("", 1)
     ]
-    if not kin and own[0]:
-        kin = [_brought_over(speed, kind, own, catalogue) for kind, speed in named if kind[0]]
+    if not kin and gpu_kind[0]:
+        kin = [_brought_over(speed, kind, gpu_kind, catalogue) for kind, speed in named if kind[0]]
     speeds = kin or [speed for _, speed in measured]
     return Speed(
-        median(one.rollouts_per_s for one in speeds),
-        median(one.rollout_s_mean for one in speeds),
-        median(one.rollout_s_tail for one in speeds),
+        median(speed.rollouts_per_s for speed in speeds),
+        median(speed.rollout_s_mean for speed in speeds),
+        median(speed.rollout_s_tail for speed in speeds),
     )
 
 
@@ -640,35 +638,35 @@ class PlanParts:
         plan = self.plan
         if len(plan.nodes) <= PART_NODES_MIN or not plan.nodes or peer_id == plan.nodes[0].peer_id:
             return plan
-        mine = plan.index_of(peer_id)
-        if mine is None:
+        node = plan.index_of(peer_id)
+        if node is None:
             return self._for_outsider(peer_id)
-        kept = self._kept(mine)
-        place = {index: at for at, index in enumerate(kept)}
+        indices = self._kept(node)
+        place = {index: at for at, index in enumerate(indices)}
         trees = [
-            Tree(planned.weight, tuple(self._parent(number, index, mine, place) for index in kept[1:]))
+            Tree(planned.weight, tuple(self._parent(number, index, node, place) for index in indices[1:]))
             for number, planned in enumerate(plan.trees)
         ]
-        return self._cut(kept, tuple(trees))
+        return self._cut(indices, tuple(trees))
 
-    def _kept(self, mine: int) -> list[int]:
+    def _kept(self, node: int) -> list[int]:
         """Indices of the nodes in the part: the seed, the node, its neighbours, and one child of each child that passes chunks
         on; then any others up to the minimum size."""
-        found = dict.fromkeys((0, mine))
+        indices = dict.fromkeys((0, node))
         for tree, children, pushed in zip(self.plan.trees, self._children, self._pushed, strict=True):
-            found[tree.parents[mine - 1]] = None
-            for child in children.get(mine, ()):
-                found[child] = None
-                found.update(dict.fromkeys(pushed.get(child, ())[:1]))
-        filler = (index for index in range(1, len(self.plan.nodes)) if index not in found)
-        return [*found, *islice(filler, max(0, PART_NODES_MIN - len(found)))]
+            indices[tree.parents[node - 1]] = None
+            for child in children.get(node, ()):
+                indices[child] = None
+                indices.update(dict.fromkeys(pushed.get(child, ())[:1]))
+        filler = (index for index in range(1, len(self.plan.nodes)) if index not in indices)
+        return [*indices, *islice(filler, max(0, PART_NODES_MIN - len(indices)))]
 
-    def _parent(self, number: int, index: int, mine: int, place: dict[int, int]) -> int:
+    def _parent(self, number: int, index: int, node: int, place: dict[int, int]) -> int:
         """Index in the part of this node's parent: the real parent if `index` is the owner, a child of the owner, or a kept
         child of one of its children; else the seed."""
         parent = self.plan.trees[number].parents[index - 1]
-        is_mine = mine in (index, parent)
-        is_relayed = parent in self._children[number].get(mine, ())
+        is_mine = node in (index, parent)
+        is_relayed = parent in self._children[number].get(node, ())
         return place[parent] if is_mine or (is_relayed and parent in place) else 0
 
     def _for_outsider(self, peer_id: PeerId) -> BroadcastPlan:
@@ -679,8 +677,8 @@ class PlanParts:
         window = (1 + (start + offset) % workers for offset in range(PART_NODES_MIN - 1))
         return self._cut([0, *sorted(window)], ())
 
-    def _cut(self, kept: list[int], trees: tuple[Tree, ...]) -> BroadcastPlan:
+    def _cut(self, indices: list[int], trees: tuple[Tree, ...]) -> BroadcastPlan:
         plan = self.plan
-        nodes: tuple[NodeLink, ...] = tuple(plan.nodes[index] for index in kept)
-        predicted = tuple(plan.predicted_s[index - 1] for index in kept[1:]) if plan.predicted_s else ()
+        nodes: tuple[NodeLink, ...] = tuple(plan.nodes[index] for index in indices)
+        predicted = tuple(plan.predicted_s[index - 1] for index in indices[1:]) if plan.predicted_s else ()
         return replace(plan, nodes=nodes, trees=trees, predicted_s=predicted, _index={})

@@ -355,18 +355,18 @@ class Web:
         if member is None:
             raise MalformedMessage("peer_id: expected a worker of this run")
         lines = reversed(member.heartbeat.log.lines)
-        log = [{"at": finite(one.unix_s, 3), "is_error": one.is_error, "text": one.text} for one in lines]
+        log = [{"at": finite(line.unix_s, 3), "is_error": line.is_error, "text": line.text} for line in lines]
         beat = {field.name: value for field, value in member.heartbeat.ListFields() if field.message_type is None}
         return {**self._view.worker(member), "peer_id": member.peer_id, "heartbeat": beat, "log": log}
 
     async def _rollouts(self, query: QueryParams) -> Values:
         """The newest rollouts that the learner keeps; `problem`: why they cannot be shown, else empty."""
         try:
-            shown = await self._commands.hub.learner.rollouts.newest()
+            answer = await self._commands.hub.learner.rollouts.newest()
         except EchoError as error:
             return {"rollouts": [], "problem": str(error)}
         name_of = self._commands.hub.membership.name_of
-        return {"rollouts": [rollout_summary(one, name_of) for one in shown.rollouts], "problem": ""}
+        return {"rollouts": [rollout_summary(rollout, name_of) for rollout in answer.rollouts], "problem": ""}
 
     async def _rollout(self, query: QueryParams) -> Values:
         """One rollout: its prompt, its tokens from `offset` on, and the turns that begin among them. MalformedMessage for a bad
@@ -376,10 +376,10 @@ class Web:
             raise MalformedMessage(f"offset: expected 0 to {ROLLOUT_TOKENS_MAX}, got {offset[:40]!r}")
         if not rollout_id or len(rollout_id) > ROLLOUT_ID_CHARS_MAX or not rollout_id.isprintable():
             raise MalformedMessage("id: expected a rollout as /api/rollouts names it, GROUP/INDEX")
-        shown = await self._commands.hub.learner.rollouts.tokens(rollout_id, int(offset))
-        if not shown.rollouts:
+        answer = await self._commands.hub.learner.rollouts.tokens(rollout_id, int(offset))
+        if not answer.rollouts:
             raise MalformedMessage(f"id: expected a rollout that the learner still keeps, {rollout_id!r} is none")
-        return rollout_value(shown, int(offset), self._commands.hub.membership.name_of)
+        return rollout_value(answer, int(offset), self._commands.hub.membership.name_of)
 
     def _ready(self, query: QueryParams) -> Values:
         """Always ready: the state is open and both ports listen before the page is served. The learner may be away."""
@@ -410,11 +410,11 @@ class Web:
         return StreamingResponse(self._changes(request), media_type="text/event-stream")
 
     async def _changes(self, request: Request) -> AsyncIterator[str]:
-        seen, samples, quiet_s = 0, (-1, -1), 0.0
+        serial, samples, quiet_s = 0, (-1, -1), 0.0
         with self._streams.opened(request.client.host if request.client is not None else "") as has_to_end:
             while not (self._stopping.is_set() or has_to_end.is_set() or await request.is_disconnected()):
-                message = await self._changed.changes_since(seen)
-                seen = self._changed.serial
+                message = await self._changed.changes_since(serial)
+                serial = self._changed.serial
                 latest = len(self._commands.hub.state.samples), int(self._commands.hub.board.report.step)
                 if latest != samples:
                     samples = latest
@@ -510,14 +510,14 @@ class ChangedValues:
         self._refreshing = asyncio.Lock()
         self.serial = 0
 
-    async def changes_since(self, seen: int, fresh_s: float = FRESH_S) -> dict[str, str]:
-        """JSON texts of the sections that changed after refresh `seen`, by name; changed workers' rows are under `workers`. A
+    async def changes_since(self, since: int, fresh_s: float = FRESH_S) -> dict[str, str]:
+        """JSON texts of the sections that changed after refresh `since`, by name; changed workers' rows are under `workers`. A
         refresh that is younger than `fresh_s` will do."""
         async with self._refreshing:
             if self._hub.clock.now() - self._at >= fresh_s:
                 await self._refresh()
-        changes = {name: text for name, (serial, text) in self._sections.items() if serial > seen}
-        rows = [text for serial, text, _, _ in self._rows.values() if serial > seen]
+        changes = {name: text for name, (serial, text) in self._sections.items() if serial > since}
+        rows = [text for serial, text, _, _ in self._rows.values() if serial > since]
         if rows:
             changes["workers"] = "{" + ",".join(rows) + "}"
         return changes
@@ -580,9 +580,9 @@ class Dashboard:
             write_secret(key, keys.tls_key_pem)  # uvicorn reads both from files
             write_secret(certificate, keys.certificate.pem)
             tls = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
-        shown = host if is_open else commands.hub.options.link_host
+        link_host = host if is_open else commands.hub.options.link_host
         scheme = "http" if is_open else "https"
-        self.address = f"{scheme}://{shown}:{self.port}/"
+        self.address = f"{scheme}://{link_host}:{self.port}/"
         self.url = self.address + (f"?token={token}" if token else "")
         csrf = secrets.token_urlsafe(24)
         hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})

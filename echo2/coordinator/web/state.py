@@ -118,7 +118,7 @@ class StateView:
             "leases": self._leases(status),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in status.waits],
             "tokens": self._tokens(now),
-            "events": [{"at": round(one.unix_s, 3), "kind": one.kind, "text": one.text} for one in status.events],
+            "events": [{"at": round(event.unix_s, 3), "kind": event.kind, "text": event.text} for event in status.events],
         }  # fmt: skip
 
     def _plan_now(self) -> tuple[Plan | None, str, str]:
@@ -126,7 +126,7 @@ class StateView:
         hub, mode = self._hub, self._hub.config.coordinator.planner_mode
         if hub.ending.finish is not None:
             return None, mode, "nothing: the run is finished"
-        is_anybody = any(one.last_liveness is Liveness.ALIVE for one in hub.membership.members.values())
+        is_anybody = any(member.last_liveness is Liveness.ALIVE for member in hub.membership.members.values())
         return (hub.plan.now, mode, hub.plan.waits_for) if is_anybody else (None, mode, "a worker: none is connected")
 
     def _learner(self, status: pb.RunStatus) -> dict[str, Any]:
@@ -155,37 +155,37 @@ class StateView:
             "cap_per_hour": finite(hub.config.coordinator.usd_per_hour_cap), "budget": finite(hub.config.coordinator.usd_budget),
             "journal": [
                 {
-                    "at": round(one.unix_s, 1), "action": one.action, "whom": self._name_of(one.whom, ""),
-                    "reason": one.reason, "per_hour": one.usd_per_hour, "spent": finite(one.usd_spent, 4),
+                    "at": round(entry.unix_s, 1), "action": entry.action, "whom": self._name_of(entry.whom, ""),
+                    "reason": entry.reason, "per_hour": entry.usd_per_hour, "spent": finite(entry.usd_spent, 4),
                 }
-                for one in list(hub.state.paid)[-PAID_SHOWN:]
+                for entry in list(hub.state.paid)[-PAID_SHOWN:]
             ],
         }  # fmt: skip
 
     def _machines(self, wishes: FleetAdvice) -> dict[str, Any]:
         hub, provisioner = self._hub, self._provisioner
-        machines = sorted(provisioner.machines.values(), key=lambda one: (not one.is_open, -one.rented_at))
+        machines = sorted(provisioner.machines.values(), key=lambda machine: (not machine.is_open, -machine.rented_at))
         return {
             "offers": [
                 {
                     "name": offer.name, "provider": offer.provider, "gpu": offer.gpu, "price": offer.usd_per_hour,
                     "is_spot": offer.is_spot, "max": offer.machines_max, "is_automatic": offer.is_automatic,
-                    "rented": sum(one.is_open and one.offer == offer.name for one in machines),
+                    "rented": sum(machine.is_open and machine.offer == offer.name for machine in machines),
                     "problem": provisioner.problems.get(offer.name, ""),
                 }
                 for offer in provisioner.offers.values()
             ],
-            "machines": [machine_value(one, hub.money) for one in machines[:MACHINES_SHOWN]],
-            "count": sum(one.is_open for one in machines),
+            "machines": [machine_value(machine, hub.money) for machine in machines[:MACHINES_SHOWN]],
+            "count": sum(machine.is_open for machine in machines),
             "advice": {
                 "reason": wishes.reason,
                 "rent": [
-                    {"offer": one.offer, "count": one.count, "per_hour": one.usd_per_hour, "reason": one.reason}
-                    for one in wishes.rent
+                    {"offer": wish.offer, "count": wish.count, "per_hour": wish.usd_per_hour, "reason": wish.reason}
+                    for wish in wishes.rent
                 ],
                 "release": [
-                    {"machine": one.machine_id, "per_hour": one.usd_per_hour, "reason": one.reason}
-                    for one in wishes.release
+                    {"machine": wish.machine_id, "per_hour": wish.usd_per_hour, "reason": wish.reason}
+                    for wish in wishes.release
                 ],
             },
         }  # fmt: skip
@@ -281,11 +281,11 @@ class StateView:
         name_of, learner = self._hub.membership.name_of, self._hub.board.peer_id
         return [
             {
-                "peer": "learner" if one.peer_id == learner else name_of(one.peer_id),
-                "kind": one.kind,
-                "reason": one.reason,
+                "peer": "learner" if link.peer_id == learner else name_of(link.peer_id),
+                "kind": link.kind,
+                "reason": link.reason,
             }
-            for one in member.heartbeat.links.links
+            for link in member.heartbeat.links.links
         ]
 
     # ---- what is said of it
@@ -299,31 +299,31 @@ class StateView:
         section, plan, now = hub.config.coordinator, hub.plan.now, hub.clock.now()
         report, silent_s = board.report, now - board.heard_at
         members, idle, finish = list(hub.membership.living()), hub.money.idle_workers(), hub.ending.finish
-        working = [one for one in members if one.last_activation is Activation.ACTIVE]
+        working = [member for member in members if member.last_activation is Activation.ACTIVE]
         # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
         settling = sum(
-            now - one.activation_since < SETTLING_S for one in members if one.last_activation is not Activation.ACTIVE
+            now - m.activation_since < SETTLING_S for m in members if m.last_activation is not Activation.ACTIVE
         )
         pool = set(plan.pool) if plan is not None and plan.is_feasible else None
-        wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in fleet.rent]
-        wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in fleet.release]
+        wishes = [f"Rent {wish.count} x {wish.offer} (+${wish.usd_per_hour:.2f}/h)" for wish in fleet.rent]
+        wishes += [f"Release {wish.machine_id} (-${wish.usd_per_hour:.2f}/h)" for wish in fleet.release]
         return advise(
             RunNow(
                 finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
-                open_machines=sum(one.is_open for one in hub.money.machines.values()),
+                open_machines=sum(machine.is_open for machine in hub.money.machines.values()),
                 hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
                 silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),
                 tokens_max=hub.config.sampling.max_new_tokens, plan=plan if hub.plan.is_settled else None,
                 predicted=hub.plan.predicted_utilisation,
                 plan_waits_for=hub.plan.waits_for or ENOUGH, target=plan_config(hub.config, board).target_utilisation,
-                alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(working) + settling,
+                alive=sum(member.last_liveness is Liveness.ALIVE for member in members), active=len(working) + settling,
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
                 is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
-                spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
-                surplus=sum(one.peer_id not in pool for one in working) if pool is not None else 0, wishes="; ".join(wishes),
+                spare_usd_per_hour=sum(member.hello.price_usd_per_hour for member in idle if not member.asks_too_much),
+                surplus=sum(member.peer_id not in pool for member in working) if pool is not None else 0, wishes="; ".join(wishes),
                 may_act=section.planner_mode == "auto", corrected=hub.plan.reason,
-                unmeasured=sum(not is_measured(one) for one in working),
+                unmeasured=sum(not is_measured(member) for member in working),
             )
         )  # fmt: skip
 
@@ -344,34 +344,34 @@ class StateView:
         hub, board, now = self._hub, self._hub.board, self._hub.clock.now()
         if hub.ending.finish is not None:
             return []
-        found = lease_waits(hub.book, now, self._name_of)
+        waits = lease_waits(hub.book, now, self._name_of)
         if not board.is_connected:
             since = board.changed_at or hub.started_at
-            found.append(("the coordinator waits for the learner to connect", since))
+            waits.append(("the coordinator waits for the learner to connect", since))
         elif now - board.heard_at > self._silent_s_max:
             text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
-            found.append((text, board.heard_at))
+            waits.append((text, board.heard_at))
         elif board.report.waits_for:
             on = slowest(hub.book, now, self._name_of) or f"{counted(len(hub.book.leases), 'lease')} out"
             text = f"the learner waits for {board.report.waits_for}"
             if text.startswith("the learner waits for rollouts"):
                 text += f": {on}, {counted(hub.book.queued, 'group')} queued"
-            found.append((text, board.heard_at - board.report.waits_since_s))
+            waits.append((text, board.heard_at - board.report.waits_since_s))
         if hub.plan.waits_for:
-            found.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))
+            waits.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))
         waiting: dict[str, list[Member]] = {}
         for member in hub.membership.living():
             if member.heartbeat.waits_for:
                 waiting.setdefault(member.heartbeat.waits_for, []).append(member)
         for what, members in waiting.items():
             since = min(member.heartbeat_at - member.heartbeat.waits_since_s for member in members)
-            found.append((f"{_names(members)} for {what}", since))
+            waits.append((f"{_names(members)} for {what}", since))
         newest = board.newest
         if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
             names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
             text = f"version {newest.published.version} is not live yet on {counted(len(newest.waiting), 'worker')}: {names}"
-            found.append((text, newest.published_at))
-        return sorted(found, key=lambda wait: wait[1])
+            waits.append((text, newest.published_at))
+        return sorted(waits, key=lambda wait: wait[1])
 
     def samples(self) -> dict[str, list[Any]]:
         samples = list(self._hub.state.samples)
@@ -397,7 +397,7 @@ def _names(waiting: list[Member]) -> str:
 def _newest_line(beat: pb.Heartbeat) -> dict[str, Any]:
     """The newest error in a worker's own log; the newest warning if there is no error."""
     lines = beat.log.lines
-    newest = next((one for one in reversed(lines) if one.is_error), lines[-1] if lines else None)
+    newest = next((line for line in reversed(lines) if line.is_error), lines[-1] if lines else None)
     if newest is None:
         return {"said": "", "said_at": None, "said_error": False}
     return {"said": newest.text, "said_at": finite(newest.unix_s, 1), "said_error": newest.is_error}
@@ -450,24 +450,24 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rollout_summary(one: pb.RolloutSummary, name_of: Callable[[str], str]) -> dict[str, Any]:
+def rollout_summary(entry: pb.RolloutSummary, name_of: Callable[[str], str]) -> dict[str, Any]:
     return {
-        "id": one.rollout_id, "step": one.step, "reward": finite(one.reward, 4), "token_count": one.token_count,
-        "oldest_version": one.oldest_version, "newest_version": one.newest_version, "finish_reason": one.finish_reason,
-        "workers": [name_of(peer) for peer in one.peer_ids], "completion": one.completion, "turns": one.turn_count,
+        "id": entry.rollout_id, "step": entry.step, "reward": finite(entry.reward, 4), "token_count": entry.token_count,
+        "oldest_version": entry.oldest_version, "newest_version": entry.newest_version, "finish_reason": entry.finish_reason,
+        "workers": [name_of(peer) for peer in entry.peer_ids], "completion": entry.completion, "turns": entry.turn_count,
     }  # fmt: skip
 
 
-def rollout_value(shown: pb.RolloutsShown, offset: int, name_of: Callable[[str], str]) -> dict[str, Any]:
+def rollout_value(answer: pb.RolloutsShown, offset: int, name_of: Callable[[str], str]) -> dict[str, Any]:
     """One rollout as the page shows it: its tokens from `offset` on, and the turns that begin among them."""
-    summary = rollout_summary(shown.rollouts[0], name_of)
+    summary = rollout_summary(answer.rollouts[0], name_of)
     workers = dict(enumerate(summary["workers"]))
     tokens = [
-        {"id": one.token_id, "text": one.text, "logprob": finite(one.logprob, 4), "version": one.version,
-         "worker": workers.get(one.peer, "")} for one in shown.tokens
+        {"id": token.token_id, "text": token.text, "logprob": finite(token.logprob, 4), "version": token.version,
+         "worker": workers.get(token.peer, "")} for token in answer.tokens
     ]  # fmt: skip
-    said = [{"turn": one.turn, "position": one.position, "text": one.text} for one in shown.turns]
-    return {**summary, "prompt": shown.prompt, "offset": offset, "tokens": tokens, "said": said}
+    turns = [{"turn": turn.turn, "position": turn.position, "text": turn.text} for turn in answer.turns]
+    return {**summary, "prompt": answer.prompt, "offset": offset, "tokens": tokens, "said": turns}
 
 
 def _errors(plan: CurrentPlan) -> dict[str, Any]:

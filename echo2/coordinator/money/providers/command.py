@@ -78,20 +78,20 @@ class CommandProvider:
 
     async def _run(self, what: str, machine_id: str = "", text: str = "") -> str:
         """What the command prints. ResourceError if it fails, Unreachable if it takes too long or `list` fails."""
-        whose = f"offer {self._offer.name}, command {what}{f' for {machine_id}' if machine_id else ''}"
+        call = f"offer {self._offer.name}, command {what}{f' for {machine_id}' if machine_id else ''}"
         # Files, not pipes: what a command leaves running in the background may hold them open.
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            given.write(text.encode())
-            given.seek(0)
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            stdin.write(text.encode())
+            stdin.seek(0)
             process = await asyncio.create_subprocess_exec(
-                "/bin/sh", "-c", self._commands[what], stdin=given, stdout=output, stderr=errors, start_new_session=True,
+                "/bin/sh", "-c", self._commands[what], stdin=stdin, stdout=output, stderr=errors, start_new_session=True,
                 env=os.environ | {"ECHO2_MACHINE_ID": machine_id},
             )  # fmt: skip
             try:
                 async with asyncio.timeout(LIMITS_S[what]):
                     code = await process.wait()
             except TimeoutError:
-                raise Unreachable(f"{whose}: expected it to end within {LIMITS_S[what]:.0f} s") from None
+                raise Unreachable(f"{call}: expected it to end within {LIMITS_S[what]:.0f} s") from None
             finally:
                 await _end(process)
             for file in (output, errors):
@@ -100,7 +100,7 @@ class CommandProvider:
                 return output.read(OUTPUT_BYTES_MAX).decode(errors="replace")
             problem = (errors.read(OUTPUT_BYTES_MAX) or output.read(OUTPUT_BYTES_MAX)).decode(errors="replace")
         kind = Unreachable if what == "list" else ResourceError
-        raise kind(f"{whose}: expected exit code 0, got {code}: {problem.strip()[-ERROR_CHARS_MAX:]}")
+        raise kind(f"{call}: expected exit code 0, got {code}: {problem.strip()[-ERROR_CHARS_MAX:]}")
 
 
 async def _end(process: Process) -> None:
@@ -192,9 +192,9 @@ class LocalProvider:
         return {machine_id: ObservedMachine(MachineState.RUNNING) for machine_id in self._running()}
 
     def _running(self) -> dict[str, int]:
-        found = {}
+        pids = {}
         for path in sorted(self._folder.glob(f"*/{PID_FILE}")):
             pid, _, started = path.read_text().partition(" ")
             if pid.isdigit() and started and _started_at(int(pid)) == started:
-                found[path.parent.name] = int(pid)
-        return found
+                pids[path.parent.name] = int(pid)
+        return pids

@@ -75,10 +75,10 @@ def main() -> None:
             if is_final or not tries_left:
                 sys.exit(f"echo2: expected the wheel from the run's coordinator, got: {error}")
             time.sleep(RETRY_S)
-    found = hashlib.sha256(wheel).hexdigest()
-    if found != expected:
+    digest = hashlib.sha256(wheel).hexdigest()
+    if digest != expected:
         sys.exit(
-            f"echo2: expected a wheel with the SHA-256 {expected}, got {found}: the coordinator was changed since this machine "
+            f"echo2: expected a wheel with the SHA-256 {expected}, got {digest}: the coordinator was changed since this machine "
             "was rented; release the machine and rent another"
         )
     Path(path).write_bytes(wheel)

@@ -148,8 +148,8 @@ exec echo-worker join "@$HOME/echo2-join.link" {options}
 
 def install_script(offer: MachineOffer) -> str:
     """A shell script that installs echo2 into ~/echo2-env. ConfigError for settings that would not."""
-    if own := offer.setting("setup", ""):
-        return f"set -eu\n{own}\n"
+    if setup := offer.setting("setup", ""):
+        return f"set -eu\n{setup}\n"
     source, extra = offer.setting("install", "wheel"), offer.setting("extra", EXTRAS[0])
     if extra not in EXTRAS:
         raise ConfigError(f"offer {offer.name}: extra: expected one of {', '.join(EXTRAS)}, got {extra[:40]!r}")
@@ -167,11 +167,11 @@ def install_script(offer: MachineOffer) -> str:
 
 def join_script(offer: MachineOffer, machine_id: str, base: list[str]) -> str:
     """A shell script that becomes the worker `machine_id`. `base`: arguments that name the base checkpoint."""
-    own = [
+    arguments = [
         "--name", machine_id, "--worker.price_usd_per_hour", f"{offer.usd_per_hour:g}",
         "--worker.is_spot", str(offer.is_spot).lower(), *base,
     ]  # fmt: skip
-    options = f"{shlex.join(own)} {offer.setting('arguments', '')}".strip()
+    options = f"{shlex.join(arguments)} {offer.setting('arguments', '')}".strip()
     return _JOIN.format(variable=LINK_VARIABLE, options=options)
 
 

@@ -92,11 +92,11 @@ class SkyPilotProvider:
 
     async def observe(self) -> dict[str, ObservedMachine]:
         refresh = self._sky.StatusRefreshMode.AUTO
-        found = await self._ask(lambda: self._sky.status(refresh=refresh), "status")
+        clusters = await self._ask(lambda: self._sky.status(refresh=refresh), "status")
         return {
-            one["name"]: _sighting(str(getattr(one["status"], "name", one["status"])))
-            for one in found
-            if one["name"].startswith(self._prefix)
+            cluster["name"]: _sighting(str(getattr(cluster["status"], "name", cluster["status"])))
+            for cluster in clusters
+            if cluster["name"].startswith(self._prefix)
         }
 
     async def _ask(self, request: Callable[[], Any], what: str) -> Any:
