@@ -51,7 +51,7 @@ def _kind_of_name(text: str, kinds: tuple[str, ...]) -> tuple[str, int]:
         return name, count
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in _TRADE_WORDS]
     words = [word for word in words if not _SOCKET_OR_MEMORY.match(word)]
-    sizes = [float(found[1]) for word in words if (found := _MEMORY.match(word))]
+    sizes = [float(match[1]) for word in words if (match := _MEMORY.match(word))]
     plain = "".join(word for word in words if not _MEMORY.match(word))
     fit = [kind for kind in kinds if kind.partition("-")[0].lower() in (plain, plain.removeprefix("rtx"))]
     if len(fit) > 1 and sizes:
@@ -61,8 +61,8 @@ def _kind_of_name(text: str, kinds: tuple[str, ...]) -> tuple[str, int]:
 
 def _size_of(kind: str) -> float:
     """Memory size in GB from the kind's name (`A100-80G` -> 80); 0 if the name does not give one."""
-    found = _MEMORY.match(kind.partition("-")[2].lower())
-    return float(found[1]) if found else 0.0
+    match = _MEMORY.match(kind.partition("-")[2].lower())
+    return float(match[1]) if match else 0.0
 
 
 BANDWIDTH_SHARE = 0.7
@@ -244,9 +244,9 @@ class MarketOffer:
     is_spot: bool
 
     def __post_init__(self) -> None:
-        whose = f"offer {self.provider} {self.instance}"
-        checked(whose, "gpu_count", self.gpu_count, 1, GPUS_MAX)
-        check_fields(self, whose, "gpu_memory_gib usd_per_hour")
+        owner = f"offer {self.provider} {self.instance}"
+        checked(owner, "gpu_count", self.gpu_count, 1, GPUS_MAX)
+        check_fields(self, owner, "gpu_memory_gib usd_per_hour")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ def ranked(
     sequence in the KV cache; 0: half of the longest."""
     kinds: dict[tuple[str, float], str] = {}
     rates: dict[tuple[str, int], tuple[int, float] | str] = {}
-    found = []
+    rows = []
     for offer in offers:
         named = (offer.gpu, offer.gpu_memory_gib)
         if named not in kinds:
@@ -328,8 +328,8 @@ def ranked(
         machine = (kind, offer.gpu_count)
         if kind and machine not in rates:
             rates[machine] = _rate(catalogue[kind], offer.gpu_count, size, run, tokens_each)
-        found.append(_rank(offer, kind, rates[machine] if kind else f"no data sheet of {offer.gpu}"))
-    return sorted(found, key=lambda one: (bool(one.refusal), one.usd_per_million, one.offer.usd_per_hour))
+        rows.append(_rank(offer, kind, rates[machine] if kind else f"no data sheet of {offer.gpu}"))
+    return sorted(rows, key=lambda row: (bool(row.refusal), row.usd_per_million, row.offer.usd_per_hour))
 
 
 def _rank(offer: MarketOffer, kind: str, rate: tuple[int, float] | str) -> Ranked:
@@ -354,9 +354,9 @@ def _rate(
 
 
 SORTS: Mapping[str, Callable[[Ranked], float]] = {
-    "tokens": lambda one: one.usd_per_million,
-    "price": lambda one: one.offer.usd_per_hour,
-    "speed": lambda one: -one.tokens_per_s,
+    "tokens": lambda row: row.usd_per_million,
+    "price": lambda row: row.offer.usd_per_hour,
+    "speed": lambda row: -row.tokens_per_s,
 }
 
 

@@ -123,67 +123,67 @@ class Plan:
         return tuple(f"{'met' if term.is_met else 'short'}: {term.text}" for term in ordered)
 
 
-def usd_to_finish(snapshot: FleetSnapshot, found: Evaluation) -> float:
+def usd_to_finish(snapshot: FleetSnapshot, pool: Evaluation) -> float:
     """What the steps left cost with this pool, its start included: joins, and the learner's own before the first step."""
-    learner, chosen = snapshot.learner, np.flatnonzero(found.chosen).tolist()
+    learner, chosen = snapshot.learner, np.flatnonzero(pool.chosen).tolist()
     if not snapshot.steps_left:
         return 0.0
-    step_s = learner.train_s / max(found.utilisation, 1e-6)
+    step_s = learner.train_s / max(pool.utilisation, 1e-6)
     joins_usd_s = sum(
         snapshot.workers[row].price_usd_per_hour * snapshot.workers[row].join_s
         for row in chosen
         if snapshot.workers[row].state is not WorkerState.ACTIVE
     )
-    return (found.usd_per_hour * (snapshot.steps_left * step_s + learner.start_s) + joins_usd_s) / 3600
+    return (pool.usd_per_hour * (snapshot.steps_left * step_s + learner.start_s) + joins_usd_s) / 3600
 
 
 def plan_of(
     snapshot: FleetSnapshot,
     config: PlanConfig,
-    found: Evaluation,
+    evaluation: Evaluation,
     why: str,
     over_provisioned_since_s: float | None = None,
     short_since_s: float | None = None,
 ) -> Plan:
     """The plan for a rehearsed evaluation; `why` begins its reason. It is feasible if all its own terms are met and its own
     utilisation reaches the target."""
-    assert found.is_rehearsed, "a plan's utilisation comes from a rehearsal"
+    assert evaluation.is_rehearsed, "a plan's utilisation comes from a rehearsal"
     learner, workers = snapshot.learner, snapshot.workers
-    pool = sorted(workers[row].worker_id for row in np.flatnonzero(found.chosen).tolist())
+    pool = sorted(workers[row].worker_id for row in np.flatnonzero(evaluation.chosen).tolist())
     active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
-    terms = tuple(_terms(snapshot, config, found))
+    terms = tuple(_terms(snapshot, config, evaluation))
     # Where rewards are too few, a pool has no more rate than they can use: its rate is then short as well, and not the reason.
     binding = min(terms, key=lambda term: (term.limit_kind is not Limit.REWARDS or term.is_met, term.slack))
-    useful_per_hour = found.utilisation * learner.trained_rollouts / learner.train_s * 3600
-    usd = found.usd_per_hour + learner.price_usd_per_hour
-    is_feasible = binding.is_met and found.utilisation >= config.target_utilisation - UTILISATION_TOLERANCE
+    useful_per_hour = evaluation.utilisation * learner.trained_rollouts / learner.train_s * 3600
+    usd = evaluation.usd_per_hour + learner.price_usd_per_hour
+    is_feasible = binding.is_met and evaluation.utilisation >= config.target_utilisation - UTILISATION_TOLERANCE
     return Plan(
-        kappa=found.kappa,
+        kappa=evaluation.kappa,
         pool=tuple(pool),
         activate=tuple(worker_id for worker_id in pool if worker_id not in active),
         drain=tuple(sorted(active - set(pool))),
-        in_flight_cap_rollouts=found.in_flight_cap(learner.rollouts_per_group),
-        predicted_utilisation=found.utilisation * learner.training_share,
-        broadcast_s=found.point.broadcast_s,
-        transfer_s=found.point.transfer_s,
-        throughput_rollouts_per_s=found.point.throughput,
-        usd_per_hour=found.usd_per_hour,
+        in_flight_cap_rollouts=evaluation.in_flight_cap(learner.rollouts_per_group),
+        predicted_utilisation=evaluation.utilisation * learner.training_share,
+        broadcast_s=evaluation.point.broadcast_s,
+        transfer_s=evaluation.point.transfer_s,
+        throughput_rollouts_per_s=evaluation.point.throughput,
+        usd_per_hour=evaluation.usd_per_hour,
         usd_per_useful_rollout=usd / useful_per_hour if useful_per_hour > 0 else math.inf,
         is_feasible=is_feasible,
         terms=terms,
         binding=binding.limit_kind,
-        reason=_reason(found, config, binding, len(pool), is_feasible, why, learner.training_share),
-        egress_usd_per_hour=learner.sent_gib_per_hour(found.kappa)
-        * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(found.chosen).tolist()),
-        utilisation_spread=found.spread,
-        usd_to_finish=usd_to_finish(snapshot, found),
+        reason=_reason(evaluation, config, binding, len(pool), is_feasible, why, learner.training_share),
+        egress_usd_per_hour=learner.sent_gib_per_hour(evaluation.kappa)
+        * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(evaluation.chosen).tolist()),
+        utilisation_spread=evaluation.spread,
+        usd_to_finish=usd_to_finish(snapshot, evaluation),
         over_provisioned_since_s=over_provisioned_since_s,
         short_since_s=short_since_s,
     )
 
 
-def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> Iterator[Term]:
-    point, learner = found.point, snapshot.learner
+def _terms(snapshot: FleetSnapshot, config: PlanConfig, pool: Evaluation) -> Iterator[Term]:
+    point, learner = pool.point, snapshot.learner
     have, need = point.throughput, config.target_utilisation * point.rollouts_per_step / point.train_s
     remedy = f"add workers worth {need - have:.3g} rollouts/s" if have < need else ""
     yield Term(Limit.THROUGHPUT, have, need, "rollouts/s", have / need - 1, remedy)
@@ -197,23 +197,23 @@ def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> It
                 "name a Ray cluster (task.ray): more workers would not help"
             )
         yield Term(Limit.REWARDS, have, need, "rewards/s", have / need - 1, remedy)
-    slack = 1 - point.transfer_s / found.period_s
+    slack = 1 - point.transfer_s / pool.period_s
     remedy = ""
     if slack < 0:
         size = learner.artifact_bytes(point.kappa)
-        needed = size / (config.broadcast_efficiency * found.period_s)
+        needed = size / (config.broadcast_efficiency * pool.period_s)
         remedy = (
             f"give the learner's uplink and each downlink {format_bytes(needed)}/s (a version is {format_bytes(size)}), or "
             "publish less often"
         )
-    yield Term(Limit.BROADCAST, point.transfer_s, found.period_s, "s", slack, remedy)
+    yield Term(Limit.BROADCAST, point.transfer_s, pool.period_s, "s", slack, remedy)
     value, limit = point.staleness_use_s, point.staleness_budget_s
     slack = 1 - value / limit if limit > 0 else -math.inf
-    yield Term(Limit.STALENESS, value, limit, "s", slack, _staleness_remedy(found) if slack < 0 else "")
+    yield Term(Limit.STALENESS, value, limit, "s", slack, _staleness_remedy(pool) if slack < 0 else "")
     if config.usd_per_hour_cap < math.inf:
-        yield _ceiling(Limit.USD_PER_HOUR, found.usd_per_hour, config.usd_per_hour_cap, "USD/h")
+        yield _ceiling(Limit.USD_PER_HOUR, pool.usd_per_hour, config.usd_per_hour_cap, "USD/h")
     if config.usd_budget < math.inf:
-        total = snapshot.spent_usd + usd_to_finish(snapshot, found)
+        total = snapshot.spent_usd + usd_to_finish(snapshot, pool)
         yield _ceiling(Limit.USD_BUDGET, total, config.usd_budget, "USD")
 
 
@@ -225,10 +225,10 @@ def _ceiling(kind: Limit, value: float, limit: float, unit: str) -> Term:
     return Term(kind, value, limit, unit, slack, remedy)
 
 
-def _staleness_remedy(found: Evaluation) -> str:
+def _staleness_remedy(pool: Evaluation) -> str:
     """Each single number whose change would satisfy (3) on its own, with the value it needs. A change that is lost in rounding is
     not told."""
-    point = found.point
+    point = pool.point
     over_s = point.staleness_use_s - point.staleness_budget_s
     if math.isinf(over_s):
         return "add workers: none can generate"
@@ -250,13 +250,13 @@ def _staleness_remedy(found: Evaluation) -> str:
 
 
 def _reason(
-    found: Evaluation, config: PlanConfig, binding: Term, count: int, is_feasible: bool, why: str, share: float
+    pool: Evaluation, config: PlanConfig, binding: Term, count: int, is_feasible: bool, why: str, share: float
 ) -> str:
-    every = "step" if found.kappa == 1 else f"{found.kappa} steps"
-    spread = f" (plus or minus {found.spread:.1%} as machines are lost)" if found.spread >= 0.0005 else ""
+    every = "step" if pool.kappa == 1 else f"{pool.kappa} steps"
+    spread = f" (plus or minus {pool.spread:.1%} as machines are lost)" if pool.spread >= 0.0005 else ""
     head = (
-        f"{why}: {count} worker{'' if count == 1 else 's'} at {found.usd_per_hour:.2f} USD/h, publishing every {every}, "
-        f"{found.utilisation * share:.1%} utilisation predicted{spread}"
+        f"{why}: {count} worker{'' if count == 1 else 's'} at {pool.usd_per_hour:.2f} USD/h, publishing every {every}, "
+        f"{pool.utilisation * share:.1%} utilisation predicted{spread}"
     )
     kind, unit = binding.limit_kind.value, binding.unit
     if is_feasible:

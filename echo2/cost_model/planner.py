@@ -51,7 +51,7 @@ def plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = No
     if not _affords(fleet, fresh):
         choice = _within_budget(fleet, fresh)
     elif previous is not None:
-        choice = _kept(previous, fleet, choice, is_busy)
+        choice = _keep(previous, fleet, choice, is_busy)
     final = choice.evaluation
     if previous is not None:
         price = fleet.period(final.kappa).price
@@ -71,23 +71,23 @@ def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None
     """As `plan` without a previous one, but None instead of a best effort, which takes longer to find."""
     fleet = FleetModel.of(snapshot, config)
     solver = Solver(fleet, fleet.is_must)
-    found, rejected = solver.cheapest(_goal(config))
-    if found is None and rejected:  # the relations can be kept, and the search among the pools that do has ended
-        found = solver.nearest(rejected)
-    if found is None or not _affords(fleet, found):
+    pool, rejected = solver.cheapest(_goal(config))
+    if pool is None and rejected:  # the relations can be kept, and the search among the pools that do has ended
+        pool = solver.nearest(rejected)
+    if pool is None or not _affords(fleet, pool):
         return None
-    made = plan_of(snapshot, config, found, CHEAPEST)
-    return made if made.is_feasible else None
+    best = plan_of(snapshot, config, pool, CHEAPEST)
+    return best if best.is_feasible else None
 
 
 def _goal(config: PlanConfig) -> float:
     return config.target_utilisation - UTILISATION_TOLERANCE
 
 
-def _keeps_busy(fleet: FleetModel, found: Evaluation) -> bool:
+def _keeps_busy(fleet: FleetModel, pool: Evaluation) -> bool:
     """Whether a rehearsed pool keeps the learner busy, if without the margin."""
     kept_rate = fleet.rate_needed / (1 + fleet.config.add_margin)
-    return found.keeps_relations(kept_rate) and found.utilisation >= _goal(fleet.config)
+    return pool.keeps_relations(kept_rate) and pool.utilisation >= _goal(fleet.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class _PoolChoice:
 # ---- the budget
 
 
-def _affords(fleet: FleetModel, found: Evaluation) -> bool:
+def _affords(fleet: FleetModel, pool: Evaluation) -> bool:
     """Whether the rest of the budget pays for the steps left with this pool."""
     snapshot, budget = fleet.snapshot, fleet.config.usd_budget
-    return snapshot.spent_usd + usd_to_finish(snapshot, found) <= budget
+    return snapshot.spent_usd + usd_to_finish(snapshot, pool) <= budget
 
 
 def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
@@ -120,11 +120,11 @@ def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
     while low < high:
         middle = (low + high) // 2
         slower = replace(fleet, config=replace(config, target_utilisation=targets[middle]))
-        found, rejected = Solver(slower, slower.is_must).cheapest(_goal(slower.config))
-        pools = [*rejected, *([found] if found is not None else ())]
-        least = min(least, *pools, key=lambda one: usd_to_finish(snapshot, one)) if pools else least
-        paid = [one for one in pools if _affords(fleet, one)]
-        fastest = max(paid, key=lambda one: one.utilisation, default=fastest)
+        cheapest, rejected = Solver(slower, slower.is_must).cheapest(_goal(slower.config))
+        pools = [*rejected, *([cheapest] if cheapest is not None else ())]
+        least = min(least, *pools, key=lambda pool: usd_to_finish(snapshot, pool)) if pools else least
+        paid = [pool for pool in pools if _affords(fleet, pool)]
+        fastest = max(paid, key=lambda pool: pool.utilisation, default=fastest)
         low, high = (low, middle) if paid else (middle + 1, high)
     if fastest is not None:
         total_usd = snapshot.spent_usd + usd_to_finish(snapshot, fastest)
@@ -148,13 +148,13 @@ def _is_held(worker: WorkerEstimate, now_s: float, config: PlanConfig) -> bool:
     return worker.state is WorkerState.ACTIVE and (worker.is_relaying or now_s - worker.state_since_s < dwell_s)
 
 
-def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool) -> _PoolChoice:
+def _keep(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool) -> _PoolChoice:
     """The previous pool if it still meets its terms, else that pool with additions, else the fresh one."""
     config, now_s, fresh = fleet.config, fleet.snapshot.now_s, choice.evaluation
     if not config.allows(previous.kappa) or not previous.pool:
         return replace(choice, reason="a new pool: there was none")
     pool = set(previous.pool)
-    members = np.array([one.worker_id in pool for one in fleet.snapshot.workers]) & fleet.is_available
+    members = np.array([worker.worker_id in pool for worker in fleet.snapshot.workers]) & fleet.is_available
     stayed = confirmed(fleet, fleet.evaluate(previous.kappa, members))
     within_cap = stayed.usd_per_hour <= config.usd_per_hour_cap
     is_dear = stayed.usd_per_hour > fresh.usd_per_hour * (1 + DRAIN_MARGIN) + 1e-9
@@ -189,5 +189,5 @@ def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool)
 
 def _no_dearer(fleet: FleetModel, is_must: Flags, fresh: Evaluation) -> Evaluation | None:
     """The cheapest pool of `fleet` with those that must stay, unless it is clearly dearer than a fresh one."""
-    found, _ = Solver(fleet, is_must).cheapest(_goal(fleet.config))
-    return found if found is not None and found.usd_per_hour <= fresh.usd_per_hour * (1 + DRAIN_MARGIN) + 1e-9 else None
+    pool, _ = Solver(fleet, is_must).cheapest(_goal(fleet.config))
+    return pool if pool is not None and pool.usd_per_hour <= fresh.usd_per_hour * (1 + DRAIN_MARGIN) + 1e-9 else None

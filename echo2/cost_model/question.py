@@ -60,11 +60,11 @@ class PoolOffer:
     gpus: int = 0
 
     def __post_init__(self) -> None:
-        whose = f"offer of {self.gpu}"
-        checked(whose, "count", self.count, 0, OFFER_WORKERS_MAX)
-        checked(whose, "gpus", self.gpus, 0, MACHINE_GPUS_MAX)
+        owner = f"offer of {self.gpu}"
+        checked(owner, "count", self.count, 0, OFFER_WORKERS_MAX)
+        checked(owner, "gpus", self.gpus, 0, MACHINE_GPUS_MAX)
         names = "price_usd_per_hour hazard_per_hour join_s apply_s swap_s slots tokens_per_s egress_usd_per_gib"
-        check_fields(self, whose, least_0=names)
+        check_fields(self, owner, least_0=names)
 
     @property
     def key(self) -> str:
@@ -152,13 +152,13 @@ class PlanQuestion:
     def snapshot(self) -> FleetSnapshot:
         """All offered machines that the model fits on, in standby. Raises ResourceError if it fits on none."""
         workers: list[WorkerEstimate] = []
-        taken: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for offer in filter(lambda offer: offer.count, self.offers):
             with contextlib.suppress(ResourceError):
-                first, begin = self.worker(offer, 0), taken[offer.key]
+                first, begin = self.worker(offer, 0), counts[offer.key]
                 names = (PeerId(f"{offer.key}#{begin + index:04d}") for index in range(offer.count))
                 workers += [replace(first, worker_id=name) for name in names]
-                taken[offer.key] += offer.count
+                counts[offer.key] += offer.count
         if not workers and (refused := self.refused):
             each = "; ".join(f"{offer.machine}: {would}" for offer, would in refused.items())
             raise ResourceError(f"no machine on offer holds the model; what would fit: {each}")
@@ -167,21 +167,21 @@ class PlanQuestion:
     @property
     def refused(self) -> dict[PoolOffer, str]:
         """Offered machines on which the model does not fit, each with what would fit."""
-        found = {}
+        refusals = {}
         for offer in self.offers:
             try:
                 self.prior(offer)
             except ResourceError as error:
-                found[offer] = str(error).rpartition("what would fit: ")[2]
-        return found
+                refusals[offer] = str(error).rpartition("what would fit: ")[2]
+        return refusals
 
     def what_if(self, name: str, text: str) -> PlanQuestion:
         """This question with one number changed; `WHAT_IF` lists the names."""
         try:
             return self._changed(name, text)
         except ConfigError as error:
-            told = str(error)
-            raise ConfigError(told if told.startswith("what-if") else f"what-if {name}={text}: {told}") from None
+            reason = str(error)
+            raise ConfigError(reason if reason.startswith("what-if") else f"what-if {name}={text}: {reason}") from None
 
     def _changed(self, name: str, text: str) -> PlanQuestion:
         kind, _, of = name.partition(".")
@@ -251,7 +251,7 @@ def trained_in(learner: LearnerEstimate, tokens_ratio: float) -> LearnerEstimate
 def parse_what_if(text: str) -> list[tuple[str, str]]:
     """`uplink=1gbit,S=4,price.RTX4090=0.3` -> pairs."""
     pairs = []
-    for part in filter(None, (one.strip() for one in text.split(","))):
+    for part in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals:
             raise ConfigError(f"what-if: expected NAME=VALUE such as uplink=1gbit or S=4, got {part!r}")
@@ -261,8 +261,8 @@ def parse_what_if(text: str) -> list[tuple[str, str]]:
 
 def billions_in(name: str) -> float | None:
     """The parameter count in a model's name, in billions: `Qwen3-8B` -> 8; None if it has none."""
-    found = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z])", name)
-    return float(found[1]) if found else None
+    match = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z])", name)
+    return float(match[1]) if match else None
 
 
 def _number(name: str, text: str) -> float:
@@ -312,10 +312,10 @@ def advise(question: PlanQuestion, effort: Plan, planned: Planner) -> tuple[Advi
     levers: list[Lever] = [_bound, _uplink, *more, _cap, _budget, _train]
     most_usd = usd_per_step(question, effort)
     for count in (1, 2):
-        found = [(chosen, _least(question, chosen, planned)) for chosen in combinations(levers, count)]
-        kept = tuple(one for chosen, one in found if one and (_train not in chosen or one.usd_per_step <= most_usd))
-        if kept:
-            return kept
+        tries = [(group, _least(question, group, planned)) for group in combinations(levers, count)]
+        advice = tuple(hint for group, hint in tries if hint and (_train not in group or hint.usd_per_step <= most_usd))
+        if advice:
+            return advice
     return ()
 
 

@@ -70,24 +70,24 @@ class Rehearsal:
     take: int = 0
 
 
-def rehearsed(fleet: FleetModel, found: Evaluation, takes: int = 0) -> Evaluation:
-    """`found` with its utilisation from a rehearsal, or the mean of it and `takes` longer ones with other draws (of a large pool,
+def rehearsed(fleet: FleetModel, pool: Evaluation, takes: int = 0) -> Evaluation:
+    """`pool` with its utilisation from a rehearsal, or the mean of it and `takes` longer ones with other draws (of a large pool,
     from a larger one), and with what losses of machines leave of it."""
-    if not found.chosen.any():
-        return replace(found, is_rehearsed=True)
-    run = rehearsal_of(fleet, found)
+    if not pool.chosen.any():
+        return replace(pool, is_rehearsed=True)
+    run = rehearsal_of(fleet, pool)
     if takes and _has_large_steps(fleet.snapshot.learner):
         values = [rehearse(run, STEPS_OF_A_LARGER, LARGER)]
     else:
-        values = [] if found.is_rehearsed and takes else [rehearse(run)]
+        values = [] if pool.is_rehearsed and takes else [rehearse(run)]
         values += [rehearse(replace(run, take=take), STEPS_OF_A_TAKE) for take in range(1, takes + 1)]
-    utilisation, spread = with_losses(fleet, found, sum(values) / len(values))
-    return replace(found, utilisation=utilisation, spread=spread, is_rehearsed=True)
+    utilisation, spread = with_losses(fleet, pool, sum(values) / len(values))
+    return replace(pool, utilisation=utilisation, spread=spread, is_rehearsed=True)
 
 
-def confirmed(fleet: FleetModel, found: Evaluation) -> Evaluation:
-    """`found`, rehearsed again unless its first rehearsal is sure, so that every pool is judged by the same measure."""
-    first = found if found.is_rehearsed else rehearsed(fleet, found)
+def confirmed(fleet: FleetModel, pool: Evaluation) -> Evaluation:
+    """`pool`, rehearsed again unless its first rehearsal is sure, so that every pool is judged by the same measure."""
+    first = pool if pool.is_rehearsed else rehearsed(fleet, pool)
     return first if first.utilisation >= 1.0 - UTILISATION_TOLERANCE else rehearsed(fleet, first, TAKES)
 
 
@@ -97,10 +97,10 @@ def _has_large_steps(learner: LearnerEstimate) -> bool:
     return batch > LARGER * ROLLOUTS_MAX and batch > LARGER * GROUPS_LEAST * group
 
 
-def with_losses(fleet: FleetModel, found: Evaluation, utilisation: float) -> tuple[float, float]:
+def with_losses(fleet: FleetModel, pool: Evaluation, utilisation: float) -> tuple[float, float]:
     """Mean and standard deviation of the utilisation as machines are lost and replaced, from that with everybody at work. While
     a share of the rate is away the learner gets what is left, and it never catches up above 1."""
-    rows = np.flatnonzero(found.chosen)
+    rows = np.flatnonzero(pool.chosen)
     away = fleet.away[rows]
     if not away.any():
         return utilisation, 0.0
@@ -137,9 +137,9 @@ def _rate_away(weights: Floats, away: Floats) -> tuple[Floats, Floats]:
     return np.arange(len(chances)) / AWAY_POINTS, chances
 
 
-def rehearsal_of(fleet: FleetModel, found: Evaluation) -> Rehearsal:
-    """The run to rehearse for `found`. A worker's slots are those that its rate keeps full (Little's law)."""
-    learner, kappa, rows = fleet.snapshot.learner, found.kappa, np.flatnonzero(found.chosen)
+def rehearsal_of(fleet: FleetModel, pool: Evaluation) -> Rehearsal:
+    """The run to rehearse for `pool`. A worker's slots are those that its rate keeps full (Little's law)."""
+    learner, kappa, rows = fleet.snapshot.learner, pool.kappa, np.flatnonzero(pool.chosen)
     common_s, own_s = fleet.links_s(kappa, rows)
     size, group, slots = learner.artifact_bytes(kappa), learner.rollouts_per_group, fleet.slots[rows]
     return Rehearsal(
@@ -149,7 +149,7 @@ def rehearsal_of(fleet: FleetModel, found: Evaluation) -> Rehearsal:
         encode_s=learner.encode_s,
         groups_per_step=math.ceil(learner.rollouts_per_step / group),
         rollouts_per_group=group,
-        cap_groups=found.in_flight_cap(group) // group,
+        cap_groups=pool.in_flight_cap(group) // group,
         slots=slots,
         rollout_s=slots * (1.0 - fleet.away[rows]) / fleet.rate[rows],
         own_s=own_s,
@@ -178,14 +178,14 @@ def reduced(run: Rehearsal, larger: int = 1) -> Rehearsal:
     each = np.minimum(run.slots, run.rollouts_per_group)  # fewest slots that a worker keeps
     floor = batch * float((each / run.rollout_s).sum()) / float((run.slots / run.rollout_s).sum())
     share = ROLLOUTS_MAX * count / (floor * WORKERS_KEPT)
-    kept = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(larger * WORKERS_KEPT * min(1.0, share))))
+    size = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(larger * WORKERS_KEPT * min(1.0, share))))
     # Sorted by what decides most, so every part of the pool is represented.
     late = np.round((run.latency_s + run.own_s) / run.train_s, 2)
     order = np.lexsort((run.rollout_s, run.slots, late))
-    rows = order[((np.arange(kept) + 0.5) * count / kept).astype(np.int64)]
-    thinner = max(1.0, factor * kept / count)
+    rows = order[((np.arange(size) + 0.5) * count / size).astype(np.int64)]
+    thinner = max(1.0, factor * size / count)
     # All alike, or those that keep a group's slots would make up more of the pool than they do.
-    thinner = max(min(thinner, float((run.slots[rows] / each[rows]).min())), batch * kept / count / ROLLOUTS_EVEN_MAX)
+    thinner = max(min(thinner, float((run.slots[rows] / each[rows]).min())), batch * size / count / ROLLOUTS_EVEN_MAX)
     slots = np.maximum(np.round(run.slots[rows] / thinner), each[rows]).astype(np.int64)
     before, after = float((run.slots / run.rollout_s).sum()), float((slots / run.rollout_s[rows]).sum())
     groups = max(GROUPS_LEAST * larger, round(run.groups_per_step * after / before))
@@ -349,14 +349,14 @@ class _Stage:
             return
         run = self.run
         oldest = self.step - run.staleness_bound
-        for version in [one for one in self.finished if one < oldest]:
+        for version in [version for version in self.finished if version < oldest]:
             self.outstanding -= self.finished.pop(version)
         if sum(self.finished.values()) >= run.groups_per_step:
             left = run.groups_per_step
             for version in sorted(self.finished):
-                taken = min(left, self.finished[version])
-                left -= taken
-                self.finished[version] -= taken
+                groups = min(left, self.finished[version])
+                left -= groups
+                self.finished[version] -= groups
                 if not self.finished[version]:
                     del self.finished[version]
             self.outstanding -= run.groups_per_step

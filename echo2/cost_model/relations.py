@@ -376,22 +376,22 @@ DELTA_PERIODS_MAX = 64  # kappa is at most S, which is at most 64
 
 @dataclass(slots=True)
 class RobustEstimator:
-    """Estimates one quantity from the newest `window` observations, `seen`. A prior is as many of them as it shall weigh."""
+    """Estimates one quantity from the newest `window` observations, `values`. A prior is as many of them as it shall weigh."""
 
     field_name: str
     window: int = WINDOW
-    seen: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
     def observe(self, value: float) -> None:
         """Adds one measurement. `MalformedMessage` for one that is no number or negative, which then changes nothing."""
         if not (math.isfinite(value) and value >= 0.0):
             raise MalformedMessage(f"telemetry {self.field_name}: expected a finite number of at least 0, got {value}")
-        self.seen = [*self.seen, value][-self.window :]
+        self.values = [*self.values, value][-self.window :]
         if self._has_changed():
-            self.seen = self.seen[-CHANGE_OBSERVATIONS:]
+            self.values = self.values[-CHANGE_OBSERVATIONS:]
 
     def _has_changed(self) -> bool:
-        before, newest = self.seen[:-CHANGE_OBSERVATIONS], self.seen[-CHANGE_OBSERVATIONS:]
+        before, newest = self.values[:-CHANGE_OBSERVATIONS], self.values[-CHANGE_OBSERVATIONS:]
         if len(before) < CHANGE_OBSERVATIONS:
             return False
         centre = statistics.median(before)
@@ -401,7 +401,7 @@ class RobustEstimator:
 
     def value_or(self, default: float) -> float:
         """The median, or `default` before the first observation."""
-        return statistics.median(self.seen) if self.seen else default
+        return statistics.median(self.values) if self.values else default
 
 
 @dataclass(slots=True)

@@ -168,12 +168,12 @@ DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "g
 
 def model_size(config: Mapping[str, object]) -> ModelSize:
     """A model's size: the learner's count in its config, or by formula. Raises ConfigError, naming the field or the family."""
-    said = config.get(SIZE_KEY)
-    if isinstance(said, Mapping):
+    size = config.get(SIZE_KEY)
+    if isinstance(size, Mapping):
         try:
-            return ModelSize(**{str(name): int(value) for name, value in said.items()})  # type: ignore[arg-type]
+            return ModelSize(**{str(name): int(value) for name, value in size.items()})  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"model config, {SIZE_KEY}: expected a model's size, got {said}: {error}") from None
+            raise ConfigError(f"model config, {SIZE_KEY}: expected a model's size, got {size}: {error}") from None
     model_type = str(config.get("model_type", ""))
     if model_type not in DENSE:
         raise ConfigError(
@@ -284,8 +284,8 @@ def cpu_fit(size: ModelSize, memory_bytes: int, run: RunLengths, published_bytes
     """Fits the embedded engine on this machine. `published_bytes`: size of the copy kept for applying deltas; 0: that of
     bf16 weights. Raises ResourceError if the model does not fit."""
     width = run.quantisation.cpu_bytes
-    longest, each, own = run.of(size), width * size.kv_values_per_token, width * size.parameters
-    held = own + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
+    longest, each, weights = run.of(size), width * size.kv_values_per_token, width * size.parameters
+    held = weights + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
     beside = memory_bytes - held
     tokens = int(CPU_CACHE_SHARE * beside) // each
     if tokens < longest:
@@ -301,8 +301,8 @@ def cpu_fit(size: ModelSize, memory_bytes: int, run: RunLengths, published_bytes
 
 
 def _sequences(cache_tokens: int, longest: int, most: int, run: RunLengths) -> int:
-    found = min(most, FILL * cache_tokens // longest)
-    return min(found, run.sequences_cap) if run.sequences_cap else found
+    count = min(most, FILL * cache_tokens // longest)
+    return min(count, run.sequences_cap) if run.sequences_cap else count
 
 
 def _worth(fit: Fit) -> float:
@@ -330,9 +330,9 @@ def _gpu_refusal(size: ModelSize, count: int, least: int, run: RunLengths) -> st
     def tokens_on(width: int) -> int:
         return gpu_cache_tokens(size, width * least, run.quantisation)
 
-    one = int((weight_bytes + cache_bytes) / GPU_MEMORY_SHARE) + 1
+    needed = int((weight_bytes + cache_bytes) / GPU_MEMORY_SHARE) + 1
     widths = [width for width in _widths(size, 1 << 6) if tokens_on(width) >= longest]
-    would = [f"one GPU of {format_bytes(one)}"]
+    would = [f"one GPU of {format_bytes(needed)}"]
     would += [f"{widths[0]} such GPUs"] if widths else []
     own_widths = _widths(size, count)
     tokens = max(map(tokens_on, own_widths))
@@ -531,8 +531,8 @@ def _is_good_budget(size: ModelSize, budget: int, memory_bytes: int, gpu_count: 
     checkpointing = checkpointing_of("auto", size, budget, 2 if gpu_count else 4)
     if checkpointing is not Checkpointing.OFF and not gpu_count:
         return False
-    found = learner_memory(size, budget, checkpointing, gpu_count=gpu_count, run=run)
-    return found.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
+    memory = learner_memory(size, budget, checkpointing, gpu_count=gpu_count, run=run)
+    return memory.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
 
 
 def fewest_gpus(
@@ -546,8 +546,8 @@ def fewest_gpus(
     the state, at most `GPUS_MAX` per copy, even if that is not enough. `asked`: `learner.gradient_checkpointing`."""
     checkpointing, alone = checkpointing_of(asked, size, token_budget, 2), replace(run, replicas=1)
     for power in range(GPUS_MAX.bit_length()):
-        found = learner_memory(size, token_budget, checkpointing, gpu_count=1 << power, run=alone)
-        if found.device_bytes <= GPU_MEMORY_SHARE * gpu_memory_bytes:
+        memory = learner_memory(size, token_budget, checkpointing, gpu_count=1 << power, run=alone)
+        if memory.device_bytes <= GPU_MEMORY_SHARE * gpu_memory_bytes:
             return run.replicas << power
     return run.replicas * GPUS_MAX
 
@@ -559,8 +559,8 @@ def learner_memory(
     `run.replicas` copies of the state; the GPUs of one copy share it evenly. Each rank keeps its own rows on its host, whichever
     copy it belongs to. The disk holds one copy."""
     trained = run.trained_parameters(size)
-    kept = AUDIT_CHANGED_SHARE * AUDIT_BYTES_OF_CHANGE * audit_versions(run.staleness_bound)
-    audit = int(kept * size.parameters) if run.is_audited and not run.adapter_rank else 0
+    bytes_each = AUDIT_CHANGED_SHARE * AUDIT_BYTES_OF_CHANGE * audit_versions(run.staleness_bound)
+    audit = int(bytes_each * size.parameters) if run.is_audited and not run.adapter_rank else 0
     masters = int((MASTER_BYTES + MOMENT_BYTES[run.optimizer_state]) * trained)
     is_on_device = run.optimizer_state != "host" or not gpu_count
     base = (STATE_BYTES_GPU if gpu_count else STATE_BYTES_CPU) * trained + (masters if is_on_device else 0)

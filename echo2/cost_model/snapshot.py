@@ -26,24 +26,24 @@ DROPPED_SHARE_MAX = 2 / 3  # dynamic sampling discards at most twice the groups 
 BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached
 
 
-def checked(whose: str, name: str, value: float, least: float, most: float = math.inf) -> None:
+def checked(owner: str, name: str, value: float, least: float, most: float = math.inf) -> None:
     """Raises unless `least <= value <= most` and value is finite."""
     if not (math.isfinite(value) and least <= value <= most):
         range_text = f"at least {least:g}" if math.isinf(most) else f"{least:g} to {most:g}"
-        raise ConfigError(f"{whose}: {name}: expected a finite number, {range_text}, got {value}")
+        raise ConfigError(f"{owner}: {name}: expected a finite number, {range_text}, got {value}")
 
 
-def checked_positive(whose: str, name: str, value: float) -> None:
+def checked_positive(owner: str, name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
+        raise ConfigError(f"{owner}: {name}: expected a finite number above 0, got {value}")
 
 
-def check_fields(of: object, whose: str, positive: str = "", least_0: str = "") -> None:
+def check_fields(of: object, owner: str, positive: str = "", least_0: str = "") -> None:
     """Raises unless these fields, by names with spaces between them, are finite and above 0, or at least 0."""
     for name in positive.split():
-        checked_positive(whose, name, getattr(of, name))
+        checked_positive(owner, name, getattr(of, name))
     for name in least_0.split():
-        checked(whose, name, getattr(of, name), 0.0)
+        checked(owner, name, getattr(of, name), 0.0)
 
 
 Row = TypeVar("Row")
@@ -52,22 +52,22 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def read_as(kind: Callable[..., Row], table: object, whose: str) -> Row:
+def read_as(kind: Callable[..., Row], table: object, owner: str) -> Row:
     """The dataclass `kind` from a table of TOML or JSON. `ConfigError` names a field that is unknown, missing or of another
     type."""
-    known, values = {one.name: one for one in fields(kind)}, dict[str, object]()  # type: ignore[arg-type]
+    known, values = {field.name: field for field in fields(kind)}, dict[str, object]()  # type: ignore[arg-type]
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{whose}: expected a table with the fields {', '.join(known)}, got {table!r}")
+        raise ConfigError(f"{owner}: expected a table with the fields {', '.join(known)}, got {table!r}")
     if unknown := sorted(set(table) - set(known)):
-        raise ConfigError(f"{whose}: expected fields among {', '.join(sorted(known))}, got {unknown[0]!r}")
-    for name, one in known.items():
+        raise ConfigError(f"{owner}: expected fields among {', '.join(sorted(known))}, got {unknown[0]!r}")
+    for name, field in known.items():
         if name in table:
             value = table[name]
-            if not isinstance(value, _TYPES[one.type]) or (isinstance(value, bool) and one.type != "bool"):  # type: ignore[index]
-                raise ConfigError(f"{whose}: {name}: expected {one.type}, got {value!r}")
-            values[name] = float(value) if one.type == "float" else value  # type: ignore[arg-type]
-        elif one.default is MISSING and one.default_factory is MISSING:
-            raise ConfigError(f"{whose}: expected a field {name!r}, it is missing")
+            if not isinstance(value, _TYPES[field.type]) or (isinstance(value, bool) and field.type != "bool"):  # type: ignore[index]
+                raise ConfigError(f"{owner}: {name}: expected {field.type}, got {value!r}")
+            values[name] = float(value) if field.type == "float" else value  # type: ignore[arg-type]
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{owner}: expected a field {name!r}, it is missing")
     return kind(**values)
 
 
@@ -132,13 +132,13 @@ class WorkerEstimate:
     is_pinned: bool = False  # the operator wants it in the pool
 
     def __post_init__(self) -> None:
-        whose = f"worker {self.worker_id}"
+        owner = f"worker {self.worker_id}"
         check_fields(
-            self, whose, "rollouts_per_s rollout_s_mean rollout_s_tail",
+            self, owner, "rollouts_per_s rollout_s_mean rollout_s_tail",
             "price_usd_per_hour tokens_per_s rollout_s_max join_s hazard_per_hour apply_s swap_s egress_usd_per_gib",
         )  # fmt: skip
         if not math.isfinite(self.state_since_s):
-            raise ConfigError(f"{whose}: state_since_s: expected a finite number, got {self.state_since_s}")
+            raise ConfigError(f"{owner}: state_since_s: expected a finite number, got {self.state_since_s}")
 
 
 @dataclass(frozen=True, slots=True)

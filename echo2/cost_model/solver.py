@@ -116,8 +116,8 @@ class PoolProgram:
         before = float(rising[last - 1]) if last else 0.0
         part = (self.need - before) / float(self.value[kinds[last]])
         amount = np.append(self.count[kinds[:last]].astype(np.float64), part)
-        taken = kinds[: last + 1]
-        over = float(amount @ self.burden[taken]) - self.burden_room
+        used = kinds[: last + 1]
+        over = float(amount @ self.burden[used]) - self.burden_room
         bound = float(amount @ costs[: last + 1]) - penalty * self.burden_room
         return bound, over, last, kinds
 
@@ -148,13 +148,13 @@ class PoolProgram:
         fixed = self._all_of(kinds[:first])
         fixed_usd = float(self.price @ fixed)
         gap = min(0.5, MIP_GAP * bound / max(bound - fixed_usd, 1e-9)) if bound > 0 else MIP_GAP
-        found = self._integers(fixed, kinds[first : first + CORE_KINDS], gap)
-        if found is None:
+        counts = self._integers(fixed, kinds[first : first + CORE_KINDS], gap)
+        if counts is None:
             return None, bound
         if len(kinds) <= CORE_KINDS:  # then the program was solved whole
-            bound = max(bound, float(self.price @ found) * (1 - MIP_GAP))
-        is_dear = fixed_usd + float(self.price @ found) > self.price_cap * (1 + TOLERANCE)
-        return (None if is_dear else fixed + found), bound
+            bound = max(bound, float(self.price @ counts) * (1 - MIP_GAP))
+        is_dear = fixed_usd + float(self.price @ counts) > self.price_cap * (1 + TOLERANCE)
+        return (None if is_dear else fixed + counts), bound
 
     def most(self) -> Counts | None:
         """Machines of each kind with the most rate that the cap and the swarm allow, at the least price of equals."""
@@ -167,8 +167,8 @@ class PoolProgram:
         core = kinds[first : first + CORE_KINDS]
         rates = self.value * self.count
         gap = MIP_GAP * (1 + float(rates[kinds[:first]].sum()) / max(0.5 * float(rates[core].sum()), 1e-12))
-        found = self._integers(fixed, core, min(0.1, 5 * gap if first else gap), True)
-        return None if found is None else fixed + found
+        counts = self._integers(fixed, core, min(0.1, 5 * gap if first else gap), True)
+        return None if counts is None else fixed + counts
 
     def _all_of(self, kinds: Counts) -> Counts:
         every = np.zeros_like(self.count)
@@ -210,9 +210,9 @@ class PoolProgram:
         )
         if answer.x is None:
             return None
-        found = np.zeros_like(self.count)
-        found[core] = np.round(np.asarray(answer.x)).astype(np.int64)
-        return found
+        counts = np.zeros_like(self.count)
+        counts[core] = np.round(np.asarray(answer.x)).astype(np.int64)
+        return counts
 
 
 @dataclass
@@ -240,17 +240,15 @@ class Solver:
         best, vain = dict.fromkeys(needs, 0.0), dict.fromkeys(needs, 0)
         ceiling = math.inf
         for kappa in needs:
-            if (found := self.best_at(kappa, needs[kappa], ceiling)) is not None:
-                waiting.append(found)
-                ceiling = min(ceiling, found.usd_per_hour * 1.5 + TOLERANCE)
+            if (pool := self.best_at(kappa, needs[kappa], ceiling)) is not None:
+                waiting.append(pool)
+                ceiling = min(ceiling, pool.usd_per_hour * 1.5 + TOLERANCE)
         most = max(REHEARSALS_LARGE_MAX, min(REHEARSALS_MAX // 2, REHEARSED_MACHINES // len(self.fleet)))
         while waiting and len(rejected) < most:
-            found = min(waiting, key=lambda one: (round(one.usd_per_hour, 9), -round(one.least_slack, 9), one.kappa))
-            waiting.remove(found)
-            if found.point.throughput >= needs[found.kappa] * (
-                1 - TOLERANCE
-            ):  # no rejection since it was found says otherwise
-                trial = rehearsed(self.fleet, found)
+            pool = min(waiting, key=lambda pool: (round(pool.usd_per_hour, 9), -round(pool.least_slack, 9), pool.kappa))
+            waiting.remove(pool)
+            if pool.point.throughput >= needs[pool.kappa] * (1 - TOLERANCE):  # no later rejection says otherwise
+                trial = rehearsed(self.fleet, pool)
                 if trial.utilisation >= goal - CHANCE:
                     trial = confirmed(self.fleet, trial)
                 if trial.utilisation >= goal:
@@ -258,14 +256,14 @@ class Solver:
                 rejected.append(trial)
                 if self._compositions is None or len(rejected) >= most * 3 // 4:
                     short = goal / max(trial.utilisation, 0.5) - 1
-                    more = max(needs[found.kappa], found.point.throughput) * (1 + max(1e-4, RAISE * short))
-                    alike = (kappa for kappa in needs if found.kappa / 2 <= kappa <= 2 * found.kappa)
+                    more = max(needs[pool.kappa], pool.point.throughput) * (1 + max(1e-4, RAISE * short))
+                    alike = (kappa for kappa in needs if pool.kappa / 2 <= kappa <= 2 * pool.kappa)
                     needs |= {kappa: max(needs[kappa], more) for kappa in alike}
-                    vain[found.kappa] = 0 if trial.utilisation > best[found.kappa] + STEP else vain[found.kappa] + 1
-                    best[found.kappa] = max(best[found.kappa], trial.utilisation)
-            if vain[found.kappa] >= VAIN_MAX:
+                    vain[pool.kappa] = 0 if trial.utilisation > best[pool.kappa] + STEP else vain[pool.kappa] + 1
+                    best[pool.kappa] = max(best[pool.kappa], trial.utilisation)
+            if vain[pool.kappa] >= VAIN_MAX:
                 continue
-            if (again := self.best_at(found.kappa, needs[found.kappa])) is not None:
+            if (again := self.best_at(pool.kappa, needs[pool.kappa])) is not None:
                 waiting.append(again)
         return None, rejected
 
@@ -273,7 +271,7 @@ class Solver:
         """The cheapest pool below `roof` USD/h that keeps the relations under one period."""
         if self._compositions is not None:
             pools = self._by_price.setdefault(kappa, self._in_order(kappa))
-            return next((one for one in pools if one.keeps_relations(need)), None)
+            return next((pool for pool in pools if pool.keeps_relations(need)), None)
         best: Evaluation | None = None
         for program in self._programs(kappa, need):
             least = min(roof, best.usd_per_hour if best else math.inf) * (1 - MIP_GAP)
@@ -286,9 +284,9 @@ class Solver:
                 self._proven.append((replace(program, answer=counts), bound + fixed_usd))
             if counts is None:
                 continue
-            found = self.fleet.evaluate(kappa, self._pool(counts))
-            if found.keeps_relations(need) and (best is None or found.usd_per_hour < best.usd_per_hour):
-                best = found
+            candidate = self.fleet.evaluate(kappa, self._pool(counts))
+            if candidate.keeps_relations(need) and (best is None or candidate.usd_per_hour < best.usd_per_hour):
+                best = candidate
         return best if best is not None and best.usd_per_hour < roof else None
 
     # ---- small fleets
@@ -397,7 +395,7 @@ class Solver:
         if most_s <= period.seed_s * (1 + TOLERANCE):
             return [period.seed_s]
         points = TRANSFER_POINTS_SMALL if len(fleet) <= SMALL_FLEET else TRANSFER_POINTS
-        return [float(one) for one in np.geomspace(most_s, period.seed_s, points)]
+        return [float(ceiling) for ceiling in np.geomspace(most_s, period.seed_s, points)]
 
     def _batch_ceilings(self, batch_room_s: Floats, batch_most_s: float) -> list[float]:
         """Ceilings on R/mu: the one the needed rate implies, then the lower ones at which slower workers become eligible."""
@@ -411,21 +409,21 @@ class Solver:
     def nearest(self, known: list[Evaluation]) -> Evaluation:
         """If no pool reaches the target: of those that come within `STEP` of the nearest, the one whose versions wait the shortest
         for the links, then the cheapest. `known`: pools that were rehearsed already."""
-        tried = {self._sign(one): one for one in known}
+        tried = {self._sign(pool): pool for pool in known}
         is_large = len(self.fleet) > SMALL_FLEET
         most = REHEARSALS_LARGE_MAX // 2 if is_large else REHEARSALS_MAX
         best: tuple[float, Evaluation, PoolProgram | None] | None = None
-        for found, program in self._candidates():
+        for candidate, program in self._candidates():
             if len(tried) - len(known) >= (most if is_large else FIRST_LOOKS):
                 break
-            if self._sign(found) not in tried:
-                tried[self._sign(found)] = trial = rehearsed(self.fleet, found)
+            if self._sign(candidate) not in tried:
+                tried[self._sign(candidate)] = trial = rehearsed(self.fleet, candidate)
                 if best is None or self._counted(trial) > best[0]:
                     best = self._counted(trial), trial, program
         if is_large and best is not None and best[2] is not None:
-            for one in self._thinner(best[1], best[2]):
-                tried[self._sign(one)] = one
-                if self._counted(one) >= best[0] * (1 - STEP):
+            for pool in self._thinner(best[1], best[2]):
+                tried[self._sign(pool)] = pool
+                if self._counted(pool) >= best[0] * (1 - STEP):
                     break  # the next are dearer
         if not is_large:
             self._climb(tried, most + len(known))
@@ -434,71 +432,71 @@ class Solver:
             is_busy = preferred[0].utilisation >= self.fleet.config.target_utilisation - UTILISATION_TOLERANCE
             return confirmed(self.fleet, preferred[0]) if is_busy else preferred[0]
         nearest = sorted(tried.values(), key=self._counted)[-FINALISTS:]  # a first rehearsal may have been unlucky
-        finalists = {id(one): one for one in (*preferred[:FINALISTS], *nearest)}
-        return self._preferred([rehearsed(self.fleet, one, TAKES) for one in finalists.values()])[0]
+        finalists = {id(pool): pool for pool in (*preferred[:FINALISTS], *nearest)}
+        return self._preferred([rehearsed(self.fleet, pool, TAKES) for pool in finalists.values()])[0]
 
     def _climb(self, tried: dict[tuple[float, ...], Evaluation], most: int) -> None:
         """Rehearses what is one machine or one step of the period away from the best so far, then from the next best, until `most`
         are tried: the relations see which worker holds a version back, and not what the others then are worth."""
-        seen = set[tuple[float, ...]]()
-        while left := [sign for sign in tried if sign not in seen]:
+        visited = set[tuple[float, ...]]()
+        while left := [sign for sign in tried if sign not in visited]:
             best = max(left, key=lambda sign: self._counted(tried[sign]))
-            seen.add(best)
-            for found in self._beside(tried[best]):
+            visited.add(best)
+            for pool in self._beside(tried[best]):
                 if len(tried) >= most:
                     return
-                if self._sign(found) not in tried:
-                    tried[self._sign(found)] = rehearsed(self.fleet, found)
+                if self._sign(pool) not in tried:
+                    tried[self._sign(pool)] = rehearsed(self.fleet, pool)
 
-    def _beside(self, found: Evaluation) -> Iterator[Evaluation]:
+    def _beside(self, start: Evaluation) -> Iterator[Evaluation]:
         """The pools with one machine more, less or another, and the periods one step longer and shorter."""
-        fleet, chosen = self.fleet, found.chosen
+        fleet, chosen = self.fleet, start.chosen
         outside, inside = fleet.is_available & ~chosen, chosen & ~self.is_must
         comes = [-1, *np.flatnonzero(outside)[np.unique(fleet.kind[outside], return_index=True)[1]].tolist()]
         goes = [-1, *np.flatnonzero(inside)[np.unique(fleet.kind[inside], return_index=True)[1]].tolist()]
-        at = (kappas := fleet.config.kappas).index(found.kappa)
+        at = (kappas := fleet.config.kappas).index(start.kappa)
         for kappa in (*kappas[max(0, at - 1) : at], *kappas[at + 1 : at + 2]):
             if float(fleet.period(kappa).price[chosen].sum()) <= fleet.usd_per_hour_most:
                 yield fleet.evaluate(kappa, chosen)
-        for one, other in sorted(itertools.product(comes, goes), key=lambda pair: min(pair) >= 0):
+        for new, old in sorted(itertools.product(comes, goes), key=lambda pair: min(pair) >= 0):
             pool = chosen.copy()
-            pool[[row for row in (one, other) if row >= 0]] ^= True
-            if pool.any() and float(fleet.period(found.kappa).price[pool].sum()) <= fleet.usd_per_hour_most:
-                yield fleet.evaluate(found.kappa, pool)
+            pool[[row for row in (new, old) if row >= 0]] ^= True
+            if pool.any() and float(fleet.period(start.kappa).price[pool].sum()) <= fleet.usd_per_hour_most:
+                yield fleet.evaluate(start.kappa, pool)
 
-    def _thinner(self, found: Evaluation, program: PoolProgram) -> Iterator[Evaluation]:
+    def _thinner(self, pool: Evaluation, program: PoolProgram) -> Iterator[Evaluation]:
         """Cheaper pools of the same workers: with the rate that the learner was seen to use, and some to spare. The relations alone
         are too strict to say how much of it is of use."""
         learner = self.fleet.snapshot.learner
-        used = found.utilisation * learner.rollouts_per_step / learner.train_s
+        used = pool.utilisation * learner.rollouts_per_step / learner.train_s
         for spare in SPARES:
-            if used * spare < found.point.throughput:
+            if used * spare < pool.point.throughput:
                 counts, _ = replace(program, need=used * spare + program.need).solve(math.inf)
                 if counts is not None:
-                    yield rehearsed(self.fleet, self.fleet.evaluate(found.kappa, self._pool(counts)))
+                    yield rehearsed(self.fleet, self.fleet.evaluate(pool.kappa, self._pool(counts)))
 
-    def _counted(self, found: Evaluation) -> float:
+    def _counted(self, pool: Evaluation) -> float:
         """The utilisation that counts: below nothing for an empty pool, and nothing beyond the target."""
-        if not found.chosen.any():
+        if not pool.chosen.any():
             return -1.0
-        reached = found.utilisation * (1.0 if found.keeps_up else QUEUE_SHARE)
+        reached = pool.utilisation * (1.0 if pool.keeps_up else QUEUE_SHARE)
         return max(UTILISATION_LEAST, min(reached, self.fleet.config.target_utilisation))
 
     def _preferred(self, pools: Iterable[Evaluation]) -> list[Evaluation]:
         """Those that come within `STEP` of the one that reaches most, the best first."""
         pools = list(pools)
-        best = max(self._counted(one) for one in pools)
+        best = max(self._counted(pool) for pool in pools)
         least = best - STEP * abs(best)  # an empty pool counts -1
 
-        def rank(found: Evaluation) -> tuple[float, ...]:
-            queue = max(1.0, round(found.point.transfer_s / found.period_s, 2))
-            return queue, round(found.usd_per_hour, 9), -round(found.least_slack, 6), found.kappa
+        def rank(pool: Evaluation) -> tuple[float, ...]:
+            queue = max(1.0, round(pool.point.transfer_s / pool.period_s, 2))
+            return queue, round(pool.usd_per_hour, 9), -round(pool.least_slack, 6), pool.kappa
 
-        return sorted((one for one in pools if self._counted(one) >= least), key=rank)
+        return sorted((pool for pool in pools if self._counted(pool) >= least), key=rank)
 
-    def _sign(self, found: Evaluation) -> tuple[float, ...]:
+    def _sign(self, pool: Evaluation) -> tuple[float, ...]:
         """Identifies a pool under a period up to exchange of equal machines."""
-        return (found.kappa, *np.sort(self.fleet.kind[np.flatnonzero(found.chosen)]).tolist())
+        return (pool.kappa, *np.sort(self.fleet.kind[np.flatnonzero(pool.chosen)]).tolist())
 
     def _candidates(self) -> Iterator[tuple[Evaluation, PoolProgram | None]]:
         """Pools worth a rehearsal, by the pace that the relations allow: every pool of a small fleet; else, of the workers that
@@ -508,15 +506,15 @@ class Solver:
             pools = [
                 fleet.evaluate(kappa, self._pool(counts)) for kappa in kappas for counts in self._affordable(kappa)
             ]
-            by_pace = sorted(pools, key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))
+            by_pace = sorted(pools, key=lambda pool: (-round(pool.utilisation, 4), pool.usd_per_hour, pool.kappa))
             # The relations are too strict for long periods: half of the looks go to the pools with the most rate.
-            by_rate = sorted(pools, key=lambda one: -min(fleet.rate_needed, float(fleet.rate[one.chosen].sum())))
-            yield from ((one, None) for pair in zip(by_pace, by_rate, strict=True) for one in pair)
+            by_rate = sorted(pools, key=lambda pool: -min(fleet.rate_needed, float(fleet.rate[pool.chosen].sum())))
+            yield from ((pool, None) for pair in zip(by_pace, by_rate, strict=True) for pool in pair)
             yield fleet.evaluate(kappas[0], self.is_must), None
             return
         batch, train_s = fleet.snapshot.learner.rollouts_per_step, fleet.snapshot.learner.train_s
         is_large = len(fleet) > SMALL_FLEET
-        found: list[tuple[Evaluation, PoolProgram]] = []
+        candidates: list[tuple[Evaluation, PoolProgram]] = []
         known: set[tuple[int, bytes, float]] = set()
         busy = min(1.0, float(fleet.rate[fleet.is_available].sum()) * train_s / batch)
         for kappa in kappas:
@@ -536,11 +534,11 @@ class Solver:
                     known.add(key)
                     counts = program.most()
                     if counts is not None:
-                        found.append((fleet.evaluate(kappa, self._pool(counts)), program))
-        found.sort(key=lambda one: (-round(one[0].utilisation, 4), one[0].usd_per_hour, one[0].kappa))
+                        candidates.append((fleet.evaluate(kappa, self._pool(counts)), program))
+        candidates.sort(key=lambda entry: (-round(entry[0].utilisation, 4), entry[0].usd_per_hour, entry[0].kappa))
         for share in SHARES:
-            for most, program in found[:BEST_PACES]:
-                if most.utilisation < WORTH_A_LOOK * found[0][0].utilisation:
+            for most, program in candidates[:BEST_PACES]:
+                if most.utilisation < WORTH_A_LOOK * candidates[0][0].utilisation:
                     continue
                 if share == 1.0:
                     yield most, program

@@ -105,7 +105,7 @@ class WorkerMeasures:
 
     def count(self, name: str) -> int:
         """Of how many heartbeats the estimate is made, up to `WINDOW`."""
-        return len(self._estimators[name].seen) if name in self._estimators else 0
+        return len(self._estimators[name].values) if name in self._estimators else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class LearnerBoard:
     def on_report(self, report: pb.LearnerReport, now: float) -> bool:
         """Takes a report; returns whether a step was made since the last one."""
         is_step = report.step != self.report.step
-        if report.train_s > 0 and (is_step or not self.train_time.seen):
+        if report.train_s > 0 and (is_step or not self.train_time.values):
             self.train_time.observe(report.train_s)
         steps, discarded = report.step - self.report.step, report.discarded_rollouts - self.report.discarded_rollouts
         if steps > 0 and discarded >= 0:  # fewer than before: another process
@@ -387,7 +387,7 @@ def is_settled(board: LearnerBoard, pool: Sequence[Member]) -> bool:
     whole snapshots."""
     well_known = sum(member.measures.count("rollouts_per_s") >= WINDOW for member in pool)
     has_size = bool(board.delta_bytes) or len(board.versions) >= CHANGE_OBSERVATIONS
-    return has_size and len(board.train_time.seen) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
+    return has_size and len(board.train_time.values) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
 
 
 def _state(member: Member) -> WorkerState:

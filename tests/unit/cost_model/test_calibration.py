@@ -18,14 +18,14 @@ def test_outliers_do_not_move_the_estimate_and_a_change_is_followed_within_three
     rng, one = random.Random(seed), RobustEstimator("train_s")
     for index in range(40):
         one.observe(truth * (1000.0 if index % 7 == 3 else rng.uniform(0.95, 1.05)))
-    assert len(one.seen) == WINDOW and one.value_or(0.0) == pytest.approx(truth, rel=0.06)
+    assert len(one.values) == WINDOW and one.value_or(0.0) == pytest.approx(truth, rel=0.06)
     for _ in range(3):
         one.observe(truth * factor * rng.uniform(0.97, 1.03))
     assert one.value_or(0.0) == pytest.approx(truth * factor, rel=0.05)
 
 
 def test_a_prior_is_outweighed_by_three_observations() -> None:
-    one = RobustEstimator("rate", seen=[10.0, 10.0])
+    one = RobustEstimator("rate", values=[10.0, 10.0])
     assert one.value_or(0.0) == 10.0
     for _ in range(3):
         one.observe(4.0)
