@@ -63,8 +63,8 @@ def put(words: U64, at: Int, value: np.uint64, count: Int) -> Int:
 def bits_at(words: U64, at: Int) -> np.uint64:
     word, shift = np.uint64(at) >> _6, np.uint64(at) & _63
     # Two shifts for the same reason as in `put`; the second load is why a run has a spare word.
-    found: np.uint64 = (words[word] >> shift) | ((words[word + _1] << _1) << (_63 - shift))
-    return found
+    bits: np.uint64 = (words[word] >> shift) | ((words[word + _1] << _1) << (_63 - shift))
+    return bits
 
 
 @inlined
@@ -116,11 +116,11 @@ def _gap_before(places: U32, i: Int) -> np.uint64:
 
 @inlined
 def _list_long(places: U32, quotients: U8, long: U32) -> None:
-    found = 0
+    index = 0
     for i in range(places.size):
         if quotients[i] == LONG:
-            long[found] = _gap_before(places, i)
-            found += 1
+            long[index] = _gap_before(places, i)
+            index += 1
 
 
 @inlined
@@ -165,20 +165,20 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
 
 
 @inlined
-def list_few(word: np.uint64, base: np.uint64, places: U32, found: Int, usual: int) -> Int:
-    """Writes the places of a word's marks, each plus `base`, from index `found` on. Returns the index after; `places` must have
+def list_few(word: np.uint64, base: np.uint64, places: U32, index: Int, usual: int) -> Int:
+    """Writes the places of a word's marks, each plus `base`, from `index` on. Returns the index after; `places` must have
     room for `LISTED` more. Fastest for words with at most `usual` marks (`usual` <= `LISTED`)."""
     # The first loop always runs its full count: a branch on the number of marks would be mispredicted at every other word,
     # which costs more than writing places that the next word overwrites.
-    following = found + np.int64(count_ones(word))
+    following = index + np.int64(count_ones(word))
     for i in range(usual):
-        places[found + i] = base + trailing_zeros(word)
+        places[index + i] = base + trailing_zeros(word)
         word &= word - _1
-    found += usual
+    index += usual
     while word:
-        places[found] = base + trailing_zeros(word)
+        places[index] = base + trailing_zeros(word)
         word &= word - _1
-        found += 1
+        index += 1
     return following
 
 
@@ -186,19 +186,19 @@ def list_few(word: np.uint64, base: np.uint64, places: U32, found: Int, usual: i
 def places_of_marks(words: U64, count: int, places: U32) -> Int:
     """Lists the places of the marks among the first `count` bits; returns their number. `places` must have room for `LISTED`
     more."""
-    found: Int = 0
+    index: Int = 0
     marked = places.size - LISTED
     # With up to 64 / 24 = 2.7 marks a word on average, four are rarely exceeded; with up to 64 / 12 = 5.3, eight; with 64 / 6, 14.
     if marked * 24 < count:
         for at in range(0, count, 64):
-            found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 4)
+            index = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, index, 4)
     elif marked * 12 < count:
         for at in range(0, count, 64):
-            found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 8)
+            index = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, index, 8)
     else:
         for at in range(0, count, 64):
-            found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, LISTED)
-    return found
+            index = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, index, LISTED)
+    return index
 
 
 @compiled

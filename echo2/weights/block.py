@@ -93,10 +93,10 @@ class Changes:
         memory = finds.restart(size)
         for before, after in zip(old, new, strict=True):
             survey(before, after, at, memory)
-        _, count, found = (int(n) for n in at)
-        if are_most(size, count, found):
+        _, count, larger_count = (int(n) for n in at)
+        if are_most(size, count, larger_count):
             return None
-        larger, places, excess = finds.larger[:found], finds.places[:found], finds.excess[:found]
+        larger, places, excess = finds.larger[:larger_count], finds.places[:larger_count], finds.excess[:larger_count]
         return cls(
             BitSet.of_marks(finds.changed, size, count), finds.signs, BitSet.of_places(larger, count), excess,
             (larger, places),
@@ -115,7 +115,7 @@ class Changes:
         """The changes' contribution to the fingerprint."""
         step, larger = 0, self._larger()
         rank: Int = 0
-        found: Int = 0
+        index: Int = 0
         places, signs = self.changed.places, self.signs
         words = self.changed.marks() if places is None else None
         for segment in block.segments:
@@ -126,7 +126,7 @@ class Changes:
             else:
                 assert places is not None, "marks are kept as words or as places"
                 part, rank = settle_places(*where, (places, signs), rank, print_at)
-            rest, found = settle_larger(*where, larger, found, print_at)
+            rest, index = settle_larger(*where, larger, index, print_at)
             step += int(part) + int(rest)
         assert rank == self.count, "a set's marks are within its size, and a block's segments cover it"
         return step % MODULUS
@@ -392,9 +392,9 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
 
     def run(c: int) -> Run:
         size, marked = int(sizes[c]), int(ranks[c])
-        mine = slice(int(borders[c]), int(borders[c + 1]))
-        own = BitSet.of_marks(words[int(starts[c]) : int(starts[c + 1])], size, marked)
-        return own, BitSet.of_places(larger[mine], marked), excess[mine]
+        part = slice(int(borders[c]), int(borders[c + 1]))
+        changed = BitSet.of_marks(words[int(starts[c]) : int(starts[c + 1])], size, marked)
+        return changed, BitSet.of_places(larger[part], marked), excess[part]
 
     return dense_payload(changes, class_base, map(run, range(CLASS_COUNT)))
 
@@ -483,14 +483,14 @@ def _joined(runs: list[Run], block: Block, old: list[Bits], octave: Octave, sign
     words, starts = _spread([changed for changed, _, _ in runs])
     larger_words, larger_starts = _spread([larger for _, larger, _ in runs])
     listed = np.cumsum([0, *(larger.marked for _, larger, _ in runs)])
-    found = np.empty(int(listed[-1]), np.uint32), np.empty(int(listed[-1]), block.element.bits_dtype)
+    lists = np.empty(int(listed[-1]), np.uint32), np.empty(int(listed[-1]), block.element.bits_dtype)
     places = (64 * starts, 64 * larger_starts, listed[:-1].copy())
     coded = (words, larger_words, np.concatenate([excess for _, _, excess in runs]))
     out, so_far = np.zeros(word_count(block.element_count), np.uint64), np.zeros(3, np.int64)
     for part in old:
-        join_marks(part, octave, places, coded, so_far, (out, *found))
+        join_marks(part, octave, places, coded, so_far, (out, *lists))
     count = int(so_far[1])
-    return Changes(BitSet.of_marks(out, block.element_count, count), signs, BitSet.of_places(found[0], count), found[1])
+    return Changes(BitSet.of_marks(out, block.element_count, count), signs, BitSet.of_places(lists[0], count), lists[1])
 
 
 def _spread(sets: list[BitSet]) -> tuple[U64, I64]:

@@ -97,10 +97,10 @@ class TensorTable:
 class _Cursor:
     """Reads consecutive fields; DeltaFormatError beyond the end."""
 
-    def __init__(self, data: bytes, whose: str) -> None:
+    def __init__(self, data: bytes, where: str) -> None:
         self._data = data
         self._at = 0
-        self._whose = whose
+        self._whose = where
 
     def take(self, count: int) -> bytes:
         if self._at + count > len(self._data):
@@ -126,36 +126,36 @@ class _Cursor:
         return len(self._data) - self._at
 
 
-def _parse_spec(cursor: _Cursor, whose: str) -> TensorSpec:
+def _parse_spec(cursor: _Cursor, where: str) -> TensorSpec:
     name_bytes, code, dimensions = cursor.unpack("<HBB")
     name = cursor.text(name_bytes)
     element = TYPE_BY_CODE.get(code)
     if element is None:
-        raise DeltaFormatError(f"{whose}: tensor {name}: unknown element type code {code}")
+        raise DeltaFormatError(f"{where}: tensor {name}: unknown element type code {code}")
     if dimensions > DIMENSIONS_MAX:
         raise DeltaFormatError(
-            f"{whose}: tensor {name}: expected at most {DIMENSIONS_MAX} dimensions, got {dimensions}"
+            f"{where}: tensor {name}: expected at most {DIMENSIONS_MAX} dimensions, got {dimensions}"
         )
     spec = TensorSpec(name, element, cursor.unpack(f"<{dimensions}Q"))
     if any(size > ELEMENTS_MAX for size in spec.shape) or spec.element_count > ELEMENTS_MAX:
-        raise DeltaFormatError(f"{whose}: tensor {name}: expected at most {ELEMENTS_MAX} elements, got {spec.shape}")
+        raise DeltaFormatError(f"{where}: tensor {name}: expected at most {ELEMENTS_MAX} elements, got {spec.shape}")
     return spec
 
 
-def parse_table(data: bytes, whose: str) -> TensorTable:
+def parse_table(data: bytes, where: str) -> TensorTable:
     """Parses a tensor table; DeltaFormatError for unsorted, duplicate, oversized or trailing entries."""
-    cursor = _Cursor(data, whose)
+    cursor = _Cursor(data, where)
     count, alias_count = cursor.unpack("<II")
     if count > TENSOR_COUNT_MAX or alias_count > TENSOR_COUNT_MAX:
-        raise DeltaFormatError(f"{whose}: expected at most {TENSOR_COUNT_MAX} tensors, got {count} and {alias_count}")
-    specs = tuple(_parse_spec(cursor, whose) for _ in range(count))
+        raise DeltaFormatError(f"{where}: expected at most {TENSOR_COUNT_MAX} tensors, got {count} and {alias_count}")
+    specs = tuple(_parse_spec(cursor, where) for _ in range(count))
     aliases = tuple((cursor.text(*cursor.unpack("<H")), cursor.text(*cursor.unpack("<H"))) for _ in range(alias_count))
     order = [(spec.element.code, spec.name) for spec in specs]
     names = {spec.name for spec in specs}
     if order != sorted(order) or len(names) != count or cursor.left:
-        raise DeltaFormatError(f"{whose}: expected tensors once each in canonical order and nothing after them")
-    if any(kept not in names or alias in names for alias, kept in aliases) or len(dict(aliases)) != alias_count:
-        raise DeltaFormatError(f"{whose}: expected each alias once, naming a tensor of the table")
+        raise DeltaFormatError(f"{where}: expected tensors once each in canonical order and nothing after them")
+    if any(name not in names or alias in names for alias, name in aliases) or len(dict(aliases)) != alias_count:
+        raise DeltaFormatError(f"{where}: expected each alias once, naming a tensor of the table")
     return TensorTable(specs, aliases)
 
 
@@ -253,24 +253,24 @@ def _parse_header(data: memoryview) -> HeaderFrame:
     _, _, setting, flags, _, target, parent, parent_print, zero, key, elements, shards, none, body_bytes = (
         _HEADER.unpack_from(raw)
     )
-    whose = f"header of version {target}"
+    where = f"header of version {target}"
     if xxhash.xxh3_64_intdigest(raw[:-8]) != _DIGEST.unpack_from(raw, len(raw) - 8)[0]:
-        raise DeltaFormatError(f"{whose}: its digest differs from its bytes")
-    cursor = _Cursor(raw[_HEADER.size : -8], whose)
+        raise DeltaFormatError(f"{where}: its digest differs from its bytes")
+    cursor = _Cursor(raw[_HEADER.size : -8], where)
     (table_digest,) = cursor.unpack("<Q")
     body = cursor.take(body_bytes)
     if cursor.left or flags or zero or none or parent < -1 or setting not in {s.value for s in CodecSetting}:
-        raise DeltaFormatError(f"{whose}: expected a known setting, no flags, and nothing after its table")
+        raise DeltaFormatError(f"{where}: expected a known setting, no flags, and nothing after its table")
     if not 1 <= elements <= BLOCK_ELEMENTS_MAX or not 1 <= shards <= SHARDS_MAX:
-        raise DeltaFormatError(f"{whose}: expected 1 to {BLOCK_ELEMENTS_MAX} elements a block, got {elements}")
+        raise DeltaFormatError(f"{where}: expected 1 to {BLOCK_ELEMENTS_MAX} elements a block, got {elements}")
     header = DeltaHeader(
         target_version=Version(target), parent_version=None if parent < 0 else Version(parent),
         parent_fingerprint=None if parent < 0 else parent_print, fingerprint_key=key, setting=CodecSetting(setting),
         block_elements=elements, shard_count=shards,
     )  # fmt: skip
-    table = parse_table(body, whose) if parent < 0 else None
+    table = parse_table(body, where) if parent < 0 else None
     if (table is None) != (not body) or (table is not None and table.digest() != table_digest):
-        raise DeltaFormatError(f"{whose}: expected a tensor table in a keyframe, and only there")
+        raise DeltaFormatError(f"{where}: expected a tensor table in a keyframe, and only there")
     return HeaderFrame(header, table, table_digest, container_id_of(raw))
 
 
@@ -283,9 +283,9 @@ def container_id_of(header_frame: bytes) -> int:
 def _parse_block(data: memoryview) -> BlockFrame:
     _, _, method, code, reserved, container, index, element_count, _, digest = _BLOCK.unpack_from(data)
     payload = data[_BLOCK.size :]
-    found = xxhash.xxh3_64(data[: _BLOCK.size - 8])
-    found.update(payload)
-    if found.intdigest() != digest:
+    actual = xxhash.xxh3_64(data[: _BLOCK.size - 8])
+    actual.update(payload)
+    if actual.intdigest() != digest:
         raise DeltaFormatError(f"block {index}: its digest differs from its bytes")
     if reserved or method not in {m.value for m in Method} or code not in TYPE_BY_CODE:
         raise DeltaFormatError(f"block {index}: expected a known method and element type, got {method} and {code}")

@@ -253,15 +253,15 @@ class ContainerDecoder:
         if frame.index >= len(self._plan):
             raise DeltaFormatError(f"{self._whose()}: expected {len(self._plan)} blocks, got number {frame.index}")
         block = self._plan[frame.index]
-        whose = f"{self._whose()}: {block.describe()}"
+        where = f"{self._whose()}: {block.describe()}"
         if (frame.element_count, frame.element_code) != (block.element_count, block.element.code):
             raise DeltaFormatError(
-                f"{whose}: expected {block.element_count} elements of type {block.element.code}, it claims "
+                f"{where}: expected {block.element_count} elements of type {block.element.code}, it claims "
                 f"{frame.element_count} of type {frame.element_code}"
             )
         if block.index in self._digests:
             if self._digests[block.index] != frame.digest:
-                raise DeltaFormatError(f"{whose}: came twice with different bytes")
+                raise DeltaFormatError(f"{where}: came twice with different bytes")
             return
         try:
             if self._whole is None:
@@ -269,7 +269,7 @@ class ContainerDecoder:
             else:
                 self._place(block, frame, self._whole)
         except DeltaFormatError as error:
-            raise DeltaFormatError(f"{whose}: {error}") from None
+            raise DeltaFormatError(f"{where}: {error}") from None
         self._digests[block.index] = frame.digest
 
     def _stage(self, block: Block, frame: BlockFrame) -> None:
@@ -285,15 +285,15 @@ class ContainerDecoder:
             self._steps[block.index] = changes.settle(block, key)
             # Not the sender's code if that is coded by exponent class: it can be read only beside the old weights, which are gone
             # once the block has been applied and must be taken back.
-            kept = b"".join(plain) if is_plain(frame.payload) else changes.payload(is_coded=False)
+            code = b"".join(plain) if is_plain(frame.payload) else changes.payload(is_coded=False)
         else:
             bits = _whole_bits(block, frame.method, frame.payload, old)
             new = _cut(bits, block)
             self._steps[block.index] = whole_step(block, new, old, key)
             for after, before in zip(new, old, strict=True):
                 np.subtract(after, before, out=after)
-            kept = bits.tobytes()
-        self._staged[block.index] = _StagedBlock(block, frame.method is Method.SPARSE, kept)
+            code = bits.tobytes()
+        self._staged[block.index] = _StagedBlock(block, frame.method is Method.SPARSE, code)
 
     def _place(self, block: Block, frame: BlockFrame, whole: dict[str, Bits]) -> None:
         assert self._head is not None, "blocks wait for the header"

@@ -23,8 +23,8 @@ Bits: TypeAlias = npt.NDArray[np.unsignedinteger]
 def published_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a whole model publishes: its parameters, and the numbers that it keeps beside them and in its files (a router's
     correction bias), which no step changes."""
-    kept = model.state_dict(keep_vars=True)
-    buffers = {n: b for n, b in model.named_buffers() if n in kept and b.is_floating_point()}
+    state = model.state_dict(keep_vars=True)
+    buffers = {n: b for n, b in model.named_buffers() if n in state and b.is_floating_point()}
     return {**dict(model.named_parameters()), **buffers}
 
 
@@ -119,17 +119,17 @@ class TensorSpec:
 def untied(weights: WeightSet) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Distinct tensors by name, and the other names of tied ones (alias -> kept name). Of names that share one storage, the
     last in code-point order is kept, whatever the mapping's order (`model.embed_tokens.weight` rather than `lm_head.weight`)."""
-    kept: dict[tuple[object, ...], str] = {}
+    names: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in sorted(weights, reverse=True):
         tensor = weights[name]
         if tensor.numel() == 0:
             continue
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if where in kept:
-            aliases[name] = kept[where]
+        if where in names:
+            aliases[name] = names[where]
         else:
-            kept[where] = name
+            names[where] = name
     return {name: weights[name] for name in sorted(weights) if name not in aliases}, aliases
 
 

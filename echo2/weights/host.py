@@ -103,9 +103,9 @@ class HostWeights:
             return self._fingerprint
         asked = self.key if key is None else key
         parts = (sum_bits(spec.name, self._bits[spec.name], asked) for spec in self.table.specs)
-        found = whole_fingerprint(self.table.specs, asked, parts)
-        self._fingerprint = found if is_own else self._fingerprint
-        return found
+        total = whole_fingerprint(self.table.specs, asked, parts)
+        self._fingerprint = total if is_own else self._fingerprint
+        return total
 
     def commit(self, staged: StagedDelta) -> None:
         """Moves to a staged version, entirely or not at all."""
@@ -186,26 +186,26 @@ def _find(segment: Segment, old: torch.Tensor, new: torch.Tensor, class_base: in
     element = segment.spec.element
     exponents = (_wide(old) >> element.exponent_shift) & ((1 << element.exponent_bits) - 1)
     by_element = (exponents - class_base).clamp(0, CLASS_COUNT - 1)
-    mine = by_element[index]
+    changed_classes = by_element[index]
     places = torch.zeros_like(index)
     sizes = []
     for c in range(CLASS_COUNT):
         counted = (by_element == c).cumsum(0)
-        places = torch.where(mine == c, counted[index] - 1, places)
+        places = torch.where(changed_classes == c, counted[index] - 1, places)
         sizes.append(counted[-1] if counted.numel() else torch.zeros((), dtype=torch.int64, device=old.device))
     totals: I64 = torch.stack(sizes).cpu().numpy()
-    return _Found(positions, steps, mine.cpu().numpy(), places.cpu().numpy(), totals)
+    return _Found(positions, steps, changed_classes.cpu().numpy(), places.cpu().numpy(), totals)
 
 
-def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run]:
-    sizes = np.stack([part.sizes for part in found])
+def _runs(parts: list[_Found], steps: I64, element: ElementType) -> Iterator[Run]:
+    sizes = np.stack([part.sizes for part in parts])
     before = np.cumsum(sizes, axis=0) - sizes
-    mine = np.concatenate([part.classes for part in found])
-    places = np.concatenate([part.places + start[part.classes] for part, start in zip(found, before, strict=True)])
+    classes = np.concatenate([part.classes for part in parts])
+    places = np.concatenate([part.places + start[part.classes] for part, start in zip(parts, before, strict=True)])
     for c in range(CLASS_COUNT):
-        chosen = places[mine == c].astype(np.uint32)
-        own = Changes.of_steps(chosen, steps[mine == c], int(sizes[:, c].sum()), element)
-        yield own.changed, own.larger, own.excess
+        chosen = places[classes == c].astype(np.uint32)
+        run = Changes.of_steps(chosen, steps[classes == c], int(sizes[:, c].sum()), element)
+        yield run.changed, run.larger, run.excess
 
 
 def encode_block_on_device(
@@ -214,13 +214,13 @@ def encode_block_on_device(
     """Like `block.encode_block`, for segments of flat integer bit patterns (`flat_bits`) on one device."""
     element = block.element
     class_base = _class_base(old, element) if uses_classes(element, setting) else None
-    found = [_find(s, before, after, class_base) for s, before, after in zip(block.segments, old, new, strict=True)]
+    finds = [_find(s, before, after, class_base) for s, before, after in zip(block.segments, old, new, strict=True)]
     step = 0
-    for segment, part in zip(block.segments, found, strict=True):
+    for segment, part in zip(block.segments, finds, strict=True):
         indices = part.positions.astype(np.uint64) + np.uint64(segment.start) - np.uint64(segment.base)
         step += sum_steps(segment.spec.name, indices, part.steps.view(np.uint64), key)
-    steps = np.concatenate([part.steps for part in found])
-    changes = Changes.of_steps(np.concatenate([p.positions for p in found]), steps, block.element_count, element)
+    steps = np.concatenate([part.steps for part in finds])
+    changes = Changes.of_steps(np.concatenate([p.positions for p in finds]), steps, block.element_count, element)
 
     if not changes.count:
         return EncodedBlock(Method.UNCHANGED, b"", 0)
@@ -230,7 +230,7 @@ def encode_block_on_device(
     if class_base is None:
         payload = changes.payload()
     else:
-        payload = dense_payload(changes, class_base, _runs(found, steps, element))
+        payload = dense_payload(changes, class_base, _runs(finds, steps, element))
     return EncodedBlock(Method.SPARSE, payload, step % MODULUS)
 
 

@@ -78,7 +78,7 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
     more. `at` = number of elements, changes and larger changes so far; `finds` = changed, signs; ranks among the changes,
     places and excess of as many larger changes as there is room for; working memory. Ends early if there are more."""
     changed, signs, larger, places, excess, out, rest = finds
-    bits, rank, found = at[0], at[1], at[2]
+    bits, rank, index = at[0], at[1], at[2]
     for start in range(0, old.size, LANES):
         left = old.size - start
         if left >= LANES:
@@ -93,19 +93,19 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
-            if found >= excess.size:
-                at[2] = found + 1
+            if index >= excess.size:
+                at[2] = index + 1
                 return
             lane = np.int64(trailing_zeros(bit))
-            larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
-            places[found] = bits + lane
+            larger[index] = rank + np.int64(count_ones(word & (bit - _1)))
+            places[index] = bits + lane
             step = np.uint64(new[start + lane]) - np.uint64(old[start + lane])
-            excess[found] = min(step, _0 - step) - _1
-            found += 1
+            excess[index] = min(step, _0 - step) - _1
+            index += 1
         # Signs are kept only for changed elements: `extract` closes the gaps between their bits.
         bits = put(changed, bits, word, min(left, LANES))
         rank = put(signs, rank, extract(out[1], word), np.int64(count_ones(word)))
-    at[0], at[1], at[2] = bits, rank, found
+    at[0], at[1], at[2] = bits, rank, index
 
 
 @compiled
@@ -113,11 +113,11 @@ def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None
     """Lists the places of the larger changes among `count` elements. `larger` = marks among the changes; `places` must have room
     for `LISTED` more than there are."""
     rank: Int = 0
-    found: Int = 0
+    index: Int = 0
     for at in range(0, count, LANES):
         word = changed[at >> 6] & below(count - at)
         lanes = deposit(bits_at(larger, rank), word)
-        found = list_few(lanes, np.uint64(at), places, found, 8)
+        index = list_few(lanes, np.uint64(at), places, index, 8)
         rank += np.int64(count_ones(word))
 
 
@@ -130,14 +130,14 @@ def pick(places: U32, ranks: U32, out: U32) -> None:
 
 @compiled
 def settle_larger(
-    base: int, count: int, larger: tuple[U32, U32, Bits, U64], found: Int, print_at: tuple[int, np.uint64, U64]
+    base: int, count: int, larger: tuple[U32, U32, Bits, U64], index: Int, print_at: tuple[int, np.uint64, U64]
 ) -> tuple[np.uint64, Int]:  # fmt: skip
     """The fingerprint term of the excess of a segment's larger changes, and the number of larger changes so far. `larger` =
     places in the block, ranks, excess, signs; `print_at` = the segment's start in its tensor, and the tensor's coefficients."""
     places, ranks, excess, signs = larger
     offset, seed, columns = print_at
     to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
-    i, stop = np.uint64(found), np.uint64(places.size)
+    i, stop = np.uint64(index), np.uint64(places.size)
     total, row_sum, row = _0, _0, _0
     while i < stop and np.int64(places[i]) < base + count:
         element = np.uint64(places[i]) + to_element
@@ -207,7 +207,7 @@ def move_marks(
     in `settle_larger`."""
     changed, signs = marks
     places, ranks, excess, _ = larger
-    rank, found = cursor[0], np.uint64(cursor[1])
+    rank, index = cursor[0], np.uint64(cursor[1])
     # Subtracting moves the other way in the same order: each element ends on its old bits whichever step comes first,
     # because sums wrap.
     flip = ~_0 if is_back else _0
@@ -223,11 +223,11 @@ def move_marks(
                 wrapped += _move_lanes(live, at, word, down)
             rank += np.int64(count_ones(word))
         # After every row instead of at the end, because its elements are still in the cache.
-        while found < places.size and np.int64(places[found]) < base + start + size:
-            down = bit_at(signs, np.uint64(ranks[found])) ^ (flip & _1)
-            wrapped += move(live, np.int64(places[found]) - base, np.uint64(excess[found]), down)
-            found += _1
-    cursor[0], cursor[1] = rank, np.int64(found)
+        while index < places.size and np.int64(places[index]) < base + start + size:
+            down = bit_at(signs, np.uint64(ranks[index])) ^ (flip & _1)
+            wrapped += move(live, np.int64(places[index]) - base, np.uint64(excess[index]), down)
+            index += _1
+    cursor[0], cursor[1] = rank, np.int64(index)
     return wrapped
 
 
@@ -288,9 +288,9 @@ def settle_places(
     while at < stop:  # one word of signs at a time: the sums are independent, so that the compiler can vectorise them
         down_from = signs[np.uint64(at) >> _6] >> (np.uint64(at) & _63)
         together = min(stop - at, 64 - (at & 63))
-        mine = places[at : at + together]
+        part = places[at : at + together]
         for j in range(together):
-            element = np.uint64(mine[j]) + to_element
+            element = np.uint64(part[j]) + to_element
             number = columns[element & _COLUMN] * row_coefficient(seed, element >> _ROW)
             down = _0 - ((down_from >> np.uint64(j)) & _1)
             total += (number ^ down) - down
@@ -320,8 +320,8 @@ def move_places(
         live[i] = before + _1 - (down << _1)
         wrapped += np.uint64((before + (down ^ _1)) & most == _0)
         at += _1
-    found, found_stop = cursor[1], _first_from(larger_places, cursor[1], base + live.size)
-    for k in range(found, found_stop):
+    index, found_stop = cursor[1], _first_from(larger_places, cursor[1], base + live.size)
+    for k in range(index, found_stop):
         down = bit_at(signs, np.uint64(ranks[k])) ^ flip
         wrapped += move(live, np.int64(larger_places[k]) - base, np.uint64(excess[k]), down)
     cursor[0], cursor[1] = np.int64(stop), found_stop
@@ -393,8 +393,8 @@ def count_classes(old: Bits, octave: Octave, counts: I64) -> None:
         c5 += count_ones(masks[5])
         c6 += count_ones(masks[6])
         c7 += count_ones(masks[7])
-    for c, found in enumerate((c0, c1, c2, c3, c4, c5, c6, c7)):
-        counts[c] += np.int64(found)
+    for c, marked in enumerate((c0, c1, c2, c3, c4, c5, c6, c7)):
+        counts[c] += np.int64(marked)
 
 
 @compiled
@@ -407,21 +407,21 @@ def sort_marks(
     changed, larger = marks
     words, larger_class, larger_rank = out
     shift, mask, lowest, work = octave
-    rank, found = cursor[0], cursor[1]
+    rank, index = cursor[0], cursor[1]
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
         word = bits_at(changed, base + start) & below(old.size - start)
         # Most words of a block have no change; their runs are already 0 and only get longer.
         if word:
             following = rank + np.int64(count_ones(word))
-            while found < larger.size and np.int64(larger[found]) < following:
+            while index < larger.size and np.int64(larger[index]) < following:
                 # The lane of the word's n-th change: `deposit` moves bit n to the n-th one of `word`.
-                bit = deposit(_1 << np.uint64(np.int64(larger[found]) - rank), word)
+                bit = deposit(_1 << np.uint64(np.int64(larger[index]) - rank), word)
                 i = start + np.int64(trailing_zeros(bit))
-                mine = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
-                larger_class[found] = mine
-                larger_rank[found] = ranks[mine] + np.int64(count_ones(word & work[mine] & (bit - _1)))
-                found += 1
+                kind = class_of((np.uint64(old[i]) >> shift) & mask, lowest)
+                larger_class[index] = kind
+                larger_rank[index] = ranks[kind] + np.int64(count_ones(word & work[kind] & (bit - _1)))
+                index += 1
             for c in range(CLASS_COUNT):
                 part = extract(word, work[c])
                 ranks[c] += np.int64(count_ones(part))
@@ -430,7 +430,7 @@ def sort_marks(
         else:
             for c in range(CLASS_COUNT):
                 at[c] += np.int64(count_ones(work[c]))
-    cursor[0], cursor[1] = rank, found
+    cursor[0], cursor[1] = rank, index
 
 
 @compiled
@@ -449,9 +449,9 @@ def sort_steps(old: Bits, new: Bits, octave: Octave, at: I64, steps: Bits) -> No
     for i in range(old.size):
         before = np.uint64(old[i])
         step = np.uint64(new[i]) - before
-        mine = class_of((before >> shift) & mask, lowest)
-        place = np.uint64(at[mine])
-        at[mine] = place + _1
+        kind = class_of((before >> shift) & mask, lowest)
+        place = np.uint64(at[kind])
+        at[kind] = place + _1
         steps[place] = (step << _1) ^ (_0 - ((step >> top) & _1))
 
 
@@ -468,9 +468,9 @@ def add_steps(old: Bits, octave: Octave, at: I64, steps: Bits, new: Bits) -> Non
         return
     for i in range(old.size):
         before = np.uint64(old[i])
-        mine = class_of((before >> shift) & mask, lowest)
-        place = np.uint64(at[mine])
-        at[mine] = place + _1
+        kind = class_of((before >> shift) & mask, lowest)
+        place = np.uint64(at[kind])
+        at[kind] = place + _1
         step = np.uint64(steps[place])
         new[i] = before + ((step >> _1) ^ (_0 - (step & _1)))
 
@@ -523,7 +523,7 @@ def join_marks(
     at, larger_at, listed = runs
     changed, larger, excess = out
     shift, mask, lowest, work = octave
-    bits, rank, found = so_far[0], so_far[1], so_far[2]
+    bits, rank, index = so_far[0], so_far[1], so_far[2]
     any_larger = larger.size > 0
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
@@ -545,10 +545,10 @@ def join_marks(
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
-            mine = class_of((np.uint64(old[start + np.int64(trailing_zeros(bit))]) >> shift) & mask, lowest)
-            larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
-            excess[found] = sorted_excess[listed[mine]]
-            listed[mine] += 1
-            found += 1
+            kind = class_of((np.uint64(old[start + np.int64(trailing_zeros(bit))]) >> shift) & mask, lowest)
+            larger[index] = rank + np.int64(count_ones(word & (bit - _1)))
+            excess[index] = sorted_excess[listed[kind]]
+            listed[kind] += 1
+            index += 1
         rank += np.int64(count_ones(word))
-    so_far[0], so_far[1], so_far[2] = bits, rank, found
+    so_far[0], so_far[1], so_far[2] = bits, rank, index

@@ -26,12 +26,12 @@ _TOPK: tuple[Callable[..., Any], ...] = (torch.topk, torch.Tensor.topk)
 class Routers:
     """The routers of one model, in the order of its layers. Not for concurrent calls of the model."""
 
-    def __init__(self, model: nn.Module, whose: str) -> None:
+    def __init__(self, model: nn.Module, owner: str) -> None:
         modules = [module for module in model.modules() if _is_router(module)]
         sizes = {(int(module.top_k), int(module.num_experts)) for module in modules}  # type: ignore[arg-type]
         if len(sizes) != 1:
             raise ConfigError(
-                f"{whose}: routing can be replayed where each router says its top_k and num_experts, the same ones; "
+                f"{owner}: routing can be replayed where each router says its top_k and num_experts, the same ones; "
                 + ("this model has no such router" if not modules else f"got {sorted(sizes)}")
             )
         ((chosen, experts),) = sizes
@@ -48,16 +48,16 @@ class Routers:
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
         """Yields a list that holds each router's choice, [T, K] each, after the forward pass."""
-        found: list[Tensor] = []
-        self._record = found
+        choices: list[Tensor] = []
+        self._record = choices
         try:
-            yield found
+            yield choices
         finally:
             self._record = None
 
-    def choose(self, number: int, scores_TE: Tensor, own: Any) -> Any:
-        """The values and indices that router `number` uses, instead of its `own` choice."""
-        values_TK, experts_TK = own
+    def choose(self, number: int, scores_TE: Tensor, choice: Any) -> Any:
+        """The values and indices that router `number` uses, instead of its own `choice`."""
+        values_TK, experts_TK = choice
         if self._given_LTK is not None:
             given_TK = self._given_LTK[number].to(experts_TK)
             experts_TK = torch.where(given_TK < 0, experts_TK, given_TK)
@@ -85,13 +85,13 @@ class _Choosing(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = function(*args, **kwargs)
+        choice = function(*args, **kwargs)
         if function not in _TOPK:
-            return own
+            return choice
         scores, shape = args[0] if args else kwargs["input"], self._routers.shape
-        if scores.ndim != 2 or scores.shape[-1] != shape.experts or own[1].shape[-1] != shape.chosen:
-            return own  # a choice of expert groups
-        return self._routers.choose(self._number, scores, own)
+        if scores.ndim != 2 or scores.shape[-1] != shape.experts or choice[1].shape[-1] != shape.chosen:
+            return choice  # a choice of expert groups
+        return self._routers.choose(self._number, scores, choice)
 
 
 def _is_router(module: nn.Module) -> bool:
