@@ -50,6 +50,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
         "tests/unit/coordinator/test_daemon.py",
     ),
     "coordinator/money/providers/machine_setup.py": ("tests/unit/coordinator/test_wheel.py",),
+    "coordinator/web/": ("tests/unit/coordinator/test_shown.py", "tests/unit/coordinator/test_daemon.py"),
     "coordinator/": ("tests/unit/coordinator/test_daemon.py",),
     "broadcast/nat/reach.py": ("tests/unit/coordinator/test_probe.py",),
     "trust/": ("tests/unit/coordinator/test_daemon.py",),
