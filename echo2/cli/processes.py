@@ -250,14 +250,14 @@ TAIL_BYTES = 2000  # of each log at first: some twenty lines
 
 
 def samples(args: argparse.Namespace, _: Sequence[str]) -> int:
-    shared, shown = samples_of(_folder(args.run))
-    if not shown:
+    shared, rows = samples_of(_folder(args.run))
+    if not rows:
         raise StateError(
             f"{args.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
         )
     if shared:
         print(wrapped(f"each prompt begins {shared!r}", 4), end="\n\n")
-    print("\n\n".join("\n".join(wrapped(line, 4) for line in sample.lines()) for sample in shown))
+    print("\n\n".join("\n".join(wrapped(line, 4) for line in sample.lines()) for sample in rows))
     return 0
 
 

@@ -128,15 +128,15 @@ class ControlSession(Generic[Said]):
         pause_s = 0.0
         while True:
             address, begun = self.credentials.coordinator_address, monotonic()
-            whose = f"{_WHOSE} at {address}"
-            self._waits.begin("coordinator", f"a connection to {whose}")
+            peer = f"{_WHOSE} at {address}"
+            self._waits.begin("coordinator", f"a connection to {peer}")
             try:
                 await self._connect(address, party)
                 if not self._is_leaving:
-                    _log.warning("%s closed the stream", whose)
+                    _log.warning("%s closed the stream", peer)
             except grpc.aio.AioRpcError as error:
                 refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # our message was at fault, not our identity
-                self._survive(MalformedMessage(f"{whose}: {error.details()}") if refused else error_of(error, whose))
+                self._survive(MalformedMessage(f"{peer}: {error.details()}") if refused else error_of(error, peer))
             except EchoError as error:
                 self._survive(error)
             finally:
@@ -150,7 +150,7 @@ class ControlSession(Generic[Said]):
                 return
             if was_welcome and monotonic() - begun > pause_s:
                 self._backoff.succeeded()
-            self._waits.begin("coordinator", f"a connection to {whose}")
+            self._waits.begin("coordinator", f"a connection to {peer}")
             pause_s = self._backoff.next_pause_s()
             await asyncio.sleep(pause_s)
             self._failures = 1 if was_welcome else self._failures + 1
