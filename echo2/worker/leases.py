@@ -403,6 +403,7 @@ class Leases:
                 self._end(lease, EndReason.REFUSED, message)
                 return
             rollout.resume(partial, group.sampling)
+            rollout.started_at = self._clock.now()  # the learner may have let it wait
         lease.phase = LeasePhase.RUNNING
         self._submit(lease)
 

@@ -474,6 +474,13 @@ def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and
     it.judge(L1)
     assert it.ended == {L1: (EndReason.FINISHED, "")} and it.progress == {L1: (1, 2)}
     assert astuple(it.leases.rates.rates(10.0)) == pytest.approx((2 / 1.1, 1 / 1.1, 1.1, 1.1)), "while it had work"
+    it.grant(LeaseId("l2"), group("g2", 1), is_continuation=True)
+    it.time = 31.1
+    it.leases.on_partials(LeaseId("l2"), [held("g2", 0, (3,))])
+    it.time = 31.6
+    it.sample(next(iter(it.running)), STOP)
+    seconds = it.leases.rates.rates(31.6).rollout_s_mean
+    assert seconds == pytest.approx((1.1 + 0.5) / 2), "without the wait for the learner"
 
 
 @pytest.mark.parametrize(("lasts_s", "before_s"), [(10.0, 1.0), (100.0, 2.0)])
@@ -505,7 +512,7 @@ def test_what_the_learner_wants_no_more_is_sampled_no_more_and_what_it_lacks_com
         assert (it.time, len(it.running)) == (pytest.approx(at), left)
     assert it.ended == {L1: (EndReason.FINISHED, "the group is closed")}
     it.grant(LeaseId("l2"), group("g2", 1))
-    it.sample("l2/0", STOP)
+    it.sample(next(iter(it.running)), STOP)
     it.at(it.wake)
     it.reports.clear()
     it.leases.on_learner()
