@@ -162,6 +162,7 @@ class Hub:
         self.money.standby_before = float(saved.meta.get("usd_standby", "0"))
         self.book.records.restore(json.loads(saved.meta.get("admitted", "{}")))
         restore_board(self.board, saved.meta, now)
+        self.board.report.is_finished &= self.ending.finish is not None  # else its learner says so again
         self.paused = saved.meta.get("paused", "")
         for member in self.membership.members.values():
             member.paused = self.paused
@@ -560,7 +561,7 @@ class RunEnding:
             self._reopen(f"step {hello.step} of {hello.step_limit}")
 
     def _reopen(self, why: str) -> None:
-        self.finish = None
+        self.finish, self._hub.board.report.is_finished = None, False
         self._hub.state.meta("finished", "")
         self._hub.state.require_sync()
         self._hub.note("run", f"goes on: {why}; workers may join again")

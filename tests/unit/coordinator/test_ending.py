@@ -69,6 +69,7 @@ async def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused_
     async with running(options(tmp_path, steps=40)) as daemon:  # and one that was started for more steps
         other = Node(other.credentials)
         assert (await other.hello(name="other")).WhichOneof("kind") == "welcome", "before its learner comes"
+        assert not Commands(daemon.hub, "h", 1, [], {}).view.sections()["learner"]["is_finished"], "nobody ends it now"
 
 
 async def test_a_learner_with_more_steps_opens_the_run_again_and_one_of_another_model_does_not(tmp_path: Path) -> None:
@@ -80,7 +81,9 @@ async def test_a_learner_with_more_steps_opens_the_run_again_and_one_of_another_
         assert (await foreign.hello(step=0, step_limit=40, model_digest="e" * 64)).refusal.code == "VersionMismatch"
         assert daemon.hub.ending.finish is not None
         assert (await worker.hello()).WhichOneof("kind") == "refusal"
+        assert daemon.hub.board.report.is_finished
         await again.hello(step=20, step_limit=40)
+        assert not daemon.hub.board.report.is_finished, "before it reports"
         assert (await worker.hello()).WhichOneof("kind") == "welcome"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -84,8 +85,17 @@ async def test_closing_ends_work_under_way_and_a_process_that_is_being_started(a
     with pytest.raises(asyncio.CancelledError):
         await task
     assert time.monotonic() - begun < 10
-    while any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+    while _spawned():
         pass
+
+
+def _spawned() -> list[psutil.Process]:
+    """Processes of this one that live and were spawned by multiprocessing."""
+    spawned = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, reaped or not
+            spawned += [child] if "spawn_main" in " ".join(child.cmdline()) else []
+    return spawned
 
 
 def test_the_process_ends_with_one_that_is_killed() -> None:
