@@ -80,6 +80,8 @@ def test_a_finished_run_sends_its_workers_home_and_lets_none_in_until_it_is_give
     assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
     text = "\n".join(outcome.events)
     assert "stopping: run simulated is finished after 6 steps; no work is left for workers" in text
-    assert not [name for name in outcome.restarts if name.startswith("w ") and name != "w ended"], "all ended in order"
+    refused = {"w BadToken"} if "rent failed" in text else set()  # the machine came all the same, its token was revoked
+    ends = {name for name in outcome.restarts if name.startswith("w ")}
+    assert ends <= {"w ended"} | refused, "all ended in order"
     assert outcome.steps == 2 * STEPS
     assert f"run: goes on: step {STEPS} of {2 * STEPS}; workers may join again" in text
