@@ -26,7 +26,11 @@ NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
     "wire/rollout.py": ("tests/unit/wire/test_messages.py",),
     "wire/": ("tests/unit/wire/test_messages.py",),
-    "learner/rollouts/journal.py": ("tests/unit/learner/test_journal.py", "tests/unit/learner/test_replay.py"),
+    "learner/rollouts/journal.py": (
+        "tests/unit/learner/test_journal.py",
+        "tests/unit/learner/test_replay.py",
+        "tests/unit/learner/test_agents.py",
+    ),
     "learner/rollouts/ingest.py": ("tests/unit/learner/test_ingest.py",),
     "learner/recent.py": ("tests/unit/learner/test_metrics.py",),
     "learner/": ("tests/unit/learner/test_daemon.py",),
@@ -50,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
         "tests/unit/coordinator/test_daemon.py",
     ),
     "coordinator/money/providers/machine_setup.py": ("tests/unit/coordinator/test_wheel.py",),
+    "coordinator/planning/": ("tests/unit/coordinator/test_web.py",),
     "coordinator/web/": ("tests/unit/coordinator/test_shown.py", "tests/unit/coordinator/test_daemon.py"),
     "coordinator/": ("tests/unit/coordinator/test_daemon.py",),
     "broadcast/nat/reach.py": ("tests/unit/coordinator/test_probe.py",),

@@ -265,10 +265,11 @@ async def test_the_page_says_why_no_worker_works_what_the_learner_waits_for_and_
 async def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_over_a_restart(tmp_path: Path) -> None:
     """A report may be made after a step and before its row is written: it has the new step and the old row's numbers. A reward that
     nobody has measured is no point."""
-    for _ in range(2):
+    for evaluated_before in (None, 0.75):
         async with page(tmp_path) as (daemon, web):
             learner = await Node.join(daemon, Role.LEARNER)
             await learner.hello(step_limit=8, step=6)
+            assert (await web.get("/api/state")).json()["learner"]["eval_reward"] == evaluated_before
             await learner.say(report=pb.LearnerReport(step=6))
             for step, reward, evaluated in ((7, 0.6, -1.0), (8, 0.6, -1.0), (8, 0.9, -1.0), (8, 0.9, 0.75)):
                 report = pb.LearnerReport(step=step, train_s=1.0, reward_mean=reward, eval_reward=evaluated)
