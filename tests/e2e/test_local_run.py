@@ -1,4 +1,4 @@
-"""`echo2 run RUN.toml --workers N` as a person starts it, ended from outside; tests/packaging/test_wheel.py has its usual ends."""
+"""`echo2 run RUN.toml --workers N` as a person starts it, to its end and ended from outside."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,17 @@ def left_over(folder: Path, within_s: float = 0.0) -> list[str]:
         time.sleep(0.2)
 
 
+WHERE: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": ROOT}
+
+
+def _command(folder: Path, base_model: Path, steps: int) -> list[str]:
+    return [
+        sys.executable, "-m", "echo2.cli.main", "run", "examples/agent.toml", "--workers", "1", "--plain",
+        f"--learner.steps={steps}", "--learner.prompts_per_step=2", "--learner.rollouts_per_prompt=2", "--task.eval_prompts=2",
+        f"--model.path={base_model}", f"--run.folder={folder / 'runs'}",
+    ]  # fmt: skip
+
+
 ENDS = {"hangup": (signal.SIGHUP,), "twice": (signal.SIGINT, signal.SIGINT), "kill": (signal.SIGKILL,)}
 
 
@@ -50,14 +62,8 @@ def test_a_closed_terminal_a_second_ctrl_c_and_a_kill_end_all_in_silence(
     tmp_path: Path, base_model: Path, how: str
 ) -> None:
     """The kill: nobody trains for a command that is gone; tests/unit/cli/test_commands.py has it of one process."""
-    command = [
-        sys.executable, "-m", "echo2.cli.main", "run", "examples/agent.toml", "--workers", "1", "--plain",
-        "--learner.steps=100000", "--learner.prompts_per_step=2", "--learner.rollouts_per_prompt=2", "--task.eval_prompts=2",
-        f"--model.path={base_model}", f"--run.folder={tmp_path / 'runs'}",
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+        _command(tmp_path, base_model, 100000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **WHERE
     )
     trains(run, tmp_path / "runs" / "agent")
     for number in ENDS[how]:
@@ -67,3 +73,14 @@ def test_a_closed_terminal_a_second_ctrl_c_and_a_kill_end_all_in_silence(
     assert run.returncode == (-signal.SIGKILL if how == "kill" else 130)
     assert "Traceback" not in said and "rror" not in said, said
     assert left_over(tmp_path, WAIT_S) == []
+
+
+@pytest.mark.soak
+def test_a_run_ends_with_its_last_step_and_goes_on_when_it_is_given_more(tmp_path: Path, base_model: Path) -> None:
+    for steps in (2, 3):
+        done = subprocess.run(
+            _command(tmp_path, base_model, steps), capture_output=True, text=True, timeout=WAIT_S, check=False, **WHERE
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert steps_of(tmp_path / "runs" / "agent") == list(range(steps + 1))
+        assert left_over(tmp_path) == []

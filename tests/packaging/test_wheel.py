@@ -95,9 +95,7 @@ def begun(environment: Environment, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_the_demo_from_the_wheel_is_stopped_goes_on_as_a_run_with_one_worker_and_ends_as_a_demo(
-    whole: Environment, base_model: Path
-) -> None:
+def test_the_demo_from_the_wheel_is_stopped_and_goes_on_to_its_end(whole: Environment, base_model: Path) -> None:
     """It finds its model made; a second command in its folder and another run's port are left alone."""
     (whole.home / ".cache" / "echo2").mkdir(parents=True)
     (whole.home / ".cache" / "echo2" / "demo").symlink_to(base_model.parent)
@@ -129,7 +127,8 @@ def test_the_demo_from_the_wheel_is_stopped_goes_on_as_a_run_with_one_worker_and
     assert "stopped after step" in (run / "logs" / "learner.log").read_text()
 
     last = steps_of(run)[-1] + 3
-    done = whole.run("echo2", "run", str(run / "run.toml"), "--workers", "1", "--plain", f"--learner.steps={last}")
+    words[words.index("100000")] = str(last)
+    done = whole.run("echo2", *words)
     logs = "\n".join(path.read_text()[-1500:] for path in (run / "logs").glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert steps_of(run) == list(range(last + 1)), "it went on from what was saved"
@@ -140,16 +139,7 @@ def test_the_demo_from_the_wheel_is_stopped_goes_on_as_a_run_with_one_worker_and
     assert f"run wheel is finished after {last} steps" in logs, "the coordinator heard of the end"
     assert left_over(whole.folder) == []
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == last
-    assert summary["tokens_over_bound"] == 0 and summary["versions_equal"]["w1"]
-    words[words.index("100000")] = str(last + 2)
-    done = whole.run("echo2", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert steps_of(run) == list(range(last + 3)), "the demo goes on from what the run saved"
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == last + 2 and summary["tokens_over_bound"] == 0
-    assert "goes on" not in done.stdout, done.stdout
-    assert left_over(whole.folder) == []
+    assert summary["steps"] == last and summary["tokens_over_bound"] == 0 and any(summary["versions_equal"].values())
     done = whole.run("echo2", "export", "runs/wheel", "my-model")
-    assert done.returncode == 0 and f"step {last + 2}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"step {last}" in done.stdout, done.stderr
     assert (whole.home / "my-model" / "config.json").exists()
