@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -63,14 +64,19 @@ MESSAGE_BYTES_MAX = 16 << 20
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Writes `data` atomically, readable only by the owner."""
+    """Writes `data` atomically, readable only by the owner. DiskFull if there is no room for it: the old content stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        if here().files.write(file.fileno(), data) != len(data):
-            raise DiskFull(f"{path}: expected room for {len(data)} bytes")
-        here().files.sync(file.fileno())
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            if here().files.write(file.fileno(), data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            here().files.sync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFull(f"{path}: expected room for {len(data)} bytes, got {error.strerror}") from None
     here().files.rename(temporary, path)
     here().files.sync_path(path.parent)
 

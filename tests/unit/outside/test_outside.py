@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import random
 import socket
@@ -108,9 +109,12 @@ def test_secrets_and_checkpoints_are_synced_before_they_have_their_names_and_the
     assert "sync checkpoints" in files.done[named:]
 
 
-def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [0, errno.ENOSPC, errno.EDQUOT])
+def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path: Path, error: int) -> None:
     class Full:
         def write(self, handle: int, data: bytes | memoryview) -> int:
+            if error:
+                raise OSError(error, "as the disk says")
             return 1
 
     write_secret(tmp_path / "key", b"old")
