@@ -82,7 +82,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "learner/test_checkpoint.py",)),
     Mutant("a restart does not cut a torn journal", _JOURNAL, "os.truncate(", "(lambda *_: None)(",
            (_UNIT + "learner/test_journal.py",)),
-    Mutant("a secret is renamed before it is synced", _TLS, "        here().files.sync(file.fileno())\n", "",
+    Mutant("a secret is renamed before it is synced", _TLS, "            here().files.sync(file.fileno())\n", "",
            (_UNIT + "outside/test_outside.py",)),
     Mutant("who calls at a port is not looked at", "broadcast/transport.py",
            "HANDSHAKE_S)\n            connection.prove()\n", "HANDSHAKE_S)\n", ("tests/contract/test_transport.py",)),
