@@ -46,7 +46,7 @@ RUN_HERE = (
 )
 
 BY = (  # pattern; the file whose tests run the command; the function in it that does
-    (r"echo2 run .*", "tests/packaging/test_wheel.py"),
+    (r"echo2 run .*", "tests/e2e/test_local_run.py"),
     (r"echo2 publish .*", "tests/e2e/test_serve.py"),
     (r"echo2 serve .*", "tests/unit/cli/test_commands.py"),
     (r"echo2 plan examples/configs/.*", "tests/unit/cli/test_learner_needs.py"),
