@@ -35,7 +35,9 @@ class Generation:
     def __init__(self, limits: WorkerLimits, clock: Clock, learner: LearnerPort, coordinator: CoordinatorPort) -> None:
         self.leases = Leases(limits, clock, learner, coordinator, self)
         why = "its tokens were sampled by weights of no version"
-        self.gate = TokenGate(self.leases.on_tokens, lambda lease_id: self.leases.revoke(lease_id, why))
+        self.gate = TokenGate(
+            self.leases.on_tokens, lambda lease_id: self.leases.revoke(lease_id, why), lambda: self.leases.open_requests
+        )
         self.engine: Engine | None = None
         self.drained = asyncio.Event()
         self.unheld_tokens = 0
@@ -68,6 +70,8 @@ class Generation:
     def submit(self, request: GenerateRequest) -> str:
         if self.engine is None:
             return f"request {request.request_id}: the engine has not started"
+        if self.gate.is_broken:
+            return f"request {request.request_id}: the engine's weights are of no version, until they are replaced"
         try:
             self.engine.submit(request)
         except (EngineError, LimitExceeded) as error:

@@ -274,6 +274,12 @@ class Leases:
         return tuple(self._leases)
 
     @property
+    def open_requests(self) -> list[str]:
+        """Requests that the engine has, and whose last chunk has not come."""
+        has = (lease for lease in self._leases.values() if lease.phase is not LeasePhase.FETCHING)
+        return [f"{lease.lease_id}/{i}" for lease in has for i, r in lease.rollouts.items() if not r.is_stopped]
+
+    @property
     def is_running(self) -> bool:
         """Whether the engine has work or will get some."""
         return any(not r.is_over for lease in self._leases.values() for r in lease.rollouts.values())

@@ -235,10 +235,13 @@ class LeaseWork:
 
 @dataclass(slots=True)
 class TokenGate:
-    """`passed` receives chunks in order; `spoiled` receives the leases whose tokens were discarded."""
+    """`passed` receives chunks in order; `spoiled` receives the leases whose tokens were discarded. `open_requests`: those that the
+    engine may still sample for. `is_broken`: the engine's weights are of no version, until a swap is proven."""
 
     passed: Callable[[tuple[TokenChunk, ...]], None]
     spoiled: Callable[[LeaseId], None]
+    open_requests: Callable[[], Iterable[str]] = tuple
+    is_broken: bool = False
     _unproven: Version | None = None
     _held: list[TokenChunk] = field(default_factory=list)
     _held_requests: set[str] = field(default_factory=set)
@@ -253,6 +256,7 @@ class TokenGate:
         self._unproven = version
 
     def release(self) -> None:
+        self.is_broken = False
         if held := self._no_longer_held():
             self.passed(tuple(held))
 
@@ -263,11 +267,14 @@ class TokenGate:
         return held
 
     def discard(self) -> None:
-        """Discards the held tokens, which were sampled by weights of no version, and reports their leases as spoiled."""
+        """Discards the held tokens, which were sampled by weights of no version, and all that comes of the open requests: until the
+        next swap these sample by them too. Reports their leases as spoiled."""
+        self.is_broken = True
         held = self._no_longer_held()
-        self._spoiled_requests |= {chunk.request_id for chunk in held}
+        lost = {chunk.request_id for chunk in held}.union(self.open_requests())
+        self._spoiled_requests |= lost
         ends = self._without_spoiled(held)
-        for lease_id in sorted({chunk.request_id.rpartition("/")[0] for chunk in held}):
+        for lease_id in sorted({request_id.rpartition("/")[0] for request_id in lost}):
             self.spoiled(LeaseId(lease_id))
         if ends:
             self.passed(tuple(ends))

@@ -1,4 +1,4 @@
-"""The rate that a worker measures before its first lease."""
+"""What stands between leases and engine: the rate before the first lease, and weights that turn out to be wrong."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import cast
 
 import pytest
 
+from echo2.base.ids import LeaseId, Version
+from echo2.base.rollout import EndReason, FinishReason
 from echo2.outside import SteadyClock
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.worker import generation
-from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest
+from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, TokenChunk
 from echo2.worker.generation import FIRST_TOKEN_S_MAX, PROBE_S_MAX, TOKENS_EACH, Generation
 from echo2.worker.options import WorkerLimits
-from tests.unit.worker.test_leases import Surroundings
+from tests.unit.worker.test_leases import Surroundings, group
 
 
 @dataclass
@@ -61,4 +63,34 @@ def test_the_rate_is_measured_without_the_wait_for_the_first_token_in_a_bounded_
     rate = loop.run_until_complete(made.measure_rate(cast(Engine, engine)))
     assert rate == pytest.approx(expected, rel=0.25) and not engine.open
     assert loop.time() - began <= within_s + 0.05
+    loop.close()
+
+
+async def test_what_is_open_in_an_engine_of_wrong_weights_is_thrown_away_and_nothing_begins_before_they_are_replaced() -> (
+    None
+):
+    """Also a token of the right version's number that comes only after the proof of the second swap."""
+    loop = VirtualLoop()
+    engine, ports = Fake(loop, 0.0, 0.0), Surroundings()
+    made = Generation(WorkerLimits(), SteadyClock(), ports, ports)
+    made.engine = cast(Engine, engine)
+    made.leases.on_coordinator(1.0)
+    made.leases.on_learner()
+    made.leases.on_version_live(Version(5), 8)
+
+    def granted(name: str) -> bool:
+        made.leases.grant(LeaseId(name), group(name, 1), 1e6, is_continuation=False)
+        return f"{name}/0" in engine.open
+
+    assert granted("a")
+    made.gate.hold(Version(5))
+    made.gate.discard()
+    assert not granted("b") and ports.ended[LeaseId("b")][0] is EndReason.REFUSED
+    made.gate.hold(Version(5))
+    made.gate.release()
+    assert granted("c")
+    made.gate.take([TokenChunk("a/0", (7,), (-1.0,), (-1.0,), Version(5), FinishReason.UNFINISHED)])
+    made.gate.take([TokenChunk("a/0", (), (), (), Version(5), FinishReason.ABORTED)])
+    assert ports.ended[LeaseId("a")][0] is EndReason.HANDED_BACK and not ports.reports
+    made.close()
     loop.close()
