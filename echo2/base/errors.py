@@ -5,6 +5,10 @@ A message says what was expected, what came, and from whom. The command line pri
 
 from __future__ import annotations
 
+import errno
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # what the system says where the disk is full, or a quota
+
 
 class EchoError(Exception):
     """Root of all errors that echo2 raises on purpose. `exit_code`: exit status of the command."""

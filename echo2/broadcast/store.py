@@ -7,7 +7,6 @@ DiskFull names the folder. What is read back is verified: a disk is not trusted 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import struct
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echo2.base.errors import DiskFull, EchoError, FingerprintMismatch, MalformedMessage, StateError
+from echo2.base.errors import NO_ROOM, DiskFull, EchoError, FingerprintMismatch, MalformedMessage, StateError
 from echo2.base.ids import RunId, Version
 from echo2.base.staged import FORMAT_VERSION
 from echo2.broadcast.artifact import (
@@ -262,7 +261,7 @@ def signed_as(chunk: Chunk) -> bytes:
 
 
 def _disk_error(error: OSError, folder: Path) -> DiskFull:
-    what = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (error.strerror or str(error))
+    what = "no space left" if error.errno in NO_ROOM else (error.strerror or str(error))
     return DiskFull(f"{folder}: expected to keep chunks there, got: {what}")
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from echo2.base.clock import Pace
-from echo2.base.errors import DiskFull, EchoError, ResourceError
+from echo2.base.errors import NO_ROOM, DiskFull, EchoError, ResourceError
 
 FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 PARENT = "ECHO2_PARENT"  # variable with the process id of the command that started this process and must not outlive
@@ -147,7 +147,7 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
     except EchoError as error:
         return report_error(error)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in NO_ROOM:
             return report_error(DiskFull(f"{folder}: expected room to write, got: {error}"))
         if error.filename is not None and error.errno in UNWRITABLE:
             return report_error(ResourceError(f"{error.filename}: expected a place to write, got: {error.strerror}"))

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from echo2.base.errors import ConfigError, DiskFull, EchoError, PortBusy, StateError
+from echo2.base.errors import NO_ROOM, ConfigError, DiskFull, EchoError, PortBusy, StateError
 from echo2.base.ids import PeerId, RunId
 from echo2.base.units import address_of, is_loopback
 from echo2.coordinator.fleet.enrolment import EnrolmentService, ProbeService, RenewalService
@@ -345,7 +345,7 @@ def _locked(folder: Path) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        kind = DiskFull if error.errno == 28 else StateError
+        kind = DiskFull if error.errno in NO_ROOM else StateError
         raise kind(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

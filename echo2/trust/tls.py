@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import (
+    NO_ROOM,
     BadToken,
     ConfigError,
     DiskFull,
@@ -74,7 +75,7 @@ def write_secret(path: Path, data: bytes) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             here().files.sync(file.fileno())
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         raise DiskFull(f"{path}: expected room for {len(data)} bytes, got {error.strerror}") from None
     here().files.rename(temporary, path)

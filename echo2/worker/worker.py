@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.clock import Backoff, Waits
-from echo2.base.errors import DiskFull, Dismissed, EchoError, ProtocolError, ResourceError
+from echo2.base.errors import NO_ROOM, DiskFull, Dismissed, EchoError, ProtocolError, ResourceError
 from echo2.base.rng import derived_rng
 from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
@@ -109,7 +109,7 @@ class WorkerDaemon:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            kind = DiskFull if error.errno == 28 else ResourceError
+            kind = DiskFull if error.errno in NO_ROOM else ResourceError
             raise kind(f"{self.folder}: expected to make this worker's folder, got {error.strerror}") from None
 
     async def _inspect(self) -> Hardware:

@@ -10,7 +10,6 @@ in the writers' group, up to that group's timeout.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from echo2.base.errors import DiskFull, StateError
+from echo2.base.errors import NO_ROOM, DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.options import LearnerLimits
 from echo2.learner.rollouts.admission import Counts, OpenGroups
@@ -232,7 +231,7 @@ class CheckpointStore:
             here().files.sync_path(self.folder)
         except (OSError, DiskFull) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, DiskFull) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, DiskFull) or error.errno in NO_ROOM:
                 raise DiskFull(f"checkpoint of step {checkpoint.step}: no space left in {self.folder}") from error
             raise
         remaining = self.steps()[-self.limits.checkpoints_kept :]
@@ -277,7 +276,7 @@ def write_shards(
         raise failure
     for rank, report in enumerate(reports):
         if report["error"]:
-            is_full = report["errno"] in (errno.ENOSPC, errno.EDQUOT)
+            is_full = report["errno"] in NO_ROOM
             raise (DiskFull if is_full else StateError)(f"checkpoint of rank {rank}: {report['error']}")
     files: dict[str, list[Any]] = {file: sum_ for report in reports for file, sum_ in report["files"].items()}
     _to_leader(folder, {file: size for file, (size, _) in written.items()}, ranks, is_shared=is_shared)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from echo2.base.errors import DiskFull, StateError
+from echo2.base.errors import NO_ROOM, DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Rollout, Work
 from echo2.learner.rollouts.admission import OpenGroups
@@ -265,7 +265,7 @@ class Journal:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in NO_ROOM:
                 raise DiskFull(f"journal: no space left in {self.folder}: {error}") from error
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
                 raise StateError(f"journal: expected to write in {self.folder}, got: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import re
@@ -215,7 +216,8 @@ class Waiting:
     [
         (PortBusy("expected port 1, got\nnothing"), 6, "PortBusy"),
         (BadToken("no"), 4, "BadToken"),
-        (OSError(28, "No space left on device", "/runs/x"), 6, "DiskFull"),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/x"), 6, "DiskFull"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/runs/x"), 6, "DiskFull"),
     ],
 )
 def test_an_error_is_one_line_and_its_exit_code(
