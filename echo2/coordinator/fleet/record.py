@@ -142,7 +142,6 @@ class WorkerRecords:
     heard_since: float = 0.0
     admitted: float = 0.0  # rollouts, of all workers, over the whole run
     prompts: OrderedDict[str, Prompt] = field(default_factory=OrderedDict)
-    _barred: set[PeerId] = field(default_factory=set)
     _settling: set[PeerId] = field(default_factory=set)
     _unproven_leases: int = 0
 
@@ -337,11 +336,11 @@ class WorkerRecords:
         bar_s = ceiling_s(record.bars, least_s, BAR_S_MAX)
         record.bars += 1
         record.barred_at, record.barred_until, record.why = now, now + bar_s, why
-        self._barred.add(worker_id)
         return bar_s
 
     def barred(self, now: float) -> list[tuple[PeerId, WorkerRecord]]:
-        return [(peer, self.workers[peer]) for peer in sorted(self._barred) if now < self.workers[peer].barred_until]
+        barred = ((peer, record) for peer, record in self.workers.items() if now < record.barred_until)
+        return sorted(barred, key=lambda pair: pair[0])
 
     def is_barred(self, worker_id: PeerId, among: Collection[PeerId], now: float) -> bool:
         """Whether the worker is given nothing now. `among`: those that could get its leases; if all are barred, none is."""
@@ -349,7 +348,7 @@ class WorkerRecords:
         if record is None or not (now < record.barred_until or len(record.episode) > PICKS_MAX):
             return False
         return any(
-            other != worker_id and not (other in self._barred and now < self.workers[other].barred_until)
+            other != worker_id and not (other in self.workers and now < self.workers[other].barred_until)
             for other in among
         )
 
