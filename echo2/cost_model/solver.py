@@ -82,8 +82,8 @@ class PoolProgram:
         )
 
     def admits(self, other: PoolProgram) -> bool:
-        """Whether the answer to `other` also solves this one, for no more: that of a program which relaxes this one is then this
-        one's too, as where a version of another period takes longer on the links, and long enough for none."""
+        """Whether the answer to `other` also solves this one, for no more. If `other` relaxes this one, it is this one's best answer
+        too, and nothing is left to solve."""
         counts = other.answer
         return (
             counts is not None

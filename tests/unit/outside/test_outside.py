@@ -109,8 +109,12 @@ def test_secrets_and_checkpoints_are_synced_before_they_have_their_names_and_the
     assert "sync checkpoints" in files.done[named:]
 
 
-@pytest.mark.parametrize("error", [0, errno.ENOSPC, errno.EDQUOT])
-def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path: Path, error: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"), [(0, DiskFull), (errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EACCES, PermissionError)]
+)
+def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(
+    tmp_path: Path, error: int, kind: type[Exception]
+) -> None:
     class Full:
         def write(self, handle: int, data: bytes | memoryview) -> int:
             if error:
@@ -120,7 +124,7 @@ def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path
     write_secret(tmp_path / "key", b"old")
     machine = Machine()
     machine.files = Full()  # type: ignore[assignment]
-    with entered(machine), pytest.raises(DiskFull):
+    with entered(machine), pytest.raises(kind):
         write_secret(tmp_path / "key", b"new")
     assert (tmp_path / "key").read_bytes() == b"old"
 
