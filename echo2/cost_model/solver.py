@@ -82,8 +82,8 @@ class PoolProgram:
         )
 
     def admits(self, other: PoolProgram) -> bool:
-        """Whether the answer to `other` also solves this one, for no more. If `other` relaxes this one, it is this one's best answer
-        too, and nothing is left to solve."""
+        """Whether the answer to `other` also solves this one, for no more. If `other` relaxes this one, it is this one's best
+        answer too, and nothing is left to solve."""
         counts = other.answer
         return (
             counts is not None
