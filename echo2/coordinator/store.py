@@ -16,7 +16,7 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -159,12 +159,17 @@ def _read_as(hint: Any) -> Any:
 
 
 class _RowForm:
-    """The JSON of a dataclass: all its fields except `left_out`, which get their defaults when it is read."""
+    """The JSON of a dataclass: all its fields except `left_out`, which get their defaults when it is read, as do those that an
+    earlier release did not write."""
 
     def __init__(self, of: Callable[..., Any], *left_out: str) -> None:
         self._of, hints = of, get_type_hints(of)
-        self._names = names = [field.name for field in fields(of) if field.name not in left_out]  # type: ignore[arg-type]
-        self._model = pydantic.create_model("Row", **{name: (_read_as(hints[name]), ...) for name in names})  # type: ignore[call-overload]
+        saved = {field.name: field.default for field in fields(of) if field.name not in left_out}  # type: ignore[arg-type]
+        self._names = list(saved)
+        read = {
+            name: (_read_as(hints[name]), ... if default is MISSING else default) for name, default in saved.items()
+        }
+        self._model = pydantic.create_model("Row", **read)  # type: ignore[call-overload]
 
     def to_json(self, row: object) -> str:
         values = {name: getattr(row, name) for name in self._names}

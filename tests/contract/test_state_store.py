@@ -97,6 +97,9 @@ ALL.log.extend([("events", EVENT), ("samples", SAMPLE), ("paid", PAID)])
 def test_what_was_written_is_there_after_the_process_is_gone_and_later_writes_replace_and_drop(url: str) -> None:
     with closing(SqlStore(url, RUN)) as store:
         store.write(ALL)
+        with sa.create_engine(url).begin() as connection:  # a release that knew nothing of it wrote no such field
+            older = "UPDATE \"rows\" SET json = replace(json, ',\"replaced\":[]', '') WHERE kind = 'machines'"
+            assert connection.execute(sa.text(older + " AND json LIKE '%\"replaced\"%'")).rowcount == 1
     with closing(SqlStore(url, RUN)) as store:
         saved = store.load()
         assert (saved.groups, saved.leases, saved.members) == ((GROUP,), (LEASE,), (MEMBER,))

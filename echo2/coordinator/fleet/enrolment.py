@@ -33,7 +33,9 @@ from echo2.base.errors import (
     TrustError,
     VersionMismatch,
 )
+from echo2.base.ids import PeerId
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
+from echo2.coordinator.fleet.members import Liveness
 from echo2.coordinator.fleet.tokens import ROLES, Token
 from echo2.coordinator.hub import Hub
 from echo2.outside import monotonic
@@ -47,6 +49,7 @@ REQUEST_BYTES_MAX = 16 << 10  # a certificate request has 500 bytes
 TOKEN_CHARS_MAX = 256  # ours have 43
 ENROLMENTS_PER_S = 5.0  # of an address, which may be that of a whole data centre
 ENROLMENTS_BURST = 30  # machines of one NAT that are started together
+REPLACED_MAX = 8  # workers of one machine: whose disk is lost that often is given back as idle
 _STATUS: dict[type[EchoError], grpc.StatusCode] = {
     BadToken: grpc.StatusCode.UNAUTHENTICATED,
     NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
@@ -130,14 +133,38 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             raise TrustError(f"enrolment: expected a request of up to {REQUEST_BYTES_MAX} bytes and a token of the run")
         if request.role not in ROLES:
             raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
-        token_id = self._hub.tokens.look_up(request.token, host, now).token_id  # checked before anything is signed
+        token = self._hub.tokens.look_up(request.token, host, now)  # checked before anything is signed
         role = Role(request.role)
-        certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token_id)
+        certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token.token_id)
         self._hub.membership.check_not_banned(certificate.peer_id)
+        if role.value == token.role and certificate.peer_id not in token.peers:
+            self._make_way(token, certificate.peer_id)
         token = self._hub.tokens.redeem(request.token, request.role, certificate.peer_id, now)
         self._hub.note("join", f"{request.role} {certificate.peer_id} enrolled with token {token.token_id}")
         self._hub.flush_now()
         return certificate
+
+    def _make_way(self, token: Token, newcomer: PeerId) -> None:
+        """Frees the use of a rented machine's token: one that lost its disk has lost its identity. LimitExceeded, after which a
+        worker tries again, until the one before is gone: so the token admits one at a time, whoever holds it. Of a barred worker,
+        and after `REPLACED_MAX`, the use stays taken."""
+        machine = self._hub.money.rental_by(token.token_id)
+        if machine is None:
+            return
+        for peer_id in sorted(token.peers):
+            member = self._hub.membership.members.get(peer_id)  # None: it has said no hello
+            if member is not None:
+                if member.activation.is_barred or len(machine.replaced) >= REPLACED_MAX:
+                    return
+                if member.last_liveness is not Liveness.GONE:
+                    raise LimitExceeded(
+                        f"join token {token.token_id} of {newcomer}: expected its machine's worker {member.name} to be gone "
+                        f"before another takes its place, it is {member.last_liveness.value}"
+                    )
+                self._hub.dismiss(peer_id, f"{newcomer} has joined from its machine in its place")
+                machine.replaced += (peer_id,)
+                self._hub.state.save("machines", machine.machine_id, machine)
+            self._hub.tokens.forget(token, peer_id)
 
 
 class RenewalService(enrolment_pb2_grpc.RenewalServicer):

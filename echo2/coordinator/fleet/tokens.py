@@ -115,7 +115,7 @@ class TokenBook:
                 f"the link of that role is in RUNS/NAME/links"
             )
         for silent in token.outdated(now):
-            self._forget(token, silent)
+            self.forget(token, silent)
         problem = token.problem(now)
         is_known = peer_id in token.peers and not token.is_revoked and now < token.expires_at
         if problem and not is_known:
@@ -126,9 +126,10 @@ class TokenBook:
         self.changed_peers.add((token.token_id, peer_id))
         return token
 
-    def _forget(self, token: Token, peer_id: PeerId) -> None:
+    def forget(self, token: Token, peer_id: PeerId) -> None:
+        """Its use is free again, and the peer itself comes back only if it still is."""
         token.peers.discard(peer_id)
-        del token.silent[peer_id]
+        token.silent.pop(peer_id, None)
         self.changed_peers.add((token.token_id, peer_id))
 
     def greet(self, token_id: str, peer_id: PeerId) -> None:
@@ -138,8 +139,8 @@ class TokenBook:
             return
         if peer_id not in token.peers and (token.is_revoked or len(token.peers) >= token.uses_max):
             raise BadToken(
-                f"join token {token_id} of {peer_id}: expected a hello within {HELLO_WITHIN_S:.0f} s of its enrolment, and the "
-                "token has no use left: ask for a new link"
+                f"join token {token_id} of {peer_id}: its use went to another, as {HELLO_WITHIN_S:.0f} s after an enrolment "
+                "without a hello or on a machine that lost its disk, and the token has no use left: ask for a new link"
             )
         token.silent.pop(peer_id, None)
         token.peers.add(peer_id)

@@ -113,7 +113,11 @@ class Money:
 
     def _joined_from(self, machine: RentedMachine) -> Collection[PeerId]:
         token = self._tokens.tokens.get(machine.token_id)
-        return token.peers if token is not None else ()
+        return token.peers.union(machine.replaced) if token is not None else ()
+
+    def rental_by(self, token_id: str) -> RentedMachine | None:
+        """The machine that joins with this token."""
+        return next((machine for machine in self.machines.values() if machine.token_id == token_id), None)
 
     def rented_workers(self) -> dict[PeerId, str]:
         machines = self.machines.values()

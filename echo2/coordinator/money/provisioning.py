@@ -22,7 +22,7 @@ from statistics import median
 from typing import Protocol
 
 from echo2.base.errors import ConfigError
-from echo2.base.ids import RunId
+from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.cost_model.machines import kind_of_name
 from echo2.cost_model.plan import Limit, Plan
@@ -91,7 +91,8 @@ class MachineState(enum.Enum):
 
 @dataclass(slots=True)
 class RentedMachine:
-    """`command`: what a person has to run on it; empty if the provider has done so."""
+    """`command`: what a person has to run on it; empty if the provider has done so. `replaced`: workers that it had before the
+    one of now, each lost with its identity."""
 
     machine_id: str
     offer: str
@@ -104,6 +105,7 @@ class RentedMachine:
     token_id: str = ""
     command: str = ""
     notice: str = ""
+    replaced: tuple[PeerId, ...] = ()
 
     @property
     def is_open(self) -> bool:
@@ -124,7 +126,7 @@ class ObservedMachine:
 
 
 class Provider(Protocol):
-    """The provider behind one offer. A machine's join link admits one worker."""
+    """The provider behind one offer. A machine's join link admits one worker at a time."""
 
     @property
     def name(self) -> str: ...

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from echo2.base.errors import BadToken, NotAllowed, Unreachable
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, EnrolmentService, RenewalService
+from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, REPLACED_MAX, EnrolmentService, RenewalService
+from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.money.providers.machine_setup import SetupService
 from echo2.coordinator.operator import Commands
 from echo2.trust.enrolment import enrol, renew
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
-from tests.unit.coordinator.test_daemon import RUN, options, running
+from tests.unit.coordinator.test_daemon import RUN, Node, options, running
+from tests.unit.coordinator.test_provisioner import OFFER, Cloud
 
 
 class Refused(Exception):
@@ -92,6 +96,45 @@ async def test_a_certificate_names_the_link_that_let_its_holder_in_and_keeps_it_
         await renew(one)
         assert one.certificate.token_id == before
         assert NodeCertificate.parse(one.certificate.pem).whose.token_id == before
+
+
+async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_admits_one_worker_at_a_time(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path, usd_per_hour_cap=100.0)) as daemon:
+        hub, cloud = daemon.hub, Cloud()
+        rented = await Commands(hub, "h", 1, [OFFER], {OFFER.name: cloud}).provisioner.rent("gpu", "", "it is short")
+        link = replace(link_of(daemon), token=JoinLink.parse(cloud.links[rented.machine_id]).token)
+
+        async def join() -> Node:
+            node = Node(await enrol(link, Identity.generate(), Role.WORKER))
+            await node.hello(price_usd_per_hour=2.0)
+            return node
+
+        silent = Node(await enrol(link, Identity.generate(), Role.WORKER))
+        with pytest.raises(NotAllowed, match="role worker"):
+            await enrol(link, Identity.generate(), Role.LEARNER)
+        first = await join()
+        with pytest.raises(Unreachable, match="worker w to be gone before another takes its place, it is alive"):
+            await join()
+        hub.part_with(first.credentials.peer_id, "its disk is lost")
+        spent = hub.money.sums().usd_spent
+        second = await join()
+        assert "in its place" in (await first.until("refusal")).message, "its stream does not go on beside the other's"
+        for late in (silent, first):
+            assert "use went to another" in (await late.hello()).refusal.message
+        (kept,) = hub.state.store.load().machines
+        assert kept.replaced == (first.credentials.peer_id,), "what it worked stays on the machine's bill"
+        assert len(hub.money.workers_of(rented)) == 2 and hub.money.sums().usd_spent - spent < 0.01
+        hub.set_worker(second.credentials.peer_id, OperatorSetting.QUARANTINED, "it cheats")
+        hub.part_with(second.credentials.peer_id, "it comes back as another")
+        with pytest.raises(BadToken, match="used 1 of 1 times"):
+            await join()
+        hub.set_worker(second.credentials.peer_id, OperatorSetting.AUTOMATIC, "")
+        with pytest.raises(BadToken, match="used 1 of 1 times"):
+            for _ in range(REPLACED_MAX + 1):
+                hub.part_with((await join()).credentials.peer_id, "its disk is lost again")
+        assert len(rented.replaced) == REPLACED_MAX
 
 
 def link_of(daemon: CoordinatorDaemon, role: Role = Role.WORKER) -> JoinLink:

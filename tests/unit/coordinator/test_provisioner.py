@@ -48,6 +48,7 @@ class Cloud:
 
     def __init__(self) -> None:
         self.there: dict[str, ObservedMachine] = {}
+        self.links: dict[str, str] = {}
         self.problem: Exception | None = None
         self.answers = asyncio.Event()
         self.answers.set()
@@ -56,6 +57,7 @@ class Cloud:
         await self.answers.wait()
         self._raise()
         self.there[machine_id] = ObservedMachine(MachineState.RUNNING)
+        self.links[machine_id] = join_link
         return ""
 
     async def release(self, machine_id: str) -> None:
