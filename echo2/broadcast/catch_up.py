@@ -20,7 +20,6 @@ from echo2.broadcast.route import ArtifactOffer, BaseCheckpoint, CatchUp, Stalls
 from echo2.broadcast.store import Entry
 
 log = logging.getLogger("echo2.broadcast")
-PATH_KEPT_CHUNKS = 32  # the path is planned again after so many, or when an artifact is added, completed or dropped
 
 
 class CatchUpPlanner:
@@ -33,7 +32,7 @@ class CatchUpPlanner:
         self._me, self._library, self._meter, self._shape = me, library, meter, shape
         self._stalls = Stalls()
         self._chosen: CatchUp | None = None
-        self._path: tuple[tuple[object, ...], tuple[ArtifactKey, ...]] | None = None
+        self._planned: tuple[tuple[object, ...], CatchUp | None] | None = None
         self._decode_bytes_per_s = {False: 0.0, True: 0.0}  # bytes of full weights per second, by is_keyframe
 
     @property
@@ -41,15 +40,19 @@ class CatchUpPlanner:
         return self._stalls.keys
 
     def route(self, version: Version | None) -> CatchUp | None:
-        """How to get from `version` to the newest one soonest; None if no newer version is reachable."""
-        offers = [
-            ArtifactOffer(
-                key, entry.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
-                entry.header.is_pushed, bool(entry.digests),
-            )
-            for key, entry in self._library.entries.items()
-        ]  # fmt: skip
-        return plan_route(offers, version, self.link(), self.stalled, self.base)
+        """How to get from `version` to the newest one soonest; None if no newer version is reachable. The answer stays until an
+        artifact is added, sealed, completed or dropped, so what is asked for is what the reader waits for."""
+        state = (version, self.base, self.stalled, self._library.revision)
+        if self._planned is None or self._planned[0] != state:
+            offers = [
+                ArtifactOffer(
+                    key, entry.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
+                    entry.header.is_pushed, bool(entry.digests),
+                )
+                for key, entry in self._library.entries.items()
+            ]  # fmt: skip
+            self._planned = state, plan_route(offers, version, self.link(), self.stalled, self.base)
+        return self._planned[1]
 
     def choose(self, version: Version | None) -> CatchUp | None:
         """The same, for the log and the status."""
@@ -63,13 +66,8 @@ class CatchUpPlanner:
         return chosen
 
     def path(self, version: Version | None) -> tuple[ArtifactKey, ...]:
-        """The artifacts to take from `version` on, planned at most PATH_KEPT_CHUNKS chunks ago."""
-        library = self._library
-        state = (version, self.base, self.stalled, library.revision, library.chunks_stored // PATH_KEPT_CHUNKS)
-        if self._path is None or self._path[0] != state:
-            route = self.route(version)
-            self._path = state, route.keys if route is not None else ()
-        return self._path[1]
+        route = self.route(version)
+        return route.keys if route is not None else ()
 
     def look(self, version: Version | None, is_connected: bool, now: float) -> list[ArtifactKey] | None:
         """None while the stalled artifacts stay the same. Otherwise the path must be chosen again: returns the artifacts on it that
@@ -173,9 +171,8 @@ class ArtifactReader:
         self._was_restarted = self._current is not None
 
     def awaits(self, key: ArtifactKey, index: int) -> bool:
-        """Whether `next` may have something now that this chunk has come: the next one, or the path is planned again."""
-        is_another = self._current is not None and self._current[0] == key and index != self._next_index
-        return not is_another or self._library.chunks_stored % PATH_KEPT_CHUNKS == 0
+        """Whether this chunk, now that it has come, is the next to hand out."""
+        return self._current is not None and (self._current[0], self._next_index) == (key, index)
 
     def next(self) -> Progress | None:
         if self._was_restarted:

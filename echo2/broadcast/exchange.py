@@ -83,8 +83,8 @@ def deserves_ban(error: Exception, peer: PeerId) -> bool:
 
 class Exchange:
     """`links`: to connected peers; `publisher`: whose artifacts are taken, None until it is known; `revised` is set when an
-    artifact was added, sealed or dropped, `changed` when there may be something for the consumer. `is_awaited`: whether this
-    chunk may be that. `error`: why the node ended."""
+    artifact was added, sealed, completed or dropped, `changed` when there may be something for the consumer. `is_awaited`: whether
+    this chunk is that. `error`: why the node ended."""
 
     def __init__(
         self, me: PeerId, library: Library, session: BroadcastSession, meter: Meter, bans: Bans,
@@ -98,6 +98,7 @@ class Exchange:
         self.tasks = Tasks(self.fail)
         self._me, self.library, self._meter, self._bans = me, library, meter, bans
         self._is_awaited = is_awaited
+        self._revision = 0  # of the library, when `revised` was set
         self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -123,6 +124,9 @@ class Exchange:
     # ---- actions of the session
 
     def act(self, event: events.Event) -> None:
+        if self._revision != self.library.revision:
+            self._revision = self.library.revision
+            self.revised.set()
         for action in self.session.handle(event, self.now()):
             if isinstance(action, events.Wake):
                 self.stop_timer()
@@ -214,8 +218,6 @@ class Exchange:
             if not self.library.add_seal(seal.key, seal):
                 return
         self.act(events.SealSeen(peer, seal.key, seal.chunk_count))
-        self.revised.set()
-        self.changed.set()
 
     def on_header(self, peer: PeerId, header: Header) -> None:
         key = header.key
@@ -238,8 +240,6 @@ class Exchange:
             return  # we have a newer publication of the same version
         self.library.add_header(header)
         self.act(events.HeaderSeen(peer, key, is_wanted=False))
-        self.revised.set()
-        self.changed.set()
 
     def _hold(self, peer: PeerId, header: Header) -> None:
         self._held[peer, header.key] = header
@@ -259,5 +259,3 @@ class Exchange:
 
     def on_drop(self, key: ArtifactKey) -> None:
         self.act(events.Forgotten(key))
-        self.revised.set()
-        self.changed.set()

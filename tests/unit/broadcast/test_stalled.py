@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.artifact import ArtifactId, Header
+from echo2.broadcast.artifact import ArtifactId, ArtifactKey, Header, Seal, root_of, signed_chunks
 from echo2.broadcast.events import Have, Request
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.broadcast.reachability import LinkKind, LinkWay
@@ -17,6 +17,7 @@ from echo2.outside.streams import Remote
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust import tls
 from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
+from echo2.trust.tls import Credentials
 from echo2.wire import broadcast as wire
 from tests.certificates import issued
 
@@ -26,47 +27,49 @@ PEER = PeerId("")  # whom a frame is for, only its connection says
 
 
 class Promises:
-    """A connection on which a peer says what it has, and nothing more."""
+    """A connection on which a peer says what it has, and nothing more. `later`: what it sends after a second."""
 
     is_outgoing, remotes, way = False, frozenset[Remote](), LinkWay(LinkKind.REVERSE, "it dialled us")
 
-    def __init__(self, peer: PeerIdentity, *frames: bytes) -> None:
-        self.peer, self._frames = peer, list(frames)
-        self.asked_at: list[float] = []
+    def __init__(self, peer: PeerIdentity, *frames: bytes, later: tuple[bytes, ...] = ()) -> None:
+        self.peer, self._frames, self._later = peer, [wire.hello(tls.PROTOCOL_VERSION, RUN), *frames], later
+        self.asked_at: dict[ArtifactKey, list[float]] = {}
 
     async def receive(self) -> bytes | None:
         return self._frames.pop(0)
 
     async def receive_all(self, take: Callable[[bytes], bool]) -> None:
-        for frame in self._frames:
-            take(frame)
-        await asyncio.Event().wait()
+        for frames, after_s in ((self._frames, 1.0), (self._later, 1e9)):
+            for frame in frames:
+                take(frame)
+            await asyncio.sleep(after_s)
 
     async def send(self, *parts: bytes) -> None:
-        if wire.parse(b"".join(parts), "the node").WhichOneof("kind") == "request":
-            self.asked_at.append(asyncio.get_running_loop().time())
+        message = wire.parse(b"".join(parts), "the node")
+        if message.WhichOneof("kind") == "request":
+            key = ArtifactKey(message.request.key)
+            self.asked_at.setdefault(key, []).append(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         pass
 
 
-def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Path) -> None:
-    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
-    learner = issued(authority, Role.LEARNER)
-    header = Header(ArtifactId(Version(1), None), RUN, "", 1.0, 1 << 20, True, learner.peer_id)
-    header = header.signed(learner.identity)
-    promises = Promises(
-        PeerIdentity(learner.peer_id, Role.LEARNER),
-        wire.hello(tls.PROTOCOL_VERSION, RUN), wire.header_to_bytes(header),
-        wire.control_frame(Have(PEER, header.key, 0b11, False)),
-    )  # fmt: skip
+def header_by(learner: Credentials, artifact: ArtifactId) -> Header:
+    return Header(artifact, RUN, "", 1.0, 1 << 20, True, learner.peer_id).signed(learner.identity)
+
+
+def asked_of(
+    authority: RunAuthority, folder: Path, promises: Promises, seconds: float, live: Version | None = None
+) -> dict[ArtifactKey, list[float]]:
+    """What a worker asks the learner for, and when."""
 
     async def scene() -> None:
-        node = BroadcastNode(issued(authority, Role.WORKER), NodeOptions(tmp_path))
-        node.set_publisher(learner.peer_id, "")
+        node = BroadcastNode(issued(authority, Role.WORKER), NodeOptions(folder))
+        node.set_publisher(promises.peer.peer_id, "")
+        node.set_live(live)
         await node.start()
         serving = asyncio.create_task(node.accept(promises))
-        await asyncio.sleep(2 * STALL_S + FORGOTTEN_S)
+        await asyncio.sleep(seconds)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await node.stop()
@@ -74,7 +77,40 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     loop = VirtualLoop()
     loop.run_until_complete(scene())
     loop.close()
-    asked = promises.asked_at
+    return promises.asked_at
+
+
+def test_what_the_way_leads_over_is_asked_for_also_where_a_last_chunk_makes_it_another(tmp_path: Path) -> None:
+    """A delta over two versions is fewer bytes than both steps, until the second of them has come."""
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = issued(authority, Role.LEARNER)
+    over, first, second = (
+        header_by(learner, ArtifactId(Version(to), Version(parent))) for parent, to in ((0, 2), (0, 1), (1, 2))
+    )
+    ((chunk, digest),) = signed_chunks(1 << 20, learner.identity, second.key, 0, bytes(400_000))
+    seals = [
+        Seal(header.key, 1, size, root_of([digest]), "").signed(learner.identity)
+        for header, size in ((over, 150_000), (first, 100_000), (second, 400_000))
+    ]
+    promises = Promises(
+        PeerIdentity(learner.peer_id, Role.LEARNER),
+        *(wire.header_to_bytes(header) for header in (over, first, second)), *map(wire.seal_to_bytes, seals),
+        *(wire.control_frame(Have(PEER, header.key, 1, True)) for header in (over, first)),
+        later=(wire.chunk_to_bytes(chunk),),
+    )  # fmt: skip
+    asked = asked_of(authority, tmp_path, promises, 3.0, Version(0))
+    assert asked[over.key][0] < 1.0 < asked[first.key][0]
+
+
+def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Path) -> None:
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = issued(authority, Role.LEARNER)
+    header = header_by(learner, ArtifactId(Version(1), None))
+    promises = Promises(
+        PeerIdentity(learner.peer_id, Role.LEARNER),
+        wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False)),
+    )  # fmt: skip
+    asked = asked_of(authority, tmp_path, promises, 2 * STALL_S + FORGOTTEN_S)[header.key]
     assert any(at < STALL_S for at in asked)
     assert [at for at in asked if STALL_S + SLACK_S < at < FORGOTTEN_S], "there is no other way"
     assert [at for at in asked if at > FORGOTTEN_S + STALL_S], "and it may come after all"
@@ -98,10 +134,7 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
         path.write_bytes(bytes(data))
         key = node.library.find(artifact)
         assert key is not None and lost == []
-        asks = Promises(
-            PeerIdentity(worker.peer_id, Role.WORKER),
-            wire.hello(tls.PROTOCOL_VERSION, RUN), wire.control_frame(Request(PEER, key, (0,))),
-        )  # fmt: skip
+        asks = Promises(PeerIdentity(worker.peer_id, Role.WORKER), wire.control_frame(Request(PEER, key, (0,))))
         serving = asyncio.create_task(node.accept(asks))
         await asyncio.sleep(3.0)
         assert node.library.find(artifact) is None and lost == [str(artifact)]
