@@ -177,8 +177,7 @@ def _tis_token(log_ratio_T: Tensor, segments: Segments, cap: float) -> Weights:
 
 def _tis_sequence(log_ratio_T: Tensor, segments: Segments, cap: float) -> Weights:
     """The product of the ratios over the rollout."""
-    sum_T = segments.sum_R(log_ratio_T)[segments.sequence_T]
-    return _tis_token(sum_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), segments, cap)
+    return _tis_token(segments.sum_R(log_ratio_T)[segments.sequence_T], segments, cap)
 
 
 def _decoupled(log_ratio_T: Tensor, segments: Segments, cap: float) -> Weights:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,73 @@ def test_one_forged_report_moves_a_step_no_more_than_a_few_honest_ones(model_pat
     assert bad < 2 * honest
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_step_is_adamw_s_with_the_clipped_gradient_at_the_schedule_s_rate(model_path: Path, schedule: str) -> None:
+    """Written once more by their formulas, from the optimiser's own moments; 7 steps, 2 of warm-up, of a run of 6."""
+    lr, decay, bound, (beta1, beta2) = 1e-2, 0.1, 0.05, BETAS
+    trainer = new_trainer(
+        model_path, "float32", lr=lr, weight_decay=decay, grad_clip=bound, warmup_steps=2, steps=6, schedule=schedule
+    )
+    masters = trainer.model.masters
+    means, squares = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+    for step in range(7):
+        before = [master.clone() for master in masters]
+        result = trainer.step(Batch(Step(step), random_groups(step)))
+        done = (step - 2) / 4
+        falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        rate = lr * ((0.5, 1.0)[step] if step < 2 else falls[schedule])
+        assert result.lr == pytest.approx(rate)
+        norm_sq = 0.0
+        for number, (old, master) in enumerate(zip(before, masters, strict=True)):
+            mean = trainer.optimiser.state[master]["exp_avg"].clone()
+            gradient = (mean - beta1 * means[number]) / (1 - beta1)
+            means[number], squares[number] = mean, beta2 * squares[number] + (1 - beta2) * gradient**2
+            unbiased = mean / (1 - beta1 ** (step + 1)), squares[number] / (1 - beta2 ** (step + 1))
+            expected = old * (1 - rate * decay) - rate * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
+            assert torch.allclose(master, expected, atol=2e-5)
+            norm_sq += float(gradient.double().square().sum())
+        assert result.grad_norm > bound and math.sqrt(norm_sq) == pytest.approx(bound, rel=1e-3)
+
+
+def test_vcpo_weighs_its_baseline_by_ratios_and_gradients_and_its_rate_by_the_effective_rollouts(
+    model_path: Path,
+) -> None:
+    """Against a client's step with the advantages of the formulas; a token that is not believed counts in neither."""
+    options = {**PLAIN, "token_budget": 60}
+    groups = forged(own_logprobs(model_path, random_groups(14)), 1, 3.5)
+    # Each rollout's numbers are off by another amount: 0 to 0.15 nats a token.
+    lower = [[[x - 0.05 * k for x in r.logprobs] for k, r in enumerate(g.rollouts)] for g in groups]
+    groups = tuple(
+        replace(g, rollouts=tuple(replace(r, raw_logprobs=tuple(x)) for r, x in zip(g.rollouts, numbers, strict=True)))
+        for g, numbers in zip(groups, lower, strict=True)
+    )
+    trainer = new_trainer(model_path, advantage="vcpo", **options)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    weights, ratios, advantages = [], [], []
+    for rollout, logprobs in zip(rollouts, trainer.logprobs(groups), strict=True):
+        off = logprobs - torch.tensor(rollout.raw_logprobs)
+        counted = (off.abs() <= 3.0) & (off.abs().mean() <= 1.0)
+        ratios.append(float(off[counted].sum().exp()))
+        weights.append(ratios[-1] ** 2 * float((1 - logprobs[counted].exp()).square().sum()))
+    for number, group in enumerate(groups):
+        of_group = weights[4 * number : 4 * number + 4]
+        baseline = np.average(group.rewards, weights=of_group)
+        advantages += [(reward - baseline) / (np.std(group.rewards, ddof=1) + 1e-4) for reward in group.rewards]
+    result = trainer.step(Batch(Step(0), groups))
+    effective = sum(ratios) ** 2 / len(ratios) / sum(ratio**2 for ratio in ratios)
+    assert result.lr == pytest.approx(1e-3 * math.sqrt(effective), rel=1e-4) and effective < 0.99
+    own = [trainer.optimiser.state[master]["exp_avg"] / (1 - BETAS[0]) for master in trainer.model.masters]
+    client = new_trainer(model_path, **options)
+    examples = examples_of(groups, advantages)
+    for example, rollout, left_out in zip(examples, rollouts, result.left_out, strict=True):
+        example.columns["advantages"][-len(rollout.token_ids) :][:left_out] = 0.0
+        example.columns["logprobs"][-len(rollout.token_ids) :, 0] = rollout.raw_logprobs
+    client.forward_backward(examples, ClientLoss("ppo", 0.8, 1.28))
+    assert sum(result.left_out) == 1
+    for one, other in zip(own, gradient_that_was_applied(client), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
 # ---- several updates of one batch, and completions that were cut off
 
 
@@ -335,11 +404,11 @@ def test_settings_of_adam_that_unlearn_are_refused(settings: dict[str, float]) -
         replace(ADAM, **settings)
 
 
-def examples_of(groups: tuple[TrainGroup, ...]) -> list[Example]:
-    """The rollouts as a client sends them: with the advantages of the loop's own loss, divided by all tokens."""
+def examples_of(groups: tuple[TrainGroup, ...], given: Sequence[float] = ()) -> list[Example]:
+    """The rollouts as a client sends them: with the advantages of the loop's own loss or those given, divided by all tokens."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards])
-    advantages = iter(group_advantages(rewards, numbers, "grpo", None).values_R.tolist())
+    advantages = iter(given or group_advantages(rewards, numbers, "grpo", None).values_R.tolist())
     total = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     examples = []
     for group in groups:
@@ -363,11 +432,11 @@ def gradient_that_was_applied(trainer: Trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
 def test_a_client_s_gradient_is_the_loop_s_own(model_path: Path, calls: int, weights_dtype: str) -> None:
     groups = random_groups(3)
-    options = {**PLAIN, "weights_dtype": weights_dtype, "token_budget": 60}
+    options = {**PLAIN, "weights_dtype": weights_dtype, "token_budget": 60, "clip": (0.1, 0.15)}
     own = gradient_of(new_trainer(model_path, **options), Batch(Step(0), groups))
     trainer, examples = new_trainer(model_path, **options), examples_of(groups)
     for begin in range(calls):
-        trainer.forward_backward(examples[begin::calls], ClientLoss("ppo", 0.8, 1.28))
+        trainer.forward_backward(examples[begin::calls], ClientLoss("ppo", 0.9, 1.15))
     applied = gradient_that_was_applied(trainer)
     assert any(gradient.abs().max() > 1e-4 for gradient in applied)
     for one, other in zip(own, applied, strict=True):
