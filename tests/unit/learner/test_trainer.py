@@ -194,30 +194,33 @@ def test_one_forged_report_moves_a_step_no_more_than_a_few_honest_ones(model_pat
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_step_is_adamw_s_with_the_clipped_gradient_at_the_schedule_s_rate(model_path: Path, schedule: str) -> None:
-    """Written once more by their formulas, from the optimiser's own moments; 7 steps, 2 of warm-up, of a run of 6."""
+    """Written once more by their formulas, from the optimiser's own moments: 5 supervised steps, then a run of 6 and one more, each
+    with 2 of warm-up and moments of its own."""
     lr, decay, bound, (beta1, beta2) = 1e-2, 0.1, 0.05, BETAS
     trainer = new_trainer(
-        model_path, "float32", lr=lr, weight_decay=decay, grad_clip=bound, warmup_steps=2, steps=6, schedule=schedule
-    )
+        model_path, "float32", lr=lr, weight_decay=decay, grad_clip=bound, warmup_steps=2, steps=11, schedule=schedule,
+        supervised_steps=5,
+    )  # fmt: skip
     masters = trainer.model.masters
-    means, squares = ([torch.zeros_like(master) for master in masters] for _ in range(2))
-    for step in range(7):
-        before = [master.clone() for master in masters]
-        result = trainer.step(Batch(Step(step), random_groups(step)))
-        done = (step - 2) / 4
-        falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        rate = lr * ((0.5, 1.0)[step] if step < 2 else falls[schedule])
-        assert result.lr == pytest.approx(rate)
-        norm_sq = 0.0
-        for number, (old, master) in enumerate(zip(before, masters, strict=True)):
-            mean = trainer.optimiser.state[master]["exp_avg"].clone()
-            gradient = (mean - beta1 * means[number]) / (1 - beta1)
-            means[number], squares[number] = mean, beta2 * squares[number] + (1 - beta2) * gradient**2
-            unbiased = mean / (1 - beta1 ** (step + 1)), squares[number] / (1 - beta2 ** (step + 1))
-            expected = old * (1 - rate * decay) - rate * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
-            assert torch.allclose(master, expected, atol=2e-5)
-            norm_sq += float(gradient.double().square().sum())
-        assert result.grad_norm > bound and math.sqrt(norm_sq) == pytest.approx(bound, rel=1e-3)
+    for begin, end, until in ((0, 5, 5), (5, 11, 12)):
+        means, squares = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+        for step in range(begin, until):
+            before, number = [master.clone() for master in masters], step - begin
+            result = trainer.step(Batch(Step(step), random_groups(step)))
+            done = (number - 2) / (end - begin - 2)
+            falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+            rate = lr * ((0.5, 1.0)[number] if number < 2 else falls[schedule])
+            assert result.lr == pytest.approx(rate)
+            norm_sq = 0.0
+            for k, (old, master) in enumerate(zip(before, masters, strict=True)):
+                mean = trainer.optimiser.state[master]["exp_avg"].clone()
+                gradient = (mean - beta1 * means[k]) / (1 - beta1)
+                means[k], squares[k] = mean, beta2 * squares[k] + (1 - beta2) * gradient**2
+                unbiased = mean / (1 - beta1 ** (number + 1)), squares[k] / (1 - beta2 ** (number + 1))
+                expected = old * (1 - rate * decay) - rate * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
+                assert torch.allclose(master, expected, atol=2e-5)
+                norm_sq += float(gradient.double().square().sum())
+            assert result.grad_norm > bound and math.sqrt(norm_sq) == pytest.approx(bound, rel=1e-3)
 
 
 def test_vcpo_weighs_its_baseline_by_ratios_and_gradients_and_its_rate_by_the_effective_rollouts(

@@ -82,6 +82,12 @@ def test_what_cannot_be_merged_is_told() -> None:
         list(compose(a, c))
     with pytest.raises(DeltaFormatError, match="consecutive"):
         list(compose(a, chain(versions, block_elements=100)[1]))
+    with pytest.raises(DeltaFormatError, match="version 2: expected its parent to be where the delta before it ends"):
+        list(compose(a, chain(walk(6, 2, 0.1))[1]))
+    with pytest.raises(DeltaFormatError, match="block 0 of every delta, alike"):
+        list(compose(a, [b[0], *b[2:]]))
+    with pytest.raises(DeltaFormatError, match="expected 1 to 4096 deltas to merge, got 0"):
+        list(compose())
     with pytest.raises(DeltaFormatError, match="setting FAST"):
         list(compose(a, chain(versions, CodecSetting.DENSE)[1]))
     with pytest.raises(DeltaFormatError, match="in order"):
