@@ -16,11 +16,14 @@ from echo2.cli.main import main
 from echo2.cli.operator import OperatorClient, advice_lines, request_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.fleet.members import Activation
+from echo2.coordinator.fleet.members import Activation, Liveness, OperatorSetting
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.planning.telemetry import plan_config
 from echo2.trust.identity import Role
-from tests.unit.coordinator.test_daemon import Node, options, running
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.contract.fleet import until
+from tests.unit.coordinator.test_daemon import Node, group, options, running
+from tests.unit.coordinator.test_planner_input import beat
 
 OFFERS = '[[offer]]\nname = "spot"\nprovider = "manual"\nusd_per_hour = 1.0\n'
 
@@ -41,12 +44,6 @@ async def joined(daemon: CoordinatorDaemon, role: Role, **fields: Any) -> Node:
     if answer.WhichOneof("kind") == "refusal":
         raise NotAllowed(answer.refusal.message)
     return node
-
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.02)
 
 
 def activation_of(hub: Hub, node: Node) -> Activation:
@@ -113,7 +110,7 @@ async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restar
     ):
         hub, ctl = daemon.hub, Ctl(operator)
         node = await joined(daemon, Role.WORKER)
-        await until(lambda: activation_of(hub, node) is Activation.ACTIVE)
+        await until(lambda: activation_of(hub, node) is Activation.ACTIVE, "it works")
         await ctl("pause", "the", "power", "is", "out")
         assert activation_of(hub, node) is Activation.STANDBY
         late = await joined(daemon, Role.WORKER, name="late")
@@ -140,7 +137,7 @@ async def test_a_stopped_run_sends_workers_home_and_only_the_operator_lets_it_go
         hub, ctl = daemon.hub, Ctl(operator)
         worker = await joined(daemon, Role.WORKER)
         learner = await joined(daemon, Role.LEARNER)
-        await until(lambda: hub.learner.session is not None)
+        await until(lambda: hub.learner.session is not None, "the learner is here")
         await ctl("stop", "enough")
         assert (await worker.until("refusal")).code == "RunFinished"
         assert (await learner.until("refusal")).code == "RunFinished"
@@ -178,3 +175,89 @@ async def test_the_commands_of_the_page(
         assert await typed("advice") == 0 and "Resume the run" in capsys.readouterr().out
         assert await typed("set", "S=9") != 0 and "expected 1 to 4" in capsys.readouterr().err
     assert request_of(["do", "tokens/revoke", '{"token_id": "a"}']) == ("tokens/revoke", {"token_id": "a"})
+
+
+# ---- a worker that the learner accuses, that leaves, or whose machine will be taken away
+
+TEXT = "audit: its log-probabilities are 0.08 nats off, 0.05 are allowed"
+PATIENT = {"suspect_after": 30.0, "gone_after": 60.0, "lease_timeout": 60.0}
+
+
+async def test_an_accused_worker_is_set_aside_until_the_operator_releases_it_and_one_surely_guilty_is_banned(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path, **PATIENT)) as daemon:
+        hub, learner = daemon.hub, await joined(daemon, Role.LEARNER, open_groups=[group("g1")])
+        worker = await joined(daemon, Role.WORKER)
+        peer_id = worker.credentials.peer_id
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        assert (await worker.until("lease_grant")).ticket.attempt == 1
+        await learner.say(accused=pb.WorkerAccused(peer_id=peer_id, reason=TEXT))
+        told = await worker.until("activation")
+        assert not told.is_active and told.reason == TEXT, "it may stay, and is told why it gets nothing"
+        barred = await learner.until("banned")
+        assert (barred.peer_id, barred.reason, barred.is_lifted) == (peer_id, TEXT, False)
+        assert not hub.book.leases, "its lease is free for another"
+        assert any(event.kind == "audit" and TEXT in event.text for event in hub.state.events), "with the evidence"
+        hub.preempt(peer_id, "in two minutes")
+        assert hub.membership.members[peer_id].setting is OperatorSetting.QUARANTINED, "a notice does not free it"
+
+        await learner.close()
+        learner = await Node.join(daemon, Role.LEARNER, learner.credentials.identity)
+        await learner.hello(open_groups=[group("g1"), group("g2")])
+        assert (await learner.until("banned")).peer_id == peer_id, "a learner that comes back is told again"
+
+        hub.set_worker(peer_id, OperatorSetting.AUTOMATIC, "its card is that way")
+        lifted = await learner.until("banned")
+        assert lifted.peer_id == peer_id and lifted.is_lifted
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        grant = await worker.until("lease_grant")
+        assert grant.group.group_id in ("g1", "g2"), "there is nobody else"
+
+        for is_certain in (True, False):
+            await learner.say(accused=pb.WorkerAccused(peer_id=peer_id, reason=TEXT, is_certain=is_certain))
+        refusal = await worker.until("refusal")
+        assert refusal.code == "NotAllowed" and TEXT in refusal.message
+        assert (await learner.until("banned")).is_banned
+        await learner.say(report=pb.LearnerReport(step=1))
+        await until(lambda: hub.board.report.step == 1, "what it says after the accusations")
+        assert hub.membership.members[peer_id].setting is OperatorSetting.BANNED, "a lesser finding softens no ban"
+
+
+async def test_groups_of_a_worker_that_says_good_bye_or_will_lose_its_machine_go_to_another_at_once(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path, **PATIENT)) as daemon:
+        hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
+        first, second = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(open_groups=[group("g1")])
+        await first.hello()
+        await first.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        await first.until("lease_grant")
+        await first.say(leaving=pb.WorkerLeaving(reason="preemption notice"))
+        await second.hello()
+        await second.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        grant = await second.until("lease_grant")
+        assert grant.is_continuation, "though nobody has missed the first one yet"
+        assert hub.membership.members[first.credentials.peer_id].last_liveness is Liveness.GONE
+        assert any("leaves: preemption notice" in event.text for event in hub.state.events)
+        assert [paid.action for paid in hub.state.paid].count("preempted") == 1
+
+        hub.preempt(second.credentials.peer_id, "the cloud says so")
+        revoked = await second.until("lease_revoke")
+        assert (revoked.lease_id, revoked.reason) == (grant.ticket.lease_id, "preemption: the cloud says so")
+        assert hub.book.leases[revoked.lease_id].is_recalled
+
+
+async def test_a_worker_that_its_record_bars_is_not_planned_for_while_there_is_another(tmp_path: Path) -> None:
+    async with running(options(tmp_path, plan_interval=0.1, **PATIENT)) as daemon:
+        hub, learner = daemon.hub, await joined(daemon, Role.LEARNER)
+        barred, other = [await joined(daemon, Role.WORKER) for _ in range(2)]
+        for worker in (barred, other):
+            await worker.say(heartbeat=beat())
+        await learner.say(report=pb.LearnerReport(step=1, train_s=1.0, eval_reward=-1.0))
+        names = {worker.credentials.peer_id for worker in (barred, other)}
+        await until(lambda: hub.plan.now is not None and set(hub.plan.now.pool) == names, "both are worth having")
+        hub.book.records.bar(barred.credentials.peer_id, "it gives up prompts", 60.0, hub.clock.now())
+        alone = {other.credentials.peer_id}
+        await until(lambda: hub.plan.now is not None and set(hub.plan.now.pool) == alone, "the other alone")

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import io
 import time
+import zipfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
+from cryptography.exceptions import InvalidSignature
+from hypothesis import given
+from hypothesis import strategies as st
 
-from echo2.base.errors import BadToken, NotAllowed, Unreachable
+from echo2.base.clock import Pace
+from echo2.base.errors import BadToken, ConfigError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
+from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, REPLACED_MAX, EnrolmentService, RenewalService
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFAULT, TokenBook
+from echo2.coordinator.money.providers import fetch_wheel, machine_setup
 from echo2.coordinator.money.providers.machine_setup import SetupService
 from echo2.coordinator.operator import Commands
 from echo2.trust.enrolment import enrol, renew
@@ -139,3 +152,159 @@ async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_
 
 def link_of(daemon: CoordinatorDaemon, role: Role = Role.WORKER) -> JoinLink:
     return JoinLink.parse(daemon.links[role.value])
+
+
+# ---- join tokens and the rate at which they may be tried
+
+SECRET = "s" * 43
+
+
+def book(lifetime_s: float = 60.0, use_limit: int = 0) -> TokenBook:
+    made = TokenBook(tokens_max=2)
+    made.create(SECRET, "worker", "mine", lifetime_s, use_limit, now=0.0)
+    return made
+
+
+def test_unknown_expired_used_up_revoked_and_foreign_role_are_told_apart_and_no_secret_is_kept() -> None:
+    assert SECRET not in repr(book())
+    with pytest.raises(BadToken, match="does not know; ask for a new link"):
+        book().redeem("t" * 43, "worker", PeerId("a"), 1.0)
+    with pytest.raises(NotAllowed, match="role worker"):
+        book().redeem(SECRET, "learner", PeerId("a"), 1.0)
+    with pytest.raises(BadToken, match="expired 5 s ago"):
+        book(10.0).redeem(SECRET, "worker", PeerId("a"), 15.0)
+    used = book(use_limit=1)
+    used.redeem(SECRET, "worker", PeerId("a"), 1.0)
+    used.redeem(SECRET, "worker", PeerId("a"), 1.0)
+    with pytest.raises(BadToken, match="used 1 of 1 times"):
+        used.redeem(SECRET, "worker", PeerId("b"), 1.0)
+    used.revoke(next(iter(used.tokens)))
+    with pytest.raises(BadToken, match="revoked"):
+        used.redeem(SECRET, "worker", PeerId("a"), 1.0)
+
+
+def test_who_says_no_hello_is_forgotten_and_one_that_says_it_late_takes_a_use_again() -> None:
+    made = book(10 * HELLO_WITHIN_S, use_limit=1)
+    token_id = made.redeem(SECRET, "worker", PeerId("a"), 1.0).token_id
+    with pytest.raises(BadToken, match="used 1 of 1 times"):
+        made.redeem(SECRET, "worker", PeerId("b"), HELLO_WITHIN_S)
+    made.redeem(SECRET, "worker", PeerId("b"), HELLO_WITHIN_S + 1.0)
+    assert made.tokens[token_id].peers == {"b"}
+    with pytest.raises(BadToken, match="no use left: ask for a new link"):
+        made.greet(token_id, PeerId("a"))
+    made.greet(token_id, PeerId("b"))
+    with pytest.raises(BadToken, match="used 1 of 1 times"):
+        made.redeem(SECRET, "worker", PeerId("c"), 5 * HELLO_WITHIN_S)
+
+
+def test_whoever_enrols_without_end_is_kept_in_bounds_and_written_once_each_and_honest_ones_still_join() -> None:
+    made = book()
+    token_id = made.redeem(SECRET, "worker", PeerId("honest"), 1.0).token_id
+    made.greet(token_id, PeerId("honest"))
+    for number in range(3 * SILENT_MAX):
+        made.changed_peers.clear()
+        made.redeem(SECRET, "worker", PeerId(f"p{number}"), 2.0)
+        assert len(made.changed_peers) <= 2, "it, and one that is forgotten"
+    assert len(made.tokens[token_id].peers) == SILENT_MAX + 1
+    made.redeem(SECRET, "worker", PeerId("late"), 3.0)
+    made.greet(token_id, PeerId("late"))
+    assert {"honest", "late"} <= made.tokens[token_id].peers
+
+
+def test_a_token_without_a_limit_admits_a_stated_number() -> None:
+    made = book()
+    (token,) = made.tokens.values()
+    token.peers = {PeerId(f"p{number}") for number in range(USES_DEFAULT)}
+    with pytest.raises(BadToken, match="used 10000 of 10000 times"):
+        made.redeem(SECRET, "worker", PeerId("a"), 1.0)
+    made.redeem(SECRET, "worker", PeerId("p7"), 1.0)
+
+
+def test_a_wish_out_of_range_is_refused_and_so_is_one_token_too_many() -> None:
+    made = book()
+    for role, lifetime_s, limit in (("king", 1.0, 0), ("worker", 0.0, 0), ("worker", 1e12, 0), ("worker", 1.0, -1)):
+        with pytest.raises(MalformedMessage):
+            made.create("u" * 43, role, "", lifetime_s, limit, 0.0)
+    made.create("u" * 43, "worker", "", 1.0, 0, 0.0)
+    with pytest.raises(LimitExceeded):
+        made.create("v" * 43, "worker", "", 1.0, 0, 0.0)
+
+
+@given(pauses=st.lists(st.floats(0, 2), max_size=100))
+def test_no_more_pass_than_the_burst_and_the_rate_allow_and_no_caller_starves_another(pauses: list[float]) -> None:
+    limiter, now, passed = Pace(per_s=2.0, burst=5), 0.0, 0
+    for pause_s in pauses:
+        now += pause_s
+        wait_s = limiter.wait_s("x", now)
+        passed += wait_s == 0.0
+        assert wait_s <= 0.5 + 1e-6
+    assert passed <= 5 + 2.0 * now + 1e-6
+    assert limiter.wait_s("another", now) == 0.0
+
+
+def test_after_a_long_pause_a_burst_passes_and_no_more() -> None:
+    pace = Pace(per_s=2.0, burst=5)
+    assert pace.wait_s("x", 0.0) == 0.0
+    assert [pace.wait_s("x", 1000.0) == 0.0 for _ in range(6)] == [True] * 5 + [False]
+
+
+# ---- the wheel for rented machines: what is in it, who gets it, and what the script there refuses
+
+PACKAGE = Path(machine_setup.__file__).parents[3]
+
+
+def test_the_wheel_holds_this_code_and_its_metadata_and_is_the_same_each_time() -> None:
+    made = machine_setup.running_wheel()
+    archive = zipfile.ZipFile(io.BytesIO(made.data))
+    files = {path.relative_to(PACKAGE.parent).as_posix(): path for path in PACKAGE.rglob("*") if path.is_file()}
+    expected = {name for name in files if "__pycache__" not in name}
+    assert {name for name in archive.namelist() if name.startswith("echo2/")} == expected
+    assert all(archive.read(name) == files[name].read_bytes() for name in expected)
+    metadata = made.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    assert b"\nProvides-Extra: worker\n" in archive.read(f"{metadata}/METADATA")
+    assert b"echo-worker = echo2.cli.worker:main" in archive.read(f"{metadata}/entry_points.txt")
+    assert f"{metadata}/licenses/LICENSE" in archive.namelist()
+    assert archive.read(f"{metadata}/RECORD").count(b"\n") == len(archive.namelist())
+    assert made.sha256 == hashlib.sha256(made.data).hexdigest()
+    machine_setup.running_wheel.cache_clear()
+    assert machine_setup.running_wheel() == made
+
+
+def test_without_an_installation_there_is_none_and_it_says_what_else_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    machine_setup.running_wheel.cache_clear()
+    monkeypatch.setattr(machine_setup, "distribution", missing)
+    with pytest.raises(ConfigError, match=r'expected an installed echo2 .* or set install = "git\+URL"'):
+        machine_setup.running_wheel()
+
+
+async def test_a_holder_of_a_token_gets_the_wheel_and_does_not_use_the_token_up(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        link = JoinLink.parse(daemon.links["worker"])
+        token, _ = Commands(daemon.hub, "h", 1, [], {}).create_token("worker", "one", 60.0, 1)
+        before = {one: set(kept.peers) for one, kept in daemon.hub.tokens.tokens.items()}
+        assert await asyncio.to_thread(fetch_wheel.fetched, str(link)) == machine_setup.running_wheel().data
+        assert {one: set(kept.peers) for one, kept in daemon.hub.tokens.tokens.items()} == before
+        assert token.token_id in before
+        stranger = JoinLink(link.host, link.port, link.peer_id, "x" * 43)
+        with pytest.raises(grpc.RpcError) as refused:
+            await asyncio.to_thread(fetch_wheel.fetched, str(stranger))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        other = JoinLink(link.host, link.port, Identity.generate().peer_id, link.token)
+        with pytest.raises(InvalidSignature):  # before the token is shown
+            await asyncio.to_thread(fetch_wheel.fetched, str(other))
+
+
+def test_another_wheel_than_the_pinned_one_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "echo2.whl"
+    monkeypatch.setenv("ECHO2_JOIN_LINK", "echo2://h:1/p?token=t")
+    monkeypatch.setattr(fetch_wheel, "fetched", lambda link: b"another")
+    monkeypatch.setattr("sys.argv", ["-", machine_setup.running_wheel().sha256, str(target)])
+    with pytest.raises(SystemExit, match="expected a wheel with the SHA-256 .*: the coordinator was changed since"):
+        fetch_wheel.main()
+    assert not target.exists()
+    monkeypatch.setattr("sys.argv", ["-", hashlib.sha256(b"another").hexdigest(), str(target)])
+    fetch_wheel.main()
+    assert target.read_bytes() == b"another"

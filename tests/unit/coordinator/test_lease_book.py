@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -12,8 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.lease import ExpectedLength, LeaseRules
+from echo2.coordinator.leases.book import MOVES_PER_GROUP_MAX, QUIET_S, LeaseBook, WorkerPace, is_quiet, moves
+from echo2.coordinator.leases.lease import (
+    EVALUATION_SHARE,
+    Evaluators,
+    ExpectedLength,
+    LeaseRequest,
+    LeaseRules,
+    may_take,
+)
 from echo2.coordinator.planning.advice import lease_waits, slowest
 
 BOUND = 4
@@ -374,3 +383,212 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- evaluations go to few workers, at their very version, and training goes on at the others
+
+FLEET = [PeerId(f"w{index}") for index in range(10)]
+TRAINING = tuple(spec(f"g{index}", 3) for index in range(40))
+
+
+def exams(count: int) -> tuple[GroupSpec, ...]:
+    return tuple(exam(f"e{index}", 3) for index in range(count))
+
+
+def fleet_with(*groups: GroupSpec) -> tuple[LeaseBook, list[le.Grant]]:
+    """Ten workers at version 3 with room for two groups of four each."""
+    one = book(*groups)
+    for worker in FLEET:
+        one.allow(0.0, worker, True)
+    return one, [grant for worker in FLEET for grant in grants(one.request(0.0, worker, 8, Version(3)))]
+
+
+def at_it(found: list[le.Grant]) -> Counter[PeerId]:
+    return Counter(grant.worker_id for grant in found if grant.group.exact_version is not None)
+
+
+def test_an_evaluation_goes_before_training_to_workers_at_its_very_version_alone() -> None:
+    one = book(spec("g", 4), exam("e3", 3), exam("e4", 4))
+    assert [grant.group.group_id for grant in ready(one, A, version=4, free=8)] == ["e4", "g"], "a single one does both"
+    assert ready(one, B, version=5) == []
+    assert "an evaluation of version 3, at which none of 1 willing workers is" in lease_waits(one, 0.0)[0][0]
+    assert [grant.group.group_id for grant in ready(one, C, version=3)] == ["e3"]
+    assert [may_take(exam("e", 3), Version(version), 4) for version in (2, 3, 4)] == [False, True, False]
+
+
+def test_a_share_of_the_fleet_evaluates_the_rest_trains_and_a_restart_changes_neither() -> None:
+    one, found = fleet_with(*TRAINING, *exams(20))
+    evaluators = at_it(found)
+    assert len(evaluators) == round(EVALUATION_SHARE * len(FLEET)), evaluators
+    assert all(count == 2 for count in evaluators.values()), "whoever is at it takes nothing else meanwhile"
+    trainers = {grant.worker_id for grant in found if grant.group.exact_version is None}
+    assert trainers == set(FLEET) - set(evaluators)
+    again = LeaseBook(one.rules)
+    again.restore(one.groups.values(), one.leases.values())
+    for worker in FLEET:
+        again.allow(1.0, worker, True)
+    more = at_it([grant for worker in reversed(FLEET) for grant in ready(again, worker, 3, 8, 1.0)])
+    assert more and set(more) <= set(evaluators), "who evaluated before goes on with it"
+    lost = next(iter(evaluators))
+    taken = grants(again.lose(2.0, lost, "gone"))
+    taken += [grant for worker in FLEET if worker not in evaluators for grant in ready(again, worker, 3, 16, 2.0)]
+    assert len(at_it(taken)) == 1, "another takes the place of one that is lost"
+
+
+def test_whoever_is_through_with_its_questions_counts_no_more_and_others_take_what_comes_next() -> None:
+    one, found = fleet_with(*TRAINING, *exams(6))
+    evaluators = set(at_it(found))
+    for grant in found:
+        if grant.group.exact_version is not None:
+            ends(one, grant)
+    one.offer(1.0, (exam("next", 3),))
+    for worker in evaluators:
+        one.request(1.0, worker, 0, Version(3))
+    other = next(worker for worker in FLEET if worker not in evaluators)
+    assert at_it(ready(one, other, 3, 16, 1.0)) == {other: 1}
+
+
+def test_everybody_evaluates_where_nothing_is_open_to_train_on_and_a_fast_worker_is_enough_alone() -> None:
+    _, found = fleet_with(*exams(20))
+    assert len(at_it(found)) == len(FLEET)
+    chosen = Evaluators().chosen(Version(3), FLEET, FLEET, lambda worker: 9.0 if worker == FLEET[0] else 1.0)
+    assert chosen == [FLEET[0]]
+
+
+def test_a_question_that_a_worker_holds_far_longer_than_leases_take_goes_to_another_at_its_version_although_tokens_come(
+) -> None:  # fmt: skip
+    def takes_s(version_of_other: int) -> float:
+        """When the slow worker's question goes to the other, which needs five seconds for each of its leases."""
+        one = book(exam("e", 3), *(spec(f"g{index}", 4) for index in range(80)))
+        held = next(grant for grant in ready(one, A, version=3) if grant.group.group_id == "e")
+        one.allow(0.0, B, True)
+        now = 1.0
+        while now < 20 * one.rules.lease_timeout_s:
+            one.request(now, A, 4, Version(3))
+            for grant in ready(one, B, version_of_other, 4, now):
+                if grant.group.group_id == "e":
+                    assert grant.is_continuation and held.lease_id not in one.leases
+                    return now
+                now += 5.0
+                heard = (le.WorkerDelivery(A, 1, 0.0), le.WorkerDelivery(B, 4, 4.0))
+                one.on_progress(now, A, held.lease_id, 0, int(now))
+                one.on_delivered(now, heard)
+                ends(one, grant, EndReason.FINISHED, now)
+                one.offer(now, (spec(f"later{now}", 4),))
+        assert held.lease_id in one.leases
+        return float("inf")
+
+    assert 30.0 <= takes_s(3) <= 30.0 + 5.0, "once that is longer than four leases and a lease's time-out"
+    assert takes_s(4) == float("inf"), "a slow worker alone at its version keeps its questions"
+
+
+# ---- stragglers move to fast workers when the model says that it pays, and only then
+
+SLOW, FAST, THIRD = PeerId("slow"), PeerId("fast"), PeerId("third")
+HAND_OVER_S = 3.0
+LIMIT, SIZE = 1000, 4
+
+
+def pace(tokens_per_s: float) -> WorkerPace:
+    return WorkerPace(tokens_per_s, 100 * tokens_per_s)
+
+
+SPEEDS = {SLOW: pace(5.0), FAST: pace(50.0)}
+
+
+def long_group(name: str, step: int = 0) -> GroupSpec:
+    return GroupSpec(GroupId(name), (1, 2, 3), SIZE, SamplingParams(max_new_tokens=LIMIT), step)
+
+
+def expecting(tokens: int, *groups: GroupSpec) -> LeaseBook:
+    """A book that expects so many tokens of a rollout."""
+    book = LeaseBook(LeaseRules(4, 600.0))
+    book.lengths.learn(long_group("earlier"), SIZE * tokens, SIZE)
+    book.offer(0.0, groups)
+    return book
+
+
+def straggler(tokens: int, now: float, group: GroupSpec | None = None) -> LeaseBook:
+    """One group on the slow worker with so many tokens of each rollout; the fast one idles."""
+    book = expecting(800, group or long_group("g"))
+    (grant,) = ready(book, SLOW, free=SIZE)
+    book.on_progress(now, SLOW, grant.lease_id, 0, SIZE * tokens)
+    ready(book, FAST, free=SIZE, now=now)
+    return book
+
+
+def found(book: LeaseBook, **speeds: float) -> list[PeerId]:
+    paces = SPEEDS | {PeerId(name): pace(speed) for name, speed in speeds.items()}
+    return [to for _, to, _ in moves(book, paces, HAND_OVER_S, {})]
+
+
+def test_a_straggler_moves_when_that_ends_it_sooner_and_the_reason_says_by_how_much() -> None:
+    ((_, to, reason),) = moves(straggler(tokens=100, now=20.0), SPEEDS, HAND_OVER_S, {SLOW: "berlin"})
+    stay_s, move_s = 700 / 5, 3 + 403 / 5000 + 700 / 50
+    assert to == FAST and f"{stay_s:.1f} s more on berlin, {move_s:.1f} s on fast" in reason
+    reads_slowly = {**SPEEDS, FAST: WorkerPace(50.0, 4.0)}
+    assert moves(straggler(100, 20.0), reads_slowly, HAND_OVER_S, {}) == [], "403 tokens at 4 a second take longer"
+    assert found(straggler(tokens=0, now=20.0)) == [FAST], "before its first report its worker's mean counts"
+
+
+@pytest.mark.parametrize(
+    "why", ["nearly done", "as fast where it is", "no faster worker", "evaluation", "queued group", "only its own room"]
+)
+def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(why: str) -> None:
+    exam = replace(long_group("e"), work=Work.EVALUATE, exact_version=Version(0))
+    tokens, now = {"nearly done": (780, 156.0), "as fast where it is": (700, 14.0)}.get(why, (100, 20.0))
+    book = straggler(tokens, now, exam if why == "evaluation" else None)
+    if why == "queued group":
+        book.request(now, FAST, 0, Version(0))
+        book.offer(now, (long_group("h"),))
+        book.wanting[FAST] = LeaseRequest(SIZE, Version(0), now)  # between the word of its room and the next match
+    if why == "only its own room":
+        book.request(now, FAST, 0, Version(0))
+        book.request(now, SLOW, SIZE, Version(0))
+    fast = {"no faster worker": {"fast": 5.0}, "only its own room": {"slow": 50.0}}
+    assert found(book, **fast.get(why, {})) == []
+
+
+def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:
+    book = straggler(tokens=100, now=20.0)
+    book.allow(20.0, FAST, False)
+    assert not is_quiet(book, 20.0), "nobody has room"
+    book.allow(20.0, FAST, True)
+    assert is_quiet(book, 20.0)
+    book.offer(21.0, (long_group("later", step=99),))
+    assert not is_quiet(book, 21.0)
+    assert is_quiet(book, 21.0 + QUIET_S), "what waits is for a version that nobody has yet"
+
+
+def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever() -> None:
+    book = straggler(tokens=100, now=20.0)
+    ready(book, THIRD, free=SIZE, now=20.0)
+    now, workers = 20.0, []
+    while planned := moves(book, SPEEDS | {THIRD: pace(40.0)}, HAND_OVER_S, {}):
+        lease_id, to, reason = planned[0]
+        book.recall(now, lease_id, reason, to)
+        assert found(book, third=40.0) == [], "it is on its way already"
+        (lease,) = book.leases.values()
+        actions = book.end(now + 1, lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, "")
+        (grant,) = grants(actions)
+        assert (grant.worker_id, grant.is_continuation) == (to, True)
+        workers.append(grant.worker_id)
+        assert len(workers) <= MOVES_PER_GROUP_MAX
+        now += 60.0
+        book.on_progress(now - 50, grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers))
+        book.on_progress(now, grant.worker_id, grant.lease_id, 0, SIZE * 110)  # slow here, too
+        for other in {FAST, THIRD} - {grant.worker_id}:
+            book.request(now, other, SIZE, Version(0))
+    assert workers == [FAST, THIRD]
+    assert book.counts.moved == MOVES_PER_GROUP_MAX
+
+
+def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
+    book = straggler(tokens=100, now=20.0)
+    book.lose(20.0, SLOW, "gone")
+    (lease,) = book.leases.values()
+    assert lease.worker_id == FAST
+    book.on_progress(21.0, FAST, lease.lease_id, 0, SIZE * 120)
+    book.on_progress(23.0, FAST, lease.lease_id, 0, SIZE * 220)
+    ready(book, THIRD, free=SIZE, now=24.0)
+    assert found(book, third=60.0) == []

@@ -21,8 +21,7 @@ from echo2.gateway.episodes import CallRefused, LongWork
 from echo2.gateway.requests import BODY_BYTES_MAX
 from echo2.trust.ports import GATEWAY
 from tests.redteam.hostile import still_open
-from tests.unit.gateway.fakes import LetterCodec
-from tests.unit.gateway.served import Served, answer_of, served
+from tests.unit.gateway.fakes import LetterCodec, Served, answer_of, served
 
 QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
 HI = {"messages": [{"role": "user", "content": "hi"}]}

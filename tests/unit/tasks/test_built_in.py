@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.built_in import ALPHABET, ReasoningGym, SortDigits, Sums, answer_in, format_only_target
+from echo2.tasks.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.split import CYCLE_MAX, MixedSplit, TaskSplit, places
 from echo2.tasks.task import ChatMessage, Reward, TaskSpec, spec_from_json
 
 DIGITS, SUMS = SortDigits(5), Sums()
@@ -99,3 +103,166 @@ def test_a_specification_survives_json_and_refuses_what_json_cannot_carry() -> N
         TaskSpec("x", {"a": object()}).to_json()
     with pytest.raises(ConfigError, match="JSON object"):
         spec_from_json("[]")
+
+
+# ---- tasks by their names
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "configs"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TaskSpec("chess"), "expected one of sort_digits, .* or a class of yours as module:Class, got 'chess'"),
+        (TaskSpec("calculator"), "expected a task of one completion, got an environment of several turns"),
+        (TaskSpec("sort_digits", {"digits": 3}), "expected arguments among digit_count; got digits"),
+        (TaskSpec("math"), "expected the argument path"),
+        (TaskSpec("reasoning_gym"), "expected the argument dataset"),
+        (TaskSpec("no.such.module:Task"), "expected an importable module no.such.module, got No module named 'no'"),
+        (
+            TaskSpec("no_such:Task"),
+            "got No module named 'no_such'; a module is looked for beside the run file and among",
+        ),
+        (TaskSpec("unfinished:Task"), r"module unfinished, got SyntaxError: .*\(unfinished.py, line 2\)$"),
+        (
+            TaskSpec("undefined:Task"),
+            r"module undefined, got NameError: name 'no' is not defined \(undefined.py, line 1\)$",
+        ),
+        (TaskSpec("tests.unit.tasks.naughty:Absent"), "expected a function or class Absent"),
+        (TaskSpec("tests.unit.tasks.naughty:Naughty", {"colour": 1}), r"expected a constructor \(seed, \*\*args\)"),
+    ],
+)
+def test_a_wrong_specification_is_a_configuration_error(
+    spec: TaskSpec, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfinished.py").write_text("class Task:\n    size = (")
+    (tmp_path / "undefined.py").write_text("size = no")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        make_task(spec)
+
+
+def test_a_class_that_is_no_task_is_told_what_it_lacks() -> None:
+    with pytest.raises(TaskError, match="missing size, is_cheap, sample, score"):
+        make_task(TaskSpec("tests.unit.tasks.naughty:NotATask"))
+
+
+def test_environments_are_made_by_name_and_told_apart_from_tasks() -> None:
+    spec = TaskSpec("calculator", {"turns_max": 2}, seed=3)
+    assert is_environment(spec) and not is_environment(TaskSpec("sort_digits"))
+    assert not is_environment(TaskSpec("tests.unit.tasks.naughty:Naughty"))
+    users_own = TaskSpec("echo2.tasks.tools:CalculatorEnvironments", {"turns_max": 2}, seed=3)
+    assert is_environment(users_own)
+    assert make_environment_source(spec) == make_environment_source(users_own)
+    with pytest.raises(ConfigError, match="expected one of sort_digits, .*calculator"):
+        make_environment_source(TaskSpec("maze"))
+    with pytest.raises(ConfigError, match="arguments among turns_max; got turns"):
+        make_environment_source(TaskSpec("calculator", {"turns": 2}))
+
+
+def test_the_example_of_a_users_task_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    task = make_task(TaskSpec("palindromes:Palindromes", {"letters": 3}, seed=1))
+    instance = task.sample(4)
+    beginning = instance.answer
+    assert task.sample(4) == instance and len(beginning) == 3
+    assert task.score(instance, beginning + beginning[::-1]).value == 1.0
+    assert task.score(instance, "x" + beginning).value == 0.0
+
+
+# ---- which instance a prompt is, of one task or of a mixture
+
+shares_of_tasks = st.lists(st.floats(0.01, 100, allow_nan=False), min_size=1, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shares_of_tasks)
+def test_up_to_every_place_each_task_has_its_share_to_within_a_prompt_for_each_other_task(shares: list[float]) -> None:
+    order, total = places(shares), sum(shares)
+    seen: Counter[int] = Counter()
+    for at, task in enumerate(order, start=1):
+        seen[task] += 1
+        for one, share in enumerate(shares):
+            rounding = at * len(shares) / len(order)  # a weight below one place of the cycle gets one all the same
+            assert abs(seen[one] - at * share / total) <= max(1, len(shares) - 1) + rounding
+
+
+def test_weights_with_a_short_common_cycle_are_kept_exactly() -> None:
+    assert Counter(places([1, 1, 1])) == {0: 1, 1: 1, 2: 1}
+    assert Counter(places([0.5, 0.3, 0.2])) == {0: 5, 1: 3, 2: 2}
+    assert places([2, 1]) == (0, 1, 0)
+    assert len(places([3.14159, 1.0])) == CYCLE_MAX
+    assert Counter(places([1e6, 1.0]))[1] == 1  # none is left out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.one_of(st.none(), st.integers(5, 40)), st.integers(0, 4), st.floats(0.2, 5)), min_size=1, max_size=4),
+    st.integers(0, 50),
+)  # fmt: skip
+def test_each_task_comes_in_the_order_that_it_has_alone_and_its_held_out_instances_never_do(
+    told: list[tuple[int | None, int, float]], seed: int
+) -> None:
+    alone = [TaskSplit(size, held_out, seed) for size, held_out, _ in told]
+    weights = tuple(weight for *_, weight in told)
+    mixed, turns = MixedSplit(tuple(alone), weights), places(weights)
+    found: dict[int, list[int]] = {task: [] for task in range(len(told))}
+    for position in range(300):
+        own_index, task = divmod(mixed.train_index(position), len(told))
+        assert task == turns[position % len(turns)]
+        found[task].append(own_index)
+    for task, split in enumerate(alone):
+        assert found[task] == [split.train_index(place) for place in range(len(found[task]))]
+    count = sum(one.held_out_count for one in alone)
+    held_out = [divmod(mixed.held_out_index(place), len(told)) for place in range(count)]
+    expected = [
+        (split.held_out_index(p), task) for task, split in enumerate(alone) for p in range(split.held_out_count)
+    ]
+    assert held_out == expected
+    assert not any(index in found[task] for index, task in held_out)
+
+
+def test_a_task_that_was_drawn_as_often_as_it_may_be_is_passed_over_until_none_is_left() -> None:
+    splits = (TaskSplit(6, 1, 0, epochs_max=2), TaskSplit(31, 1, 0, epochs_max=1))
+    mixed, position, drawn = MixedSplit(splits, (3.0, 1.0)), 0, []
+    while mixed.has(position := mixed.upcoming(position)):
+        drawn.append(divmod(mixed.train_index(position), 2))
+        position += 1
+    assert Counter(task for _, task in drawn) == {0: 10, 1: 30}
+    assert all(Counter(drawn)[index, 0] == 2 for index in {index for index, task in drawn if task == 0})
+    assert not mixed.has(position) and mixed.upcoming(position) == position
+    assert mixed.train_count == 35
+
+
+def test_an_endless_task_in_it_makes_the_mixture_endless() -> None:
+    split = TaskSplit(None, 5, seed=0)
+    assert [split.held_out_index(p) for p in range(5)] == [0, 1, 2, 3, 4]
+    assert [split.train_index(p) for p in (0, 1, 10**9)] == [5, 6, 10**9 + 5] and split.train_count is None
+    mixed = MixedSplit((TaskSplit(6, 1, 0, 1), TaskSplit(None, 2, 0, 1)), (1.0, 1.0))
+    assert mixed.train_count is None
+    assert mixed.has(mixed.upcoming(10**6))
+    with pytest.raises(TaskError, match="weights above 0"):
+        MixedSplit((TaskSplit(None, 0, 0), TaskSplit(None, 0, 0)), (1.0, 0.0))
+
+
+# ---- one task
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 200), st.data())
+def test_each_epoch_visits_every_training_instance_once_and_no_held_out_one(size: int, data: st.DataObject) -> None:
+    held_out_count = data.draw(st.integers(0, size - 1))
+    split = TaskSplit(size, held_out_count, seed=data.draw(st.integers(0, 1000)))
+    held_out = {split.held_out_index(position) for position in range(held_out_count)}
+    length = size - held_out_count
+    epochs = [[split.train_index(epoch * length + place) for place in range(length)] for epoch in range(2)]
+    assert epochs[0] != epochs[1] or length < 20
+    for epoch in epochs:
+        assert len(set(epoch)) == length
+        assert set(epoch) | held_out == set(range(size))
+        assert not set(epoch) & held_out
+
+
+def test_a_split_without_training_prompts_is_refused() -> None:
+    with pytest.raises(TaskError, match="held-out"):
+        TaskSplit(10, 10, seed=0)
