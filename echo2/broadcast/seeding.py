@@ -20,8 +20,7 @@ PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
 SLOW_AMONG = 4  # children: for one of so many that take chunks slowly, the others do not wait
 LOOK_S = 1.5  # of sending: several windows
 DIRECT_MOST = 2.0  # times its planned share: what the seed adds itself while relays bring only half of what was planned
-PIPE_SHARE = 0.87  # of the fluid bound: trees by region bring more than that where no pipe holds them back
-POOR_SHARE = 0.5  # of it: what trees that cross a thin pipe many times bring
+POOR_SHARE = 0.6  # of what trees by region bring: less than that do those that cross a thin pipe many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,9 @@ class SeedTree:
 
 
 class Seeding:
-    """Fresh chunks (published, not yet assigned) and the trees that can carry them. If these are by region and bring what uplinks
-    can, the plan's others take over, which are shorter; if those turn out to be poor, the trees by region stay."""
+    """Fresh chunks (published, not yet assigned) and the trees that can carry them. After two looks at those by region, the plan's
+    others take over, which are shorter and use each uplink by itself; where they turn out to bring far less, a pipe between the
+    regions is thin, and the trees by region are back and stay."""
 
     def __init__(self) -> None:
         self.fresh: deque[Ref] = deque()
@@ -141,7 +141,7 @@ class Seeding:
         self.trees: list[SeedTree] = []
         self._others: list[SeedTree] = []  # or, while those are in use, the trees by region
         self._enters_once, self._is_pipe_thin = False, False  # a chunk enters each region once, by the trees in use
-        self._bound_bytes_per_s = 0.0
+        self._bytes_per_s_by_region = 0.0
         self._passed_bytes, self._busy_s, self._looked_at, self._looks = 0, 0.0, float("-inf"), 0
         self._retiring: list[SeedTree] = []
         self._relays_full_since: float | None = None
@@ -158,7 +158,6 @@ class Seeding:
         self.trees, self._others, self._enters_once = [], [], plan.topology == BY_REGION
         if plan.seed is None or plan.seed.peer_id != me:
             return
-        self._bound_bytes_per_s = fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.others else 0.0
         for number, planned in enumerate(plan.all_trees):
             children = plan.pushed_to(number)
             direct = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
@@ -212,21 +211,24 @@ class Seeding:
         tree.window.assigned(ref, size, bool(relays), now)
         if relays:
             tree.owed_by[ref] = relays
+        else:
+            self._passed_bytes += size
         return ref, tree
 
     def _look(self, now: float) -> None:
-        """Measures what relays pass on while chunks wait, but for the first look; changes trees if others are better."""
+        """Measures what trees bring while chunks wait, but for the first look, and changes them: until the others are tried,
+        uplinks that are slower than planned look like a thin pipe."""
         self._busy_s += min(now - self._looked_at, RELAYS_FULL_S) if self._looked_at > 0 else 0.0
         self._looked_at = now
         if self._busy_s < LOOK_S or not self._others:
             return
-        share = self._passed_bytes / self._busy_s / self._bound_bytes_per_s
+        bytes_per_s = self._passed_bytes / self._busy_s
         self._passed_bytes, self._busy_s, self._looks = 0, 0.0, self._looks + 1
-        if self._looks < 2:
-            return
-        if self._enters_once and share >= PIPE_SHARE and not self._is_pipe_thin:
-            self._change_trees()
-        elif not self._enters_once and share < POOR_SHARE:
+        if self._enters_once:
+            if self._looks >= 2 and not self._is_pipe_thin:
+                self._bytes_per_s_by_region = bytes_per_s
+                self._change_trees()
+        elif bytes_per_s < POOR_SHARE * self._bytes_per_s_by_region:
             self._is_pipe_thin = True
             self._change_trees()
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.broadcast_model.network import KEY, BroadcastNetwork
+from benchmarks.broadcast_model.scenarios import wan_fleet
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import (
     ChunkSeen,
@@ -223,7 +224,8 @@ def test_a_relay_says_what_waits_before_the_head_of_another_region_and_at_it() -
     assert [ack.backlog for ack in acks] == [7]
 
 
-def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_where_one_is() -> None:
+@pytest.mark.parametrize("uplinks", [1.0, 0.7], ids=["as planned", "slower than planned"])
+def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_where_one_is(uplinks: float) -> None:
     nodes = two_regions()
     made = plan(nodes, 1, SIZE)
     session, size = BroadcastSession(nodes[0].peer_id), 1 << 20
@@ -257,10 +259,33 @@ def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_w
                             used.append((now, action.route.tree >= len(made.trees)))
         return {is_other for at, is_other in used if at > until - 1}
 
-    assert trees_used(6.0, 0.7) == {False}
-    assert trees_used(6.0, 1.0) == {True}
-    assert trees_used(6.0, 0.3) == {False}
-    assert trees_used(6.0, 1.0) == {False}, "the pipe has been seen"
+    assert trees_used(2.5, uplinks) == {False}, "first those that cross a pipe once"
+    assert trees_used(4.0, uplinks) == {True}
+    assert trees_used(4.0, 0.8 * uplinks) == {True}, "uplinks that change are no pipe"
+    assert trees_used(16.0, 0.5 * uplinks) == {False}
+    assert trees_used(6.0, uplinks) == {False}, "the pipe has been seen"
+
+
+@pytest.mark.parametrize("every_s, within", [(3.0, 1.3), (4.0, 1.18), (8.0, 1.15)])
+def test_uplinks_that_change_twofold_all_the_time_hold_nobody_up_for_long(every_s: float, within: float) -> None:
+    nodes = [
+        replace(node, uplink_bytes_per_s=node.up / 4, downlink_bytes_per_s=node.down / 4)
+        for node in wan_fleet("homogeneous", 8)
+    ]
+    net, size = BroadcastNetwork(plan(nodes, 1, 64 << 20, 64 << 10)), 64 << 20
+
+    def change() -> None:
+        for number, sim in enumerate(list(net.nodes.values())[1:]):
+            is_low = (int(net.now / every_s) + number) % 2
+            sim.link = replace(nodes[number + 1], uplink_bytes_per_s=nodes[number + 1].up * (0.5 if is_low else 1.0))
+        net.at(net.now + every_s, change)
+
+    net.connect_all()
+    net.publish(size, 64 << 10)
+    change()
+    net.run(60)
+    bound_s = 8 * size / (nodes[0].up + 0.75 * sum(node.up for node in nodes[1:]))
+    assert net.slowest_s < within * bound_s
 
 
 def test_fresh_chunks_are_sent_by_a_plan_by_region_whose_trees_have_no_relay() -> None:
