@@ -251,15 +251,21 @@ class Commands:
 ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] | None]] = {
     "workers/state": Commands._act_set_workers,
     "workers/dismiss": lambda commands, body: {"count": commands.dismiss_idle()},
-    "workers/release": Commands._act_release_workers, "tokens": Commands._act_create_token,
+    "workers/release": Commands._act_release_workers,
+    "tokens": Commands._act_create_token,
     "tokens/revoke": lambda commands, body: commands.revoke_token(_text(body, "token_id")),
-    "plan/apply": Commands._act_apply_plan, "machines": Commands._act_rent, "machines/release": Commands._act_release,
-    "machines/command": Commands._act_machine_command, "machines/notice": Commands._act_notice,
-    "machines/approve": lambda commands, body: commands.approve(), "run/settings": Commands._act_change_settings,
-    "run/pause": lambda commands, body: commands.pause(_reason(body)), "run/resume": lambda commands, body: commands.resume(),
+    "plan/apply": Commands._act_apply_plan,
+    "machines": Commands._act_rent,
+    "machines/release": Commands._act_release,
+    "machines/command": Commands._act_machine_command,
+    "machines/notice": Commands._act_notice,
+    "machines/approve": lambda commands, body: commands.approve(),
+    "run/settings": Commands._act_change_settings,
+    "run/pause": lambda commands, body: commands.pause(_reason(body)),
+    "run/resume": lambda commands, body: commands.resume(),
     "run/stop": lambda commands, body: commands.stop_run(_reason(body)),
     "run/advice": lambda commands, body: asdict(commands.view.advice()),
-}  # fmt: skip
+}
 """What the page and `echo2 ctl` can ask for, by name."""
 
 

@@ -187,9 +187,7 @@ class _Text:
 
 # A lease's speed is measured anew after a restart; what holds for a group until its next lease is found out anew.
 _ROWS = {
-    "groups": _RowForm(
-        OpenGroup, "avoid", "preferred", "waits_until", "moves", "made_by", "last_worker", "confirmed"
-    ),
+    "groups": _RowForm(OpenGroup, "avoid", "preferred", "waits_until", "moves", "made_by", "last_worker", "confirmed"),
     "leases": _RowForm(Lease, "tokens_before", "measured_from"),
     "members": _RowForm(
         Member, "record", "reach", "cut_at", "has_left", "is_restored", "heartbeat_at", "measures", "wanted_reason",

@@ -4,7 +4,7 @@ Python threads share one interpreter lock: while a plan for 2,000 workers was ma
 as long as the others. Guarantees: the process computes one thing at a time, and ends when `close` is called or this process ends,
 however it ends. If it dies (killed for its memory) or cannot be started (no descriptor, no memory), the work is done in a thread,
 and the next work gets a new process. Nothing is written to standard output: HiGHS, the integer solver's library, prints a line now
-and then whatever its options say; while any thread is inside `quiet_solver`, output to file descriptor 1 goes to standard error.
+and then whatever its options say, and inside `quiet_solver` output to file descriptor 1 goes to standard error.
 The module imports little, so that the process starts fast.
 """
 
@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -34,31 +34,20 @@ NICENESS = 5  # leases go first where cores are scarce
 _log = logging.getLogger("echo2.coordinator")
 T = TypeVar("T")
 _lock = threading.Lock()
-_inside = 0
-_kept = -1
 
 
 @contextmanager
 def quiet_solver() -> Iterator[None]:
-    """Redirects the whole process's standard output to standard error inside the block."""
-    global _inside, _kept
-    with _lock:
-        if _inside == 0:
-            sys.stdout.flush()
-            with suppress(OSError):  # a daemon without standard output or error has nothing to redirect
-                _kept = os.dup(1)
-                os.dup2(2, 1)
-        _inside += 1
-    try:
+    """Redirects the whole process's standard output to standard error inside the block; blocks of several threads run in turn."""
+    with _lock, ExitStack() as restored:
+        sys.stdout.flush()
+        with suppress(OSError):  # a daemon without standard output or error has nothing to redirect
+            stdout = os.dup(1)
+            restored.callback(os.close, stdout)
+            os.dup2(2, 1)
+            restored.callback(os.dup2, stdout, 1)
+            restored.callback(sys.stdout.flush)
         yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0 and _kept >= 0:
-                sys.stdout.flush()
-                os.dup2(_kept, 1)
-                os.close(_kept)
-                _kept = -1
 
 
 def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = None) -> Plan:

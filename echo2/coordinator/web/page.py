@@ -17,13 +17,14 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
@@ -31,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from echo2.base.errors import EchoError, MalformedMessage, PortBusy, Unreachable
 from echo2.base.ids import PeerId
@@ -93,7 +94,7 @@ class WebGuard:
         if answer is not None:
             await answer(scope, receive, _with_headers(send))
             return
-        await self._app(scope, _Body(receive).receive, _with_headers(send))
+        await self._app(scope, receive, _with_headers(send))
 
     def _refusal(self, request: Request) -> Response | None:
         hosts = request.headers.getlist("host")
@@ -144,42 +145,6 @@ def _own_path(request: Request) -> str:
     return "/" + str(request.scope["path"]).lstrip("/\\")
 
 
-class BodyRefused(Exception):
-    """A body is too long or too slow, whatever its headers declare."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Body:
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._left_bytes = REQUEST_BYTES_MAX
-        self._until = asyncio.get_running_loop().time() + BODY_S
-        self._is_whole = False
-
-    async def receive(self) -> Message:
-        if self._is_whole:
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._until):
-                message = await self._receive()
-        except TimeoutError:
-            raise BodyRefused(408, f"expected the whole body within {BODY_S:.0f} s") from None
-        self._left_bytes -= len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
-        if self._left_bytes < 0:
-            raise BodyRefused(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
-        return message
-
-
-async def body_refused(request: Request, error: Exception) -> Response:
-    """The answer to a refused body; without this handler it would be a 500."""
-    assert isinstance(error, BodyRefused)
-    return _problem(error.status, str(error))
-
-
 def _problem(status: int, message: str) -> Response:
     return JSONResponse({"error": message}, status)
 
@@ -206,73 +171,49 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_version": ("Newest published version.", lambda h: h.board.newest_version if h.board.hello else 0),
     "echo2_reward_mean": ("Mean reward of the last batch.", lambda h: h.board.report.reward_mean),
     "echo2_learner_connected": ("1 while the learner's stream stands.", lambda h: float(h.board.is_connected)),
-    "echo2_learner_utilisation": (
-        "Measured share of time it trains.",
-        lambda h: h.board.report.utilisation,
-    ),
-    "echo2_learner_utilisation_predicted": (
-        "The plan's prediction of it.",
-        lambda h: h.plan.predicted_utilisation,
-    ),
+    "echo2_learner_utilisation": ("Measured share of time it trains.", lambda h: h.board.report.utilisation),
+    "echo2_learner_utilisation_predicted": ("The plan's prediction of it.", lambda h: h.plan.predicted_utilisation),
     "echo2_train_seconds": ("Seconds that a step trains, smoothed.", lambda h: h.board.train_s),
-    "echo2_broadcast_seconds": (
-        "Publication to live on the whole pool, last complete version.",
-        lambda h: (h.board.newest_complete.complete_s or 0.0) if h.board.newest_complete else 0.0,
-    ),
-    "echo2_broadcast_seconds_predicted": (
-        "Its prediction.",
-        lambda h: h.board.newest_complete.predicted_s if h.board.newest_complete else 0.0,
-    ),
-    "echo2_utilisation_prediction_error": (
-        "Mean distance of measured from predicted utilisation.",
-        lambda h: h.plan.mean_error("utilisation"),
-    ),
-    "echo2_broadcast_prediction_error_seconds": (
-        "Mean distance of measured from predicted broadcast seconds.",
-        lambda h: h.plan.mean_error("broadcast_s"),
-    ),
-    "echo2_usd_per_hour_prediction_error": (
-        "Mean distance of what the pool cost from what the plan said.",
-        lambda h: h.plan.mean_error("usd_per_hour"),
-    ),
-    "echo2_over_stale_tokens_trained": (
-        "Tokens trained over the staleness bound; must be 0.",
-        lambda h: h.board.report.over_stale_tokens_trained,
-    ),
+    "echo2_broadcast_seconds": ("Publication to live on the whole pool, last complete version.",
+        lambda h: (h.board.newest_complete.complete_s or 0.0) if h.board.newest_complete else 0.0),
+    "echo2_broadcast_seconds_predicted": ("Its prediction.",
+        lambda h: h.board.newest_complete.predicted_s if h.board.newest_complete else 0.0),
+    "echo2_utilisation_prediction_error": ("Mean distance of measured from predicted utilisation.",
+        lambda h: h.plan.mean_error("utilisation")),
+    "echo2_broadcast_prediction_error_seconds": ("Mean distance of measured from predicted broadcast seconds.",
+        lambda h: h.plan.mean_error("broadcast_s")),
+    "echo2_usd_per_hour_prediction_error": ("Mean distance of what the pool cost from what the plan said.",
+        lambda h: h.plan.mean_error("usd_per_hour")),
+    "echo2_over_stale_tokens_trained": ("Tokens trained over the staleness bound; must be 0.",
+        lambda h: h.board.report.over_stale_tokens_trained),
     "echo2_rollouts_trained": ("Rollouts trained on.", lambda h: h.board.report.trained_rollouts),
     "echo2_rollouts_dropped_stale": ("Rollouts dropped as stale.", lambda h: h.board.report.dropped_stale_rollouts),
     "echo2_artifact_bytes_published": ("Bytes of all published versions.", lambda h: h.board.totals.artifact_bytes),
     "echo2_snapshot_bytes_published": ("What whole snapshots would have been.", lambda h: h.board.totals.full_bytes),
     "echo2_workers_alive": ("Workers that are alive.", lambda h: _count(h, Liveness.ALIVE)),
     "echo2_workers_suspect": ("Workers that are suspect.", lambda h: _count(h, Liveness.SUSPECT)),
-    "echo2_workers_active": (
-        "Workers that may be given leases.",
-        lambda h: sum(m.last_activation is Activation.ACTIVE for m in h.membership.living()),
-    ),
+    "echo2_workers_active": ("Workers that may be given leases.",
+        lambda h: sum(m.last_activation is Activation.ACTIVE for m in h.membership.living())),
     "echo2_leases_open": ("Leases out.", lambda h: len(h.book.leases)),
     "echo2_groups_queued": ("Groups that wait for a worker.", lambda h: h.book.queued),
     "echo2_leases_granted": ("Leases granted since the start.", lambda h: h.book.counts.granted),
     "echo2_leases_continued": ("Of them, continuations.", lambda h: h.book.counts.continued),
     "echo2_leases_expired": ("Leases that expired without progress.", lambda h: h.book.counts.expired),
     "echo2_leases_moved": ("Stragglers moved to faster workers.", lambda h: h.book.counts.moved),
-    "echo2_machines": (
-        "Machines rented and not given back.",
-        lambda h: sum(machine.is_open for machine in h.money.machines.values()),
-    ),
+    "echo2_machines": ("Machines rented and not given back.",
+        lambda h: sum(machine.is_open for machine in h.money.machines.values())),
     "echo2_usd_spent": ("The bill: all machines, those on standby too.", lambda h: h.money.sums().usd_spent),
     "echo2_usd_useful": ("Of the bill, what workers cost while they worked.", lambda h: h.money.sums().usd_useful),
     "echo2_usd_per_hour": ("What all machines that are there cost now.", lambda h: h.money.sums().usd_per_hour),
-}
+}  # fmt: skip
 
 WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {
     "echo2_worker_tokens_per_second": ("Tokens per busy second.", lambda h, m: m.heartbeat.tokens_per_s),
-    "echo2_worker_lag_versions": (
-        "Newest version minus the worker's.",
-        lambda h, m: h.board.newest_version - (m.heartbeat.version or 0),
-    ),
+    "echo2_worker_lag_versions": ("Newest version minus the worker's.",
+        lambda h, m: h.board.newest_version - (m.heartbeat.version or 0)),
     "echo2_worker_leases": ("Leases it holds.", lambda h, m: h.book.lease_count(m.peer_id)),
     "echo2_worker_usd_spent": ("What it has cost.", lambda h, m: m.usd_spent),
-}
+}  # fmt: skip
 
 
 def _count(hub: Hub, state: Liveness) -> int:
@@ -291,18 +232,12 @@ def families_of(hub: Hub) -> list[Metric]:
     return families
 
 
+@dataclass(frozen=True, slots=True)
 class _Collected(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
+    families: list[Metric]
 
     def collect(self) -> list[Metric]:
-        return self._families
-
-
-def exposition(families: list[Metric]) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_Collected(families))
-    return generate_latest(registry)
+        return self.families
 
 
 STOP_GRACE_S = 1  # for answers under way; streams end at once
@@ -346,7 +281,7 @@ class Web:
             *(Route(path, self._answering(value)) for path, value in values.items()),
             *(Route(f"/api/{name}", self._acting(name), methods=["POST"]) for name in ACTIONS),
         ]  # fmt: skip
-        return Starlette(routes=routes, exception_handlers={EchoError: _echo_error, BodyRefused: body_refused})
+        return Starlette(routes=routes, exception_handlers={EchoError: _echo_error})
 
     def _worker(self, query: QueryParams) -> Values:
         """One worker's row, its newest heartbeat, and the newest warnings and errors of its own log, newest first. The texts are
@@ -397,8 +332,8 @@ class Web:
         return plan_value(plan, "what-if", "")
 
     async def _metrics(self, request: Request) -> Response:
-        families = families_of(self._commands.hub)
-        text = await asyncio.to_thread(exposition, families)  # slow for a large fleet, and does not use the hub
+        collected = _Collected(families_of(self._commands.hub))
+        text = await asyncio.to_thread(generate_latest, collected)  # slow for a large fleet, and does not use the hub
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _state(self, request: Request) -> Response:
@@ -449,8 +384,19 @@ class Web:
         return endpoint
 
     def _acting(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        """Answers 413 or 408 to a body that is too long or too slow, whatever its headers declare."""
+
         async def endpoint(request: Request) -> Response:
-            answer = to_json(await self._commands.act(name, await request.body()), inf_nan_mode="null")
+            body = b""
+            try:
+                async with asyncio.timeout(BODY_S):
+                    async for part in request.stream():
+                        body += part
+                        if len(body) > REQUEST_BYTES_MAX:
+                            return _problem(413, f"expected a body of up to {REQUEST_BYTES_MAX} bytes")
+            except TimeoutError:
+                return _problem(408, f"expected the whole body within {BODY_S:.0f} s")
+            answer = to_json(await self._commands.act(name, body), inf_nan_mode="null")
             return Response(answer, media_type="application/json")
 
         return endpoint

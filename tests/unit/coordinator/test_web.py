@@ -21,13 +21,8 @@ from starlette.routing import Route
 from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Member, OperatorSetting
-from echo2.coordinator.web.page import (
-    METRICS,
-    ROWS_AT_ONCE,
-    WORKER_METRICS,
-    Web,
-    WebGuard,
-)
+from echo2.coordinator.web import page as web_page
+from echo2.coordinator.web.page import METRICS, ROWS_AT_ONCE, WORKER_METRICS, Web, WebGuard
 from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -57,7 +52,16 @@ async def status_of(daemon: CoordinatorDaemon, head: str) -> int:
     return int(answer.split()[1]) if answer else 0
 
 
-async def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they_expect(tmp_path: Path) -> None:
+async def undeclared_body(length: int, beyond_s: float) -> AsyncIterator[bytes]:
+    """A body whose length no header says, and which ends so long after its last byte."""
+    yield b"x" * length
+    await asyncio.sleep(beyond_s)
+
+
+async def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_page, "BODY_S", 0.2)
     async with page(tmp_path, model_path="org/base") as (daemon, web):
         good, wish = await acting(web), {"role": "worker", "lifetime_s": 60}
         for headers, status in (({}, 403), (good | {"origin": "http://evil.example"}, 403), (good, 200)):
@@ -79,6 +83,9 @@ async def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they
             answer = await web.post(f"/api/{action}", json=body, headers=good)
             assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
         assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
+        for length, beyond_s, status in ((64 << 10, 0.0, 400), ((64 << 10) + 1, 0.0, 413), (1, 0.3, 408)):
+            answer = await web.post("/api/tokens", content=undeclared_body(length, beyond_s), headers=good)
+            assert (answer.status_code, "expected" in answer.json()["error"]) == (status, True)
         unknown = await web.get("/api/what-if")  # no error: browsers would tell of it on their console
         assert (unknown.status_code, unknown.json()["is_known"]) == (200, False)
         for number in ("nan", "inf", "x"):
