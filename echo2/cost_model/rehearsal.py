@@ -19,7 +19,7 @@ import numpy as np
 
 from echo2.cost_model.plan import UTILISATION_TOLERANCE
 from echo2.cost_model.relations import NORMAL, Counts, Evaluation, FleetModel, Floats
-from echo2.cost_model.snapshot import DownloadMode, LearnerEstimate
+from echo2.cost_model.snapshot import DownloadMode, LearnerEstimate, PlanConfig
 
 STEPS_LEAST, STEPS_MAX, ROLLOUTS_IN_ALL = 20, 160, 16_000
 """Steps of a rehearsal: few of large batches, in which chance averages out; many of small ones."""
@@ -46,15 +46,14 @@ nothing like a normal distribution."""
 class Rehearsal:
     """The run to rehearse. Per worker: `slots`, `rollout_s` (mean), `own_s` (a version of kappa steps over the links to it),
     `latency_s` (last byte to live), `swap_s`. lengths: quantiles of a rollout's length at equal shares, ascending, with mean 1.
-    common_s: a version of kappa steps on the learner's and the swarm's links. growth: size of a version by the steps it spans,
-    over that of kappa steps. is_stalled: workers pause while a version is on the links. take: seed of the order of lengths."""
+    common_s: a version of kappa steps on the learner's and the swarm's links. `groups_per_step`, `rewards_per_s`: of the learner,
+    or of the part of it that is rehearsed. take: seed of the order of lengths."""
 
-    staleness_bound: int
+    learner: LearnerEstimate
+    config: PlanConfig
     kappa: int
-    train_s: float
-    encode_s: float
     groups_per_step: int
-    rollouts_per_group: int
+    rewards_per_s: float
     cap_groups: int
     slots: Counts
     rollout_s: Floats
@@ -63,11 +62,11 @@ class Rehearsal:
     swap_s: Floats
     lengths: Floats
     common_s: float
-    growth: Callable[[int], float]
-    reward_s: float = 0.0
-    rewards_per_s: float = math.inf
-    is_stalled: bool = False
     take: int = 0
+
+    def growth(self, spans: int) -> float:
+        """The size of a version that spans so many steps, over that of kappa steps."""
+        return self.learner.artifact_bytes(spans) / self.learner.artifact_bytes(self.kappa)
 
 
 def rehearsed(fleet: FleetModel, pool: Evaluation, takes: int = 0) -> Evaluation:
@@ -141,14 +140,13 @@ def rehearsal_of(fleet: FleetModel, pool: Evaluation) -> Rehearsal:
     """The run to rehearse for `pool`. A worker's slots are those that its rate keeps full (Little's law)."""
     learner, kappa, rows = fleet.snapshot.learner, pool.kappa, np.flatnonzero(pool.chosen)
     common_s, own_s = fleet.links_s(kappa, rows)
-    size, group, slots = learner.artifact_bytes(kappa), learner.rollouts_per_group, fleet.slots[rows]
+    group, slots = learner.rollouts_per_group, fleet.slots[rows]
     return Rehearsal(
-        staleness_bound=fleet.config.staleness_bound,
+        learner=learner,
+        config=fleet.config,
         kappa=kappa,
-        train_s=learner.train_s,
-        encode_s=learner.encode_s,
         groups_per_step=math.ceil(learner.rollouts_per_step / group),
-        rollouts_per_group=group,
+        rewards_per_s=learner.rewards_per_s,
         cap_groups=pool.in_flight_cap(group) // group,
         slots=slots,
         rollout_s=slots * (1.0 - fleet.away[rows]) / fleet.rate[rows],
@@ -157,10 +155,6 @@ def rehearsal_of(fleet: FleetModel, pool: Evaluation) -> Rehearsal:
         swap_s=fleet.swap_s[rows],
         lengths=fleet.lengths,
         common_s=common_s,
-        growth=lambda spans: learner.artifact_bytes(spans) / size,
-        reward_s=learner.reward_s,
-        rewards_per_s=learner.rewards_per_s,
-        is_stalled=fleet.config.download is DownloadMode.STALLED,
     )
 
 
@@ -170,17 +164,17 @@ def rehearsal_of(fleet: FleetModel, pool: Evaluation) -> Rehearsal:
 def reduced(run: Rehearsal, larger: int = 1) -> Rehearsal:
     """Shrinks a pool in proportion to at most about `larger` times `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer
     slots. Rates are corrected for rounding. A worker with room for a whole group keeps room for one."""
-    batch = run.groups_per_step * run.rollouts_per_group
+    batch = run.groups_per_step * run.learner.rollouts_per_group
     factor = min(batch / ROLLOUTS_MAX, run.groups_per_step / GROUPS_LEAST) / larger
     if factor <= 1.0:
         return run
     count = len(run.slots)
-    each = np.minimum(run.slots, run.rollouts_per_group)  # fewest slots that a worker keeps
+    each = np.minimum(run.slots, run.learner.rollouts_per_group)  # fewest slots that a worker keeps
     floor = batch * float((each / run.rollout_s).sum()) / float((run.slots / run.rollout_s).sum())
     share = ROLLOUTS_MAX * count / (floor * WORKERS_KEPT)
     size = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(larger * WORKERS_KEPT * min(1.0, share))))
     # Sorted by what decides most, so every part of the pool is represented.
-    late = np.round((run.latency_s + run.own_s) / run.train_s, 2)
+    late = np.round((run.latency_s + run.own_s) / run.learner.train_s, 2)
     order = np.lexsort((run.rollout_s, run.slots, late))
     rows = order[((np.arange(size) + 0.5) * count / size).astype(np.int64)]
     thinner = max(1.0, factor * size / count)
@@ -204,8 +198,8 @@ def reduced(run: Rehearsal, larger: int = 1) -> Rehearsal:
 def rehearse(run: Rehearsal, steps: int = 0, larger: int = 1) -> float:
     """Simulates `steps` steps (0: as many as this pool needs to settle); the utilisation over the later ones."""
     part = reduced(run, larger)
-    late = math.ceil(part.common_s / part.train_s)
-    wanted = max(STEPS_LEAST, ROLLOUTS_IN_ALL // (part.groups_per_step * part.rollouts_per_group))
+    late = math.ceil(part.common_s / part.learner.train_s)
+    wanted = max(STEPS_LEAST, ROLLOUTS_IN_ALL // (part.groups_per_step * part.learner.rollouts_per_group))
     least = max(3 * part.kappa, STEPS_OF_LATE_VERSIONS * late if late > part.kappa else 0)  # whole periods are measured
     return _Stage(part, min(max(STEPS_MAX, 3 * part.kappa), max(steps or min(wanted, STEPS_MAX // 2), least))).play()
 
@@ -264,7 +258,7 @@ class _Stage:
     def play(self) -> float:
         run = self.run
         points = len(run.lengths)
-        blocks = math.ceil((self.steps + 2) * run.groups_per_step * run.rollouts_per_group / points)
+        blocks = math.ceil((self.steps + 2) * run.groups_per_step * run.learner.rollouts_per_group / points)
         self.lengths = run.lengths[_order(points, 1 << (blocks - 1).bit_length(), run.take)].tolist()
         columns = (run.slots, run.rollout_s, run.own_s, run.latency_s, run.swap_s)
         for slots, rollout_s, *links in zip(*(column.tolist() for column in columns), strict=True):
@@ -292,7 +286,7 @@ class _Stage:
         """Gives groups to workers with a free slot, the least loaded first, while the cap and pacing allow."""
         run, workers = self.run, self.workers
         while self.free and self.outstanding < run.cap_groups:
-            oldest = self.step + self.outstanding // run.groups_per_step - run.staleness_bound
+            oldest = self.step + self.outstanding // run.groups_per_step - run.config.staleness_bound
             best, least = -1, math.inf
             for index in self.free:
                 worker = workers[index]
@@ -303,7 +297,7 @@ class _Stage:
             self._give(best)
 
     def _give(self, index: int) -> None:
-        worker, size = self.workers[index], self.run.rollouts_per_group
+        worker, size = self.workers[index], self.run.learner.rollouts_per_group
         stalled_s, ends, rollout_s = worker.stalled_s, worker.ends, worker.rollout_s
         own_now = max(self.now, worker.stands_until_s) - stalled_s
         if self.drawn + size > len(self.lengths):
@@ -331,12 +325,12 @@ class _Stage:
         """All rollouts have ended; most of their rewards were computed while the longest was still generated."""
         self.workers[index].leases -= 1
         run = self.run
-        if run.reward_s <= 0.0:
+        if run.learner.reward_s <= 0.0:
             self._rewarded(0, version)
             return
-        alone_s = run.rollouts_per_group / run.rewards_per_s
+        alone_s = run.learner.rollouts_per_group / run.rewards_per_s
         self.rewards_free_s = max(self.rewards_free_s, self.now - alone_s) + alone_s
-        self._schedule(self.rewards_free_s + run.reward_s, self._rewarded, 0, version)
+        self._schedule(self.rewards_free_s + run.learner.reward_s, self._rewarded, 0, version)
 
     def _rewarded(self, _: int, version: int) -> None:
         self.finished[version] = self.finished.get(version, 0) + 1
@@ -348,7 +342,7 @@ class _Stage:
         if self.is_training:
             return
         run = self.run
-        oldest = self.step - run.staleness_bound
+        oldest = self.step - run.config.staleness_bound
         for version in [version for version in self.finished if version < oldest]:
             self.outstanding -= self.finished.pop(version)
         if sum(self.finished.values()) >= run.groups_per_step:
@@ -363,7 +357,7 @@ class _Stage:
             self.starts.append(self.now)
             self.step += 1
             self.is_training = True
-            self._schedule(self.now + run.train_s, self._step_done, 0)
+            self._schedule(self.now + run.learner.train_s, self._step_done, 0)
         self._lease()
 
     def _step_done(self, _: int, __: int) -> None:
@@ -371,7 +365,7 @@ class _Stage:
         self.completed += 1
         if self.completed - self.newest >= self.run.kappa:
             self.newest = self.completed
-            self._schedule(self.now + self.run.encode_s, self._published, 0)
+            self._schedule(self.now + self.run.learner.encode_s, self._published, 0)
         self._try_step()
 
     # ---- versions
@@ -392,7 +386,7 @@ class _Stage:
         worker = self.workers[index]
         own_s = worker.own_s * self.run.growth(self.sent - worker.sent)
         worker.sent, worker.link_free_s = self.sent, self.now + own_s
-        if self.run.is_stalled:
+        if self.run.config.download is DownloadMode.STALLED:
             self._stand_still(worker, own_s)
         self._schedule(self.now + own_s + worker.latency_s, self._live, index, self.sent)
         if worker.own_s > self.run.common_s * (1 + 1e-9):
@@ -424,4 +418,4 @@ class _Stage:
             return 0.0
         periods = max(1, int((count - 1) * (1 - WARM_SHARE)) // kappa)
         span_s = self.starts[-1] - self.starts[count - 1 - periods * kappa]
-        return min(1.0, periods * kappa * self.run.train_s / span_s)
+        return min(1.0, periods * kappa * self.run.learner.train_s / span_s)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from echo2.cost_model.rehearsal import Rehearsal, confirmed, reduced, rehearsal_of, rehearse, rehearsed
 from echo2.cost_model.relations import FleetModel, OperatingPoint, longest_of, unit_lengths
-from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
+from echo2.cost_model.snapshot import DownloadMode, LinkEstimate, PlanConfig
 from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
 
 
@@ -97,14 +97,21 @@ def test_nobody_and_a_bound_of_nothing_are_no_division() -> None:
 def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsal:
     """T_train = 1 s, R = 64 in groups of 8, four workers of 7 slots, 0.3 s a rollout: 1.46 times the rate needed."""
     fields: dict[str, object] = {
-        "train_s": 1.0, "encode_s": 0.0, "groups_per_step": 8, "rollouts_per_group": 8, "cap_groups": 16,
-        "slots": np.full(4, 7), "rollout_s": np.full(4, 0.3),
-        "lengths": unit_lengths(0.3, 0.75, 1.2), "common_s": transfer_s, "growth": lambda spans: (spans / kappa) ** 0.75,
-        **others,
+        "groups_per_step": 8, "rewards_per_s": math.inf, "cap_groups": 16, "slots": np.full(4, 7),
+        "rollout_s": np.full(4, 0.3), "lengths": unit_lengths(0.3, 0.75, 1.2), "common_s": transfer_s, **others,
     }  # fmt: skip
+    seat = learner(rollouts_per_step=64, rollouts_per_group=8, train_s=1.0, encode_s=0.0, delta_growth=0.75)
     count = len(fields["slots"])  # type: ignore[arg-type]
     columns = {"own_s": np.full(count, fields["common_s"]), "latency_s": np.zeros(count), "swap_s": np.zeros(count)}
-    return Rehearsal(bound, kappa, **{**columns, **fields})  # type: ignore[arg-type]
+    return Rehearsal(seat, PlanConfig(bound), kappa, **{**columns, **fields})  # type: ignore[arg-type]
+
+
+def judged(rewards_per_s: float) -> Rehearsal:
+    judges = run(6, 2, 0.2, rewards_per_s=rewards_per_s)
+    return dataclasses.replace(judges, learner=dataclasses.replace(judges.learner, reward_s=0.05))
+
+
+SCARCE = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +119,11 @@ def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsa
     [
         (run(6, 2, 0.5), 1.0, 0.01),  # a wide bound and enough rate
         *((run(8, 2, 0.2, rollout_s=np.full(4, 28 / (64 * rate)), cap_groups=32), rate, 0.02) for rate in (0.5, 0.9)),
-        *((run(6, 2, 0.2, reward_s=0.05, rewards_per_s=64 * rate), rate, 0.02) for rate in (0.4, 0.8)),
-        (run(6, 2, 0.2, reward_s=0.05, rewards_per_s=200.0), 1.0, 0.02),
+        *((judged(64 * rate), rate, 0.02) for rate in (0.4, 0.8)),
+        (judged(200.0), 1.0, 0.02),
         # Rate for 0.95 of the need while it works, and half of each period without work.
-        (run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32, is_stalled=True), 0.6, 0.08),
-        (run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32), 0.95, 0.02),
+        (dataclasses.replace(SCARCE, config=PlanConfig(8, download=DownloadMode.STALLED)), 0.6, 0.08),
+        (SCARCE, 0.95, 0.02),
     ],
 )
 def test_the_learner_is_as_busy_as_the_scarcest_thing_allows(told: Rehearsal, share: float, within: float) -> None:
@@ -134,7 +141,7 @@ def test_a_tight_bound_serialises_and_a_group_larger_than_the_slots_takes_turns(
 
 def test_versions_that_replace_one_that_waited_are_larger_and_a_slow_downlink_is_late_alone() -> None:
     grows = run(6, 1, 3.0)
-    constant = dataclasses.replace(grows, growth=lambda spans: 1.0)
+    constant = dataclasses.replace(grows, learner=dataclasses.replace(grows.learner, delta_growth=0.0))
     assert rehearse(grows) < rehearse(constant) - 0.2
     five = {"slots": np.full(5, 7), "rollout_s": np.full(5, 0.3)}
     late = run(3, 1, 0.3, own_s=np.array([0.3, 0.3, 0.3, 0.3, 6.0]), **five)
