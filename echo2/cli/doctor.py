@@ -1,7 +1,7 @@
 """`echo2 doctor`: checks this machine and says what to do about each problem.
 
 Guarantees: changes nothing, joins no run and uses up no token; each line says what was found and, if it is bad, what was expected
-and what to do. Exit code 6 if anything is bad. Waits for: the disk, and the coordinator as doctor_network says.
+and what to do. Exit code 6 if anything is bad. Waits for: the disk, the coordinator, and its probes.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, neede
     gpu = built_in_catalogue()[LEARNER_GPU]
     memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
     count = gpus_needed(config, model, memory_bytes)
-    if count < config.learner.replicas * rule.GPUS_MAX or fits(LearnerMachine(count, memory_bytes)):
+    if count < config.learner.replicas * rule.COPY_GPUS_MAX or fits(LearnerMachine(count, memory_bytes)):
         yield f"{count} {kind} GPU{'' if count == 1 else 's'}"
     yield f"GPUs of {format_bytes(needed_bytes)}" if machine.gpu_count else f"{format_bytes(needed_bytes)} of memory"
     budget = learner_needs(config, model, machine).budget // 2

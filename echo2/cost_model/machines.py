@@ -220,7 +220,7 @@ def prefill_cost(prior: WorkerPrior, tokens_held: float, *, recomputes: bool) ->
 # An offer is one machine of one provider at a price per hour. Time lost while a preempted machine is replaced yields no useful
 # tokens. An offer on which the model does not fit, or whose GPU has no data sheet, is listed with the reason.
 
-GPUS_MAX = 16  # of the largest machine that a provider in the catalogue offers
+OFFERED_GPUS_MAX = 16  # of the largest machine that a provider in the catalogue offers
 RATE_RANGE = (0.51, 1.96)
 """Delivered over predicted tokens/s of nine machines of ten: an assumption, for no GPU has been measured. It supposes that kinds
 deviate from the roofline by a third, twice as much as machines of one kind differ from each other."""
@@ -245,7 +245,7 @@ class MarketOffer:
 
     def __post_init__(self) -> None:
         owner = f"offer {self.provider} {self.instance}"
-        checked(owner, "gpu_count", self.gpu_count, 1, GPUS_MAX)
+        checked(owner, "gpu_count", self.gpu_count, 1, OFFERED_GPUS_MAX)
         check_fields(self, owner, "gpu_memory_gib usd_per_hour")
 
 

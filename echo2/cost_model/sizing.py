@@ -402,7 +402,7 @@ CHECKPOINTING_FROM_BYTES = 6 << 30
 """With more activations than this, gradient checkpointing is worth a third more time."""
 TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
 """Tokens of a micro-batch: more do not make a device faster, fewer leave it idle between kernels."""
-GPUS_MAX = 64  # most GPUs tried for one copy of the state, when the GPU count is not given
+COPY_GPUS_MAX = 64  # most GPUs tried for one copy of the state, when the GPU count is not given
 
 
 class Checkpointing(Enum):
@@ -543,13 +543,13 @@ def fewest_gpus(
     asked: bool | Literal["auto", "selective"] = "auto",
 ) -> int:
     """The fewest GPUs on which a learner of this model fits: `run.replicas` times the smallest power of two that holds one copy of
-    the state, at most `GPUS_MAX` per copy, even if that is not enough. `asked`: `learner.gradient_checkpointing`."""
+    the state, at most `COPY_GPUS_MAX` per copy, even if that is not enough. `asked`: `learner.gradient_checkpointing`."""
     checkpointing, alone = checkpointing_of(asked, size, token_budget, 2), replace(run, replicas=1)
-    for power in range(GPUS_MAX.bit_length()):
+    for power in range(COPY_GPUS_MAX.bit_length()):
         memory = learner_memory(size, token_budget, checkpointing, gpu_count=1 << power, run=alone)
         if memory.device_bytes <= GPU_MEMORY_SHARE * gpu_memory_bytes:
             return run.replicas << power
-    return run.replicas * GPUS_MAX
+    return run.replicas * COPY_GPUS_MAX
 
 
 def learner_memory(

@@ -29,6 +29,7 @@ MIP_NODES_MAX = 500  # limits nodes, not seconds, so that plans do not depend on
 CORE_KINDS = 50
 """Kinds that the integer program decides; with more, the others' places follow from the price of rate, within `MIP_GAP` or
 nearly."""
+PENALTIES_TRIED = 24  # for the swarm's share: a factor of 4^24, or a bisection to a ten-millionth
 BATCH_POINTS, TRANSFER_POINTS, TRANSFER_POINTS_SMALL, SMALL_FLEET = 8, 5, 12, 40
 """Thresholds tried. In a small fleet, one machine more or less changes the transfer time a lot, hence finer steps."""
 UTILISATION_LEAST = 1e-4  # keeps ratios of utilisations finite
@@ -130,17 +131,18 @@ class PoolProgram:
         if not bound < roof:
             return None, bound
         if over > 0 and len(kinds) > CORE_KINDS:  # the swarm's share in the price decides which are fixed
-            penalty, low, high = 0.0, 0.0, float(self.price.max()) / max(float(np.abs(self.burden).max()), 1e-9)
-            for _ in range(24):
-                trial = self.relaxed(high if penalty == 0.0 else (low + high) / 2)
-                if penalty == 0.0 and trial[1] > 0:
-                    low, high = high, high * 4
-                    continue
-                penalty = high if penalty == 0.0 else (low + high) / 2
-                bound = max(bound, trial[0]) if math.isfinite(trial[0]) else bound
-                low, high = (penalty, high) if trial[1] > 0 else (low, penalty)
+            low, high = 0.0, float(self.price.max()) / max(float(np.abs(self.burden).max()), 1e-9)
+            trials = PENALTIES_TRIED
+            while trials and self.relaxed(high)[1] > 0:
+                low, high, trials = high, high * 4, trials - 1
+            penalty = high
+            for _ in range(trials):
+                usd, over, _, _ = self.relaxed(penalty)
+                bound = max(bound, usd) if math.isfinite(usd) else bound
+                low, high = (penalty, high) if over > 0 else (low, penalty)
                 if high - low < 1e-3 * high:
                     break
+                penalty = (low + high) / 2
             _, _, last, kinds = self.relaxed(high)
             if not bound < roof:
                 return None, bound

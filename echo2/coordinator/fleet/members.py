@@ -354,7 +354,9 @@ def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float
             member.record.trial_since = None
     places = 0 if is_spent else len(proven) or len(newcomers)
     room = usd_per_hour_cap - sum(m.hello.price_usd_per_hour for m in proven if m.is_wanted)
-    for member in sorted(newcomers.values(), key=lambda m: _turn(m, now)):
+    for member in newcomers.values():
+        _end_vain_trial(member.record, now)
+    for member in sorted(newcomers.values(), key=_turn):
         record, price = member.record, member.hello.price_usd_per_hour
         is_due = record.trial_since is not None or not proven or record.trial_not_before <= now
         if not (places and is_due and price <= room):
@@ -364,13 +366,16 @@ def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float
         places, room = places - 1, room - price
 
 
-def _turn(member: Member, now: float) -> tuple[float, int, float, str]:
-    """A newcomer's place in the queue for trials: running ones come first. Ends one that has brought nothing."""
-    record = member.record
+def _end_vain_trial(record: WorkerRecord, now: float) -> None:
     if record.trial_since is not None and now - record.trial_since >= TRIAL_S:
         record.trial_since = None
         record.trials_failed += 1
         record.trial_not_before = now + TRIAL_S * 2.0 ** min(record.trials_failed, TRIAL_DOUBLINGS_MAX)
+
+
+def _turn(member: Member) -> tuple[float, int, float, str]:
+    """A newcomer's place in the queue for trials: running ones come first."""
+    record = member.record
     began = math.inf if record.trial_since is None else record.trial_since
     return began, record.trials_failed, member.joined_at, member.peer_id
 

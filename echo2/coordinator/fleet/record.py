@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.clock import ceiling_s
 from echo2.base.ids import LeaseId, PeerId, Version
-from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivery, prompt_digest
+from echo2.coordinator.leases.lease import ConfirmedTokens, GroupPhase, OpenGroup, WorkerDelivery, prompt_digest
 
 CLAIM_MARGIN = 2.0  # a worker that sometimes waits for work is faster than it could show
 GROWTH = 2.0  # as in slow start of TCP
@@ -188,19 +188,27 @@ class WorkerRecords:
         delivered = {delivery.worker_id: delivery for delivery in workers}
         for worker_id in delivered:
             self.of(worker_id)
-        return [
-            worker_id
-            for worker_id, record in self.workers.items()
-            if self._is_silent(worker_id, record, delivered.get(worker_id), passed_s, now)
-        ]
+        silent = []
+        for worker_id, record in self.workers.items():
+            delivery = delivered.get(worker_id)
+            self._meter(worker_id, record, delivery.admitted_rollouts if delivery is not None else 0.0, passed_s)
+            if delivery is not None:
+                record.peak_rollouts = max(record.peak_rollouts, float(delivery.heard_rollouts))
+                record.confirm()
+            elif record.used and passed_s <= TELLING_S_MAX:
+                record.quiet_s += passed_s
+                if record.quiet_s >= (self.lease_timeout_s if record.is_proven else self.first_word_s):
+                    self.bar(worker_id, "nothing of its leases reached the learner", self.first_word_s, now)
+                    record.confirm()
+                    record.peak_rollouts = 0.0  # its room starts over at one group
+                    silent.append(worker_id)
+        return silent
 
-    def _is_silent(
-        self, worker_id: PeerId, record: WorkerRecord, delivery: WorkerDelivery | None, passed_s: float, now: float
-    ) -> bool:
-        is_at_work, admitted = bool(record.used), delivery.admitted_rollouts if delivery is not None else 0.0
-        if is_at_work:
+    def _meter(self, worker_id: PeerId, record: WorkerRecord, admitted: float, passed_s: float) -> None:
+        """Takes the rollouts admitted of a worker into its rates, the first of which prove it."""
+        if record.used:
             record.peak_rollouts *= 0.5 ** (passed_s / PEAK_HALF_LIFE_S)
-        if is_at_work or admitted > 0:
+        if record.used or admitted > 0:
             record.add_window(passed_s, admitted)
         self.admitted += admitted
         if admitted > 0 and not record.is_proven:
@@ -211,19 +219,6 @@ class WorkerRecords:
             record.delivered_per_s = max(0.0, record.rollouts) / (max(0.0, record.seconds) + SETTLE_S)
         else:
             record.delivered_per_s = 0.0
-        if delivery is not None:
-            record.peak_rollouts = max(record.peak_rollouts, float(delivery.heard_rollouts))
-            record.confirm()
-            return False
-        if not is_at_work or passed_s > TELLING_S_MAX:
-            return False
-        record.quiet_s += passed_s
-        if record.quiet_s < (self.lease_timeout_s if record.is_proven else self.first_word_s):
-            return False
-        self.bar(worker_id, "nothing of its leases reached the learner", self.first_word_s, now)
-        record.confirm()
-        record.peak_rollouts = 0.0  # its room starts over at one group
-        return True
 
     @property
     def first_word_s(self) -> float:
@@ -240,10 +235,10 @@ class WorkerRecords:
         """The learner holds `tokens` of a leased group and lacks the rest. Returns for how many seconds nothing has arrived; 0
         while that is below the limit. An honest worker claims tokens only after the learner has taken them."""
         confirmed = group.confirmed
-        if confirmed is None or confirmed[0] != lease_id or tokens > confirmed[1]:
-            group.confirmed = (lease_id, tokens, now)
+        if confirmed is None or confirmed.lease_id != lease_id or tokens > confirmed.tokens:
+            group.confirmed = ConfirmedTokens(lease_id, tokens, now)
             return 0.0
-        quiet_s = now - confirmed[2]
+        quiet_s = now - confirmed.since
         return quiet_s if quiet_s >= UNHEARD_TIMEOUTS * self.lease_timeout_s else 0.0
 
     def give_up(self, way: str, worker_id: PeerId, group: OpenGroup, since: float, now: float) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, Literal, ParamSpec
+from typing import Concatenate, Literal, NamedTuple, ParamSpec
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
@@ -72,13 +72,20 @@ class Lease:
     measured_from: float = 0.0
 
 
+class ConfirmedTokens(NamedTuple):
+    """So many tokens of a lease the learner holds, and has reported no more since then."""
+
+    lease_id: LeaseId
+    tokens: int
+    since: float
+
+
 @dataclass(slots=True)
 class OpenGroup:
     """A group that the learner wants and has not closed. `avoid`: maps workers that must not get it to the time until which
     that holds. `preferred`: the worker for which it was recalled, or that has the previous turn in its KV cache; `waits_until`:
     until then no other worker gets it. `moves`: how often it was recalled for another worker; `made_by`: the worker that claims
-    to have finished it; `last_worker`: holder of its newest lease; `confirmed`: a lease, the tokens that the learner held under
-    it, and when it first reported that number. These fields are not saved."""
+    to have finished it; `last_worker`: holder of its newest lease. These fields are not saved, nor is `confirmed`."""
 
     spec: GroupSpec
     phase: GroupPhase
@@ -94,7 +101,7 @@ class OpenGroup:
     moves: int = 0
     made_by: PeerId | None = None
     last_worker: PeerId | None = None
-    confirmed: tuple[LeaseId, int, float] | None = None
+    confirmed: ConfirmedTokens | None = None
 
     @property
     def is_continuation(self) -> bool:

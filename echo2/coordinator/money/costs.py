@@ -46,7 +46,7 @@ BUDGET_HOURS = 1.0  # a run that lasts less is no run
 TYPICAL_TIMES = 10.0
 IDLE_S = 30.0  # a worker on standby for less than this may just be between two plans
 _WORKING = (Activation.ACTIVE, Activation.DRAINING)
-GPUS_MAX = 8  # of the largest machine that a claim is believed for
+BELIEVED_GPUS_MAX = 8  # of the largest machine that a claim is believed for
 
 
 def is_there(member: Member) -> bool:
@@ -237,6 +237,6 @@ def _typical_limit(gpu: str) -> PriceLimit:
     kind, count = kind_of_name(gpu, kinds)
     if kind in ("", CPU):
         dearest = max(gpu_type.usd_per_hour for gpu_type in kinds.values())
-        return PriceLimit(GPUS_MAX * dearest, f"the typical price of {GPUS_MAX} of the dearest GPUs")
-    typical = min(count, GPUS_MAX) * kinds[kind].usd_per_hour
+        return PriceLimit(BELIEVED_GPUS_MAX * dearest, f"the typical price of {BELIEVED_GPUS_MAX} of the dearest GPUs")
+    typical = min(count, BELIEVED_GPUS_MAX) * kinds[kind].usd_per_hour
     return PriceLimit(TYPICAL_TIMES * typical, f"{TYPICAL_TIMES:g} times the typical price of {gpu}")

@@ -409,7 +409,7 @@ def bar_text(book: LeaseBook, worker_id: PeerId, now: float) -> str:
 def why_no_lease(book: LeaseBook, member: Member, now: float) -> str:
     """Why the worker is given no lease now, in one sentence; empty if it can be given one, or has gone. The only place that
     decides what is said: its liveness; what operator, price and plan say (`Member.activation_reason`); what it failed (`bar_text`);
-    what it may hold (`LeaseRequests.limit_of`); what waits."""
+    what it may hold (`LeaseBook.limit_of`); what waits."""
     worker_id = member.peer_id
     if member.last_liveness is Liveness.GONE:
         return ""

@@ -41,7 +41,7 @@ def finite(value: float | None, digits: int = 6) -> float | None:
     return round(value, digits) if value is not None and math.isfinite(value) else None
 
 
-EVENTS_SHOWN = 200  # what a person scrolls through; the CSV and the log have all
+EVENTS_SHOWN = 200  # what a person scrolls through; the log has all
 SILENT_BEATS = 3  # as many as make a worker suspect
 PEER_ID = re.compile(r"\b12D3Koo\w{45}\b")  # in texts of the lease book, which knows no names
 SETTLING_S = 5.0  # until the next plan
@@ -61,8 +61,8 @@ class StateView:
 
     def status(self) -> pb.RunStatus:
         """The whole state of the run, as `echo2 status` asks for it."""
-        hub, now = self._hub, self._hub.clock.now()
-        status = self._facts()[0]
+        hub, now, money = self._hub, self._hub.clock.now(), self._hub.money.sums()
+        status = self._status(money, self._advice(self._provisioner.advice(money), money))
         status.workers.extend(
             pb.WorkerStatus(
                 peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
@@ -74,11 +74,9 @@ class StateView:
         )  # fmt: skip
         return status
 
-    def _facts(self) -> tuple[pb.RunStatus, RunAdvice, FleetAdvice, FleetCosts]:
-        """The state without the workers, and what it was made with."""
-        hub, board, money = self._hub, self._hub.board, self._hub.money.sums()
-        wishes = self._provisioner.advice(money)
-        advice = self._advice(wishes, money)
+    def _status(self, money: FleetCosts, advice: RunAdvice) -> pb.RunStatus:
+        """The state without the workers."""
+        hub, board = self._hub, self._hub.board
         status = pb.RunStatus(
             run_id=hub.options.run_id, unix_s=hub.clock.now(), learner_is_connected=board.is_connected, plan=hub.plan.message,
             plan_terms=hub.plan.now.term_lines() if hub.plan.now else (), open_leases=len(hub.book.leases),
@@ -95,12 +93,14 @@ class StateView:
         )  # fmt: skip
         if board.newest_complete is not None and board.newest_complete.complete_s is not None:
             status.measured_broadcast_s = board.newest_complete.complete_s
-        return status, advice, wishes, money
+        return status
 
     def sections(self) -> dict[str, Any]:
         """All sections of the page except the workers, whose rows `worker` gives."""
-        hub, now = self._hub, self._hub.clock.now()
-        status, advice, wishes, money = self._facts()
+        hub, now, money = self._hub, self._hub.clock.now(), self._hub.money.sums()
+        wishes = self._provisioner.advice(money)
+        advice = self._advice(wishes, money)
+        status = self._status(money, advice)
         return {
             "run": {
                 "run_id": status.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
@@ -292,7 +292,8 @@ class StateView:
 
     def advice(self) -> RunAdvice:
         """What stops or limits the run, and what to do, as things are now."""
-        return self._facts()[1]
+        money = self._hub.money.sums()
+        return self._advice(self._provisioner.advice(money), money)
 
     def _advice(self, fleet: FleetAdvice, money: FleetCosts) -> RunAdvice:
         hub, board = self._hub, self._hub.board

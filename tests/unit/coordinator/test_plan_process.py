@@ -115,15 +115,20 @@ def test_the_process_ends_with_one_that_is_killed() -> None:
 def test_what_is_written_below_python_goes_to_standard_error_in_whatever_order_threads_leave(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    entered, left = threading.Event(), threading.Event()
+
     def solve() -> None:
         with quiet_solver():
+            entered.set()
+            left.wait(10)
             os.write(1, b"solver\n")
 
     thread = threading.Thread(target=solve)
     with quiet_solver():
         thread.start()
-        thread.join(0.1)
+        assert not entered.wait(0.1), "one after the other, or the second would restore what the first has set"
         os.write(1, b"solver\n")
+    left.set()
     thread.join(10)
     os.write(1, b"answer\n")
     assert capfd.readouterr() == ("answer\n", "solver\nsolver\n")
