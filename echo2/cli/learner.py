@@ -133,12 +133,12 @@ def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
     door = options.config.agent
     if not trains:
         served = served_options(options)
-        return LearnerDaemon(served, make_prepared=lambda o, f: prepare_served(o, f, door), make_server=VersionServer)
+        return LearnerDaemon(served, make_prepared=prepare_served, make_server=lambda loop: VersionServer(loop, door))
     require_extra("tinker", "--trains")
     from echo2.learner.driven import driven_server, prepare_driven
 
     served = served_options(options, trains=True)
-    return LearnerDaemon(served, make_prepared=lambda o, f: prepare_driven(o, f, door), make_server=driven_server)
+    return LearnerDaemon(served, make_prepared=prepare_driven, make_server=lambda loop: driven_server(loop, door))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import Step, Version
-from echo2.base.rollout import AdamStep, ClientLoss, Example, RoutingShape
+from echo2.base.rollout import AdamStep, ClientLoss, Example
 from echo2.config.run import AgentSection
 from echo2.gateway.tinker import Terms, TinkerApi
 from echo2.learner.loop import TrainingLoop
@@ -48,9 +48,8 @@ class DrivenTeam(Team):
     """The trainer as a client drives it. `trainer.step_count` is the newest version, not the number of its steps. Call all
     methods on the trainer's thread, except `put` and `take`."""
 
-    def __init__(self, trainer: Trainer, options: LearnerOptions, door: AgentSection) -> None:
+    def __init__(self, trainer: Trainer, options: LearnerOptions) -> None:
         super().__init__(trainer)
-        self.door = door
         self._saved = options.folder / "saved"
         self._versions_max = options.config.staleness.bound + 1
         self._scores: VersionScorer | None = None
@@ -63,10 +62,6 @@ class DrivenTeam(Team):
         self.is_changed = False  # since the newest version
 
     # ---- as the training side of a learner that serves
-
-    @property
-    def routing(self) -> RoutingShape | None:
-        return self.model.policy.routing
 
     def put(self, version: Version, weights: Mapping[str, Tensor]) -> None:
         self.trainer.step_count = int(version)
@@ -238,14 +233,13 @@ class DrivenTrainer:
         return await self._loop.in_trainer(lambda: self.team.scored(Version(version), token_ids))
 
 
-def driven_server(loop: TrainingLoop) -> VersionServer:
-    return VersionServer(loop, lambda server: TinkerApi(DrivenTrainer(server), server))
+def driven_server(loop: TrainingLoop, door: AgentSection) -> VersionServer:
+    return VersionServer(loop, door, lambda server: TinkerApi(DrivenTrainer(server), server))
 
 
-def prepare_driven(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:
+def prepare_driven(options: LearnerOptions, folder: RunFolder) -> Prepared:
     """As `prepare`, with the trainer in the state of the base model, and the versions that this run has published."""
-    ranks = Ranks()
-    team = DrivenTeam(new_team(options, ranks).trainer, options, door)
+    team = DrivenTeam(new_team(options, Ranks()).trainer, options)
     prepared = prepare_with(team, options, folder, PromptSource(load_tokenizer(team.model.path), NoPrompts()))
     team.scorer(0, prepared.schedule.newest).keep(prepared.schedule.newest, prepared.published)
     return prepared

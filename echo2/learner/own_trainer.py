@@ -22,8 +22,8 @@ from torch import Tensor
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
+from echo2.base.rollout import RoutingShape
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
-from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.training.loading import (
     as_base_holds,
@@ -36,6 +36,7 @@ from echo2.learner.training.loading import (
 )
 from echo2.learner.training.ranks import Ranks, whole
 from echo2.learner.training.scoring import VersionScorer
+from echo2.learner.training.shards import VersionCoder
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import StepResult
 from echo2.outside import monotonic
@@ -55,6 +56,8 @@ class TrainerLeft(StateError):
 class DeclaredModel:
     """Describes to workers a model whose weights the user's trainer holds. `path`: its Hugging Face folder or id. Loads the
     configuration and the table of tensors, but no weights. Raises `ConfigError` if there is no configuration."""
+
+    routing: RoutingShape | None = None
 
     def __init__(self, path: str, weights_dtype: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -132,7 +135,7 @@ class OwnTrainer:
     def __init__(self, model: DeclaredModel, ranks: Ranks | None = None) -> None:
         self.model = model
         self.ranks = ranks or Ranks()
-        self.coder: VersionCoder = LocalCoder()
+        self.coder = VersionCoder()
         self.step_count = 0
         self._asked: SimpleQueue[Batch | None] = SimpleQueue()  # of the user's thread; None: it is over
         # What was asked for is done, with a copy of the weights where one is needed; None: the trainer has left.

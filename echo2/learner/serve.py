@@ -68,11 +68,8 @@ class NoPrompts:
 
 
 class ServedModel(DeclaredModel):
-    """`routing`: shape of the routes that workers record; None if they record none."""
-
     def __init__(self, path: str, weights_dtype: str, *, records_routing: bool) -> None:
         super().__init__(path, weights_dtype)
-        self.routing: RoutingShape | None = None
         if records_routing:
             from transformers import AutoModelForCausalLM
 
@@ -90,19 +87,14 @@ class ServedModel(DeclaredModel):
 
 
 class ServedWeights(OwnTrainer):
-    """The training side without training: holds the newest weights. `step_count` is their version. `door`: where it listens."""
+    """The training side without training: holds the newest weights. `step_count` is their version."""
 
     starts_from_base = True
     model: ServedModel
 
-    def __init__(self, model: ServedModel, door: AgentSection) -> None:
+    def __init__(self, model: ServedModel) -> None:
         super().__init__(model)
-        self.door, self.step_count = door, 0
         self._weights = model.read(model.path)
-
-    @property
-    def routing(self) -> RoutingShape | None:
-        return self.model.routing
 
     def snapshot(self) -> dict[str, Tensor]:
         assert self._weights is not None, "read at the start"
@@ -121,13 +113,8 @@ class ServedWeights(OwnTrainer):
 
 
 class HandedWeights(Protocol):
-    """The training side of a learner that serves. `door`: where it listens. `routing`: shape of the routes that workers record."""
+    """The training side of a learner that serves."""
 
-    door: AgentSection
-    step_count: int
-
-    @property
-    def routing(self) -> RoutingShape | None: ...
     def put(self, version: Version, weights: dict[str, Tensor]) -> None: ...
 
 
@@ -142,10 +129,12 @@ class HandedIn:
 
 
 class VersionServer:
-    """Publishes what is handed in, where else the loop trains, and answers what trainers ask. `make_api`: of a client that drives
-    this run's own trainer, on the same port; then no other weights are taken."""
+    """Publishes what is handed in, where else the loop trains, and answers what trainers ask, at `door`. `make_api`: of
+    a client that drives this run's own trainer, on the same port; then no other weights are taken."""
 
-    def __init__(self, loop: TrainingLoop, make_api: Callable[[VersionServer], TinkerApi] | None = None) -> None:
+    def __init__(
+        self, loop: TrainingLoop, door: AgentSection, make_api: Callable[[VersionServer], TinkerApi] | None = None
+    ) -> None:
         assert isinstance(loop.pool, RequestPool), "a learner that serves has no prompts"
         self.loop, self.pool = loop, loop.pool
         self.weights: HandedWeights = loop.p.team  # type: ignore[assignment]
@@ -154,7 +143,7 @@ class VersionServer:
         self._publishing = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._began = monotonic()
-        self._port = GatewayPort(self.weights.door.listen, self.weights.door.tls)
+        self._port = GatewayPort(door.listen, door.tls)
         self._api = None if make_api is None else make_api(self)
         config, folder = loop.options.config, loop.options.folder
         app = GenerateApp(self, config.run.name, loop.p.prompts.context_tokens, gateway_key(folder))
@@ -224,7 +213,7 @@ class VersionServer:
 
     @property
     def routing_shape(self) -> RoutingShape | None:
-        return self.weights.routing
+        return self.loop.p.team.model.routing
 
     def generate(self, request: TokenRequest) -> TokenAnswer:
         return self.pool.generate(request)
@@ -281,10 +270,8 @@ def served_options(options: LearnerOptions, *, trains: bool = False) -> LearnerO
     return replace(options, config=config.model_copy(update=changed))
 
 
-def prepare_served(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:
+def prepare_served(options: LearnerOptions, folder: RunFolder) -> Prepared:
     """As `prepare`, with the weights of the model's folder, or of the newest version that this run was handed."""
     config = options.config
     model = ServedModel(config.model.path, config.model.weights_dtype, records_routing=config.learner.replay_routing)
-    return prepare_with(
-        ServedWeights(model, door), options, folder, PromptSource(load_tokenizer(model.path), NoPrompts())
-    )
+    return prepare_with(ServedWeights(model), options, folder, PromptSource(load_tokenizer(model.path), NoPrompts()))

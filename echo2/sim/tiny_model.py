@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,10 @@ from echo2.base.rng import derived_rng, derived_seed, uniform
 from echo2.learner.audit import Passage, Scorer
 from echo2.learner.bets import FLOOR_NATS, Piece, TokenScores
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
-from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch, TurnOf
 from echo2.learner.rollouts.prompts import PromptSource
 from echo2.learner.training.loading import digest_of
+from echo2.learner.training.shards import VersionCoder
 from echo2.learner.training.trainer import StepResult
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.tasks.rewards import RewardFailure, Scored
@@ -219,6 +219,7 @@ class TinyModel:
     vocabulary_size, snapshot_bytes = VOCABULARY, SNAPSHOT_BYTES
     stop_token_ids = (STOP_TOKEN,)
     config: Any = None
+    routing = None
 
     def config_json(self) -> bytes:
         return json.dumps(CONFIG, sort_keys=True).encode()
@@ -240,7 +241,7 @@ class TinyTrainer:
     def __init__(
         self, seed: int, train_s: Callable[[], float], on_step: Callable[[Batch, dict[str, Tensor]], None]
     ) -> None:
-        self.model, self.coder = TinyModel(), cast(VersionCoder, LocalCoder())
+        self.model, self.coder = TinyModel(), VersionCoder()
         self.step_count = 0
         self._weights = base_weights(seed)
         self._train_s, self._on_step = train_s, on_step

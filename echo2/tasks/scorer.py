@@ -12,8 +12,7 @@ world's answer to an episode's last completion; the answer is {messages} or {val
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import cast
 
@@ -21,10 +20,9 @@ from echo2.base.errors import TaskError
 from echo2.contain.inside import Body, Handler, serve
 from echo2.contain.messages import error_text
 from echo2.tasks.registry import is_environment, is_users_own, make_environment_source, make_task
-from echo2.tasks.task import Environment, EnvironmentSource, Observation, Reward, Task, TaskInstance, spec_from_json
+from echo2.tasks.task import EnvironmentSource, Observation, Reward, Task, TaskInstance, spec_from_json
 
 INSTANCES_CACHED = 256  # 16 steps of the default 16 prompts; a miss costs a call of `sample`
-EPISODES_OPEN_MAX = 256  # a step of 16 groups of 16; an episode beyond them is replayed when it goes on
 
 Answer = dict[str, object]
 
@@ -50,10 +48,11 @@ def _make(setup: str) -> Handler:
     """Makes the request handler for the task or the environments that `setup` (a TaskSpec as JSON) describes."""
     spec = spec_from_json(setup)
     if is_environment(spec):
-        steps = EpisodeReplay(make_environment_source(spec))
+        source = make_environment_source(spec)
 
         def stepped(body: Body) -> Answer:
-            observation = steps.step(int(str(body["index"])), tuple(map(str, cast(list[object], body["completions"]))))
+            completions = [str(text) for text in cast(list[object], body["completions"])]
+            observation = replayed(source, int(str(body["index"])), completions)
             if observation.reward is not None:
                 return _reward(observation.reward)
             return {"messages": [[message.role, message.content] for message in observation.messages]}
@@ -74,32 +73,15 @@ def _make(setup: str) -> Handler:
     return Handler(answered, prepare=lambda body: sample(int(str(body["index"]))))
 
 
-class EpisodeReplay:
-    """Steps episodes, given all completions so far. Keeps the newest EPISODES_OPEN_MAX open, so that most steps replay nothing."""
-
-    def __init__(self, source: EnvironmentSource):
-        self._source = source
-        self._open: OrderedDict[tuple[int, tuple[str, ...]], Environment] = OrderedDict()
-
-    def step(self, index: int, completions: tuple[str, ...]) -> Observation:
-        """Returns the world's answer to the last of `completions`, one or more. Raises `TaskError` if the episode is over."""
-        environment = self._open.pop((index, completions[:-1]), None)
-        if environment is None:
-            environment = self._replayed(index, completions[:-1])
-        observation = environment.step(completions[-1])
-        if not observation.is_done:
-            self._open[(index, completions)] = environment
-            if len(self._open) > EPISODES_OPEN_MAX:
-                self._open.popitem(last=False)
-        return observation
-
-    def _replayed(self, index: int, completions: tuple[str, ...]) -> Environment:
-        environment = self._source.open(index)
-        environment.reset()
-        for text in completions:
-            if environment.step(text).is_done:
-                raise TaskError(f"{self._source.name} episode {index}: expected no completion after its end")
-        return environment
+def replayed(source: EnvironmentSource, index: int, completions: Sequence[str]) -> Observation:
+    """Plays an episode again up to the last of `completions`, one or more, and returns the world's answer to it. Raises `TaskError`
+    if the episode is over before."""
+    environment = source.open(index)
+    environment.reset()
+    for text in completions[:-1]:
+        if environment.step(text).is_done:
+            raise TaskError(f"{source.name} episode {index}: expected no completion after its end")
+    return environment.step(completions[-1])
 
 
 if __name__ == "__main__":

@@ -27,19 +27,11 @@ from echo2.broadcast.plan import fluid_bound
 from echo2.learner.options import LearnerOptions
 from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
 from echo2.learner.rollouts.journal import Journal, published
+from echo2.learner.training.shards import VersionCoder
 from echo2.outside import monotonic
 from echo2.outside.guard import Tasks, far_text, under_way
 from echo2.trust.tls import Credentials
-from echo2.weights import (
-    CodecSetting,
-    DeltaHeader,
-    Encoding,
-    WeightSet,
-    compose,
-    encode_delta,
-    encode_keyframe,
-    fingerprint,
-)
+from echo2.weights import CodecSetting, DeltaHeader, Encoding, compose
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -134,47 +126,6 @@ class SeedNode:
         return self.node.stats().sent_chunk_bytes
 
 
-class VersionCoder(Protocol):
-    """Encodes deltas and keyframes. Weight sets are snapshots from `TrainingSide`, never changed in place."""
-
-    def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int: ...
-
-    def delta(
-        self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
-    ) -> Encoding:
-        """As `encode_delta`; the header names the versions of `parent` and `target`."""
-        ...
-
-    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding: ...
-
-    def forget_before(self, version: Version) -> None:
-        """Releases earlier versions, except for the one named by `keep`."""
-        ...
-
-    def keep(self, version: Version | None) -> None:
-        """Exempts `version` from `forget_before`; None ends the exemption."""
-        ...
-
-
-class LocalCoder:
-    def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
-        return fingerprint(weights, key)
-
-    def delta(
-        self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
-    ) -> Encoding:
-        return encode_delta(parent, target, header, None, executor)
-
-    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding:
-        return encode_keyframe(target, header, executor)
-
-    def forget_before(self, version: Version) -> None:
-        pass
-
-    def keep(self, version: Version | None) -> None:
-        pass
-
-
 _log = logging.getLogger("echo2.learner")
 
 
@@ -212,7 +163,7 @@ class VersionPublisher:
         self.merges = MergeSchedule()
         self.of_base = BaseSchedule()
         self._executor = executor
-        self._coder = coder or LocalCoder()
+        self._coder = coder or VersionCoder()
         self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # mergeable copies of densely coded deltas
         self.newest: Version | None = None
         self.newest_tensors: Mapping[str, Tensor] = {}

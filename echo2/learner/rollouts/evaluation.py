@@ -304,8 +304,7 @@ class Evaluations:
         if temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
         # With agents, the agent decides what to ask the model.
-        tokens = DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(self.problem(number)[0])
-        return tokens, sampling
+        return DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(*self.problem(number)), sampling
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""

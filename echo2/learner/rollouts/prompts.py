@@ -277,9 +277,10 @@ class Prompts:
         digest = hmac.digest(self.secret, name.encode(), "sha256")
         return int.from_bytes(digest[:8], "big") >> 1
 
-    def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
-        """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long."""
-        ids, name = self._encoded(instance), f"prompt {instance.index} of task {self.name_of(instance.index)}"
+    def tokens_of(self, instance: TaskInstance, world: PromptWorld | None = None) -> tuple[int, ...]:
+        """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long. `world`: as in
+        `answer_instance`."""
+        ids, name = self._encoded(instance, world), self._name_of_prompt(instance, world)
         if not ids or max(ids) >= self.vocabulary_size:
             raise ConfigError(
                 f"{name}: expected 1 or more token ids below {self.vocabulary_size}, got {len(ids)} up to "
@@ -298,11 +299,14 @@ class Prompts:
             )
         return tuple(ids)
 
-    def _encoded(self, instance: TaskInstance) -> list[int]:
+    def _encoded(self, instance: TaskInstance, world: PromptWorld | None = None) -> list[int]:
         try:
             return self.chat.prompt(instance.prompt)
         except ConfigError as error:
-            raise ConfigError(f"prompt {instance.index} of task {self.name_of(instance.index)}: {error}") from error
+            raise ConfigError(f"{self._name_of_prompt(instance, world)}: {error}") from error
+
+    def _name_of_prompt(self, instance: TaskInstance, world: PromptWorld | None) -> str:
+        return f"prompt {instance.index} of task {self.name_of(instance.index) if world is None else world.name}"
 
     # ---- answers
 

@@ -411,6 +411,10 @@ class PolicyModel:
         config.dtype = dtype
         config.save_pretrained(folder)
 
+    @property
+    def routing(self) -> RoutingShape | None:
+        return self.policy.routing
+
     def config_json(self) -> bytes:
         """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
         more: dict[str, object] = {CONFIG_KEY: asdict(self.adapter)} if self.adapter else {}

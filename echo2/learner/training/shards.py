@@ -138,13 +138,17 @@ class HeldVersions:
         return ", ".join(map(str, sorted(self._held))) or "none"
 
 
-class ShardLeader:
-    """Rank 0's side. Its methods take its own rows; the other ranks look theirs up by version. The group's first `shards` ranks
-    hold one copy of the weights; the ranks after them hold further copies, and are told only what to forget."""
+class VersionCoder:
+    """Rank 0's side. Its methods take its own rows, which are snapshots never changed in place; the other ranks look theirs up by
+    version. The group's first `shards` ranks hold one copy of the weights; the ranks after them hold further copies, and are told
+    only what to forget. Without a group it encodes alone, the same bytes as `encode_delta` and `encode_keyframe`."""
 
-    def __init__(self, group: dist.ProcessGroup, shards: int, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, shards: int = 1, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
         self._count = shards
-        self._everyone = {rank: _Line(group, rank, timeout_s) for rank in range(1, group.size())}
+        others = () if group is None else range(1, group.size())
+        self._everyone = {rank: _Line(group, rank, timeout_s) for rank in others if group is not None}
         self._lines = {rank: line for rank, line in self._everyone.items() if rank < shards}
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # an order and its answer

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from echo2.base.errors import MalformedMessage, StateError
 from echo2.base.ids import Step, Version
+from echo2.base.rollout import RoutingShape
 from echo2.cost_model.sizing import checkpoint_bytes
 from echo2.learner.audit import Scorer
 from echo2.learner.publishing.checkpoint import (
@@ -34,18 +35,17 @@ from echo2.learner.publishing.checkpoint import (
     take,
     write_shards,
 )
-from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
 from echo2.learner.training.ranks import own_rows, whole
 from echo2.learner.training.scoring import VersionScorer, readings_from_bytes
-from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
+from echo2.learner.training.shards import HeldVersions, ShardFollower, VersionCoder
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
 
 
 class PublishedModel(Protocol):
-    """The facts about the model that workers and prompts need."""
+    """The facts about the model that workers and prompts need. `routing`: shape of the routes that workers record, if any."""
 
     path: str
     config: Any  # transformers'
@@ -58,6 +58,8 @@ class PublishedModel(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def routing(self) -> RoutingShape | None: ...
     def config_json(self) -> bytes: ...
     def digest(self) -> str: ...
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
@@ -148,9 +150,7 @@ class Team:
         self.trainer, self._folder = trainer, folder
         self.model = trainer.model
         self.ranks = trainer.ranks
-        group = self.ranks.encoders if self.ranks.is_leader else None
-        self._shards = None if group is None else ShardLeader(group, self.ranks.shards)
-        self.coder: VersionCoder = self._shards or LocalCoder()
+        self.coder = VersionCoder(self.ranks.encoders if self.ranks.is_leader else None, self.ranks.shards)
         self._held = HeldVersions()
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -229,8 +229,7 @@ class Team:
 
     def stop(self) -> None:
         """Ends the other ranks. Call it once, while no checkpoint is being written."""
-        if self._shards is not None:
-            self._shards.stop()
+        self.coder.stop()
         self.ranks.tell({"command": "stop"})
         self.ranks.close()
 

@@ -27,7 +27,7 @@ from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import prepare
 from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
-from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, ShardLeader
+from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, VersionCoder
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.weights import DeltaHeader, FrameReader, HostWeights, encode_delta, fingerprint, join_frames
 from echo2.weights.block import EncodedBlock
@@ -289,7 +289,7 @@ def two_groups() -> list[dist.ProcessGroup]:
 
 
 @pytest.fixture
-def leader() -> Iterator[ShardLeader]:
+def leader() -> Iterator[VersionCoder]:
     """With a second rank that serves and holds versions 0 and 1."""
     first, second = two_groups()
     held = HeldVersions()
@@ -297,7 +297,7 @@ def leader() -> Iterator[ShardLeader]:
     held.keep(Version(1), NEW)
     thread = threading.Thread(target=ShardFollower(second, held).serve)
     thread.start()
-    leader = ShardLeader(first, 2)
+    leader = VersionCoder(first, 2)
     yield leader
     leader.stop()
     thread.join()
@@ -314,7 +314,7 @@ def in_two(header: DeltaHeader) -> DeltaHeader:
     return DeltaHeader(**{name: getattr(header, name) for name in header.__slots__} | {"shard_count": 2})
 
 
-def test_an_encoding_that_nobody_draws_to_its_end_is_in_nobodys_way(leader: ShardLeader) -> None:
+def test_an_encoding_that_nobody_draws_to_its_end_is_in_nobodys_way(leader: VersionCoder) -> None:
     given_up = leader.keyframe(NEW, WHOLE)
     assert len([next(given_up) for _ in range(8)]) == 8
     assert leader.fingerprint(Version(1), NEW, KEY) == fingerprint(NEW, KEY)
@@ -324,7 +324,7 @@ def test_an_encoding_that_nobody_draws_to_its_end_is_in_nobodys_way(leader: Shar
         list(given_up)
 
 
-def test_kept_versions_are_coded_from_and_forgotten_ones_are_told(leader: ShardLeader) -> None:
+def test_kept_versions_are_coded_from_and_forgotten_ones_are_told(leader: VersionCoder) -> None:
     leader.keep(Version(0))
     leader.forget_before(Version(1))
     whole = encode_delta(OLD, NEW, in_two(delta_header()))
@@ -346,13 +346,13 @@ def test_a_rank_that_does_not_answer_is_given_up_within_the_time_limit() -> None
     taken = [second.recv([head], 0, 0)]  # takes one order, and no more
     began = time.monotonic()
     with pytest.raises(Unreachable, match=r"rank 1: expected .* within 1 s"):
-        ShardLeader(first, 2, timeout_s=1.0).fingerprint(Version(0), OLD, KEY)
+        VersionCoder(first, 2, timeout_s=1.0).fingerprint(Version(0), OLD, KEY)
     assert time.monotonic() - began < 20 and taken
 
 
 def test_a_rank_that_is_gone_is_seen_at_once() -> None:
     first, second = two_groups()
-    leader = ShardLeader(first, 2, timeout_s=40.0)
+    leader = VersionCoder(first, 2, timeout_s=40.0)
     follower = ShardFollower(second, HeldVersions())
     thread = threading.Thread(target=follower.serve)
     thread.start()

@@ -17,11 +17,12 @@ from echo2.base.rollout import GroupSpec
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
-from echo2.learner.publishing.publisher import LocalCoder, SeedNode
+from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.groups import Batch, Group, SentTokens, group_id_of
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.ranks import Ranks
+from echo2.learner.training.shards import VersionCoder
 from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
@@ -270,10 +271,11 @@ def versions_from_base(options: LearnerOptions) -> set[int]:
     return {left.header.artifact.version for left in left_of(options).artifacts if left.header.artifact.parent == 0}
 
 
-class RankCoder(LocalCoder):
+class RankCoder(VersionCoder):
     """As of several ranks: codes only from versions that were not forgotten."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.held: set[Version] = set()
         self.from_base: list[Version] = []
         self.kept: Version | None = None
