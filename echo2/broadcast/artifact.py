@@ -1,7 +1,7 @@
 """The parts of an artifact: a signed header, signed chunks, and a signed seal that ends it.
 
 Guarantees: the publisher signs every part on its own, so a chunk can be verified and forwarded before the next
-one exists. Two publications of the same version have different keys. Leaves to others: what the bytes mean (weights/).
+one exists. Two publications of the same version have different keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One node on its way to the newest version: which artifacts it takes, and their blocks in the order in which they apply.
 
 Guarantees: each block once, in order; an artifact's parent is handed out completely before it; an artifact that is abandoned
-half-way is reported as dropped. Never waits. Leaves to others: the rule (route), fetching (node).
+half-way is reported as dropped. Never waits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Guarantees: a chunk enters the library, and the session, only after its signature was verified; a header only from the trusted
 publisher. Until the publisher is known, up to HELD_HEADERS_MAX headers wait; beyond that, the oldest one of the peer that sent
-most is dropped. Leaves to others: how links come and go (connections), frames (wire/broadcast), decisions (session).
+most is dropped.
 """
 
 from __future__ import annotations

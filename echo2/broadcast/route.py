@@ -3,7 +3,6 @@
 Artifacts are edges between versions: a delta from its parent, a keyframe from nothing. The catch-up is the shortest path in
 seconds: an artifact takes the longer of transfer and decoding, which overlap, and a round trip unless it is pushed. Guarantees:
 pushed artifacts are given up for requested ones only for a clear gain; a stalled artifact is avoided if another path leads as far.
-Leaves to others: fetching (session), which artifacts the learner publishes (learner/publishing/schedule).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many connections a link has where losses hold one back and BBR may not be chosen: the rule, and who carries it out.
 
 Guarantees: a doubling that brings nothing is undone; NODE_FURTHER connections in all, LINK_CONNECTIONS to one peer. The side that
-is held back asks; the side that dialled opens. Waits for: nothing. Leaves to others: samples (uplink), connections.
+is held back asks; the side that dialled opens. Waits for: nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Guarantees: `peer` of a connection is proven by its certificate of the run, both ways; the port takes so many connections in all and
 of an address (BULK; trust/ports watches it), of which each has HANDSHAKE_S to prove who it is and, of one address, the first
 of too many gives way to the next; handshakes are paid for by the address they come from. `dial` takes DIAL_TIMEOUT_S at most.
-Leaves to others: which peers are dialled (connections), what a connection carries (link).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Guarantees: no network, no processes but its own, no /proc, no environment variables of the caller; only the listed files,
 read-only, and a temporary folder of bounded size; it ends with its parent. `bubblewrap()` returns a program that was tested on
 this machine and what runs get of it (tens of milliseconds, at most `TRIAL_S`, once per process), or raises `ResourceError` with its
-output and what to do. Leaves to others: what a run may do with what it sees (inside, messages).
+output and what to do.
 """
 
 from __future__ import annotations

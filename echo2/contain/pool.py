@@ -3,7 +3,7 @@
 Guarantees: the sender that has used least is next, so that one whose requests take long delays only its own; being away gains a
 sender nothing; a sender in debt has at most one request running, so that others always find a process; a request that loses its
 machine is asked again, `LOSSES_MAX` times. Waits for: in `close`, the requests in progress, each at most its time limit. `Pool` may
-be called from any thread, `FairQueue` from one at a time. Leaves to others: the processes (sandbox), what a request means.
+be called from any thread, `FairQueue` from one at a time.
 """
 
 from __future__ import annotations

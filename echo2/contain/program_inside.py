@@ -1,7 +1,7 @@
 """Runs inside the containment: executes Python programs as `__main__`, each in its own fork (inside).
 
 Guarantees: those of inside, no others. This is the only place in echo2 that executes foreign text, and it is
-reached only in a fork under limits and the filter. Leaves to others: everything else (pool).
+reached only in a fork under limits and the filter.
 """
 
 from __future__ import annotations

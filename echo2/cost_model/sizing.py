@@ -364,7 +364,7 @@ def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, ru
 # `echo2 plan`, `echo2 doctor` and the learner itself use the sizes of checkpoints, the number of versions kept for audits and
 # the memory of rollouts from here.
 # The estimate of activations counts what a layer keeps for its backward pass; `benchmarks.bench_scale` compares the sum with a
-# real process. Leaves to others: measuring the machine.
+# real process.
 
 PROCESS_BYTES = 448 << 20  # code, tokenizer, tasks, sockets; torch and transformers alone take 0.3 GB
 MASTER_BYTES = 4

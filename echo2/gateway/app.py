@@ -45,12 +45,8 @@ from echo2.outside.net import listened, listening_socket
 from echo2.trust.http_port import KEY_SHOWN, HttpServer
 from echo2.trust.ports import GATEWAY, HttpLimits
 
-# Authenticates the gateway's requests and limits their bodies, before any byte of a body is read.
-#
-# Guarantees: a request without the gateway's key or an open episode's key is answered 401 and its connection is closed; a body must
-# declare JSON as its content type, which makes browsers send a CORS preflight, and that is never granted; a body must arrive within
-# BODY_S and hold at most BODY_BYTES_MAX; `Bodies` bounds the bodies in progress together; an unexpected error is answered 500, and
-# its log lines are rate-limited. Leaves to others: which session a key is for (app), connections (trust/http_port).
+# ---- keys and limits of bodies, before any byte of a body is read. A body must declare JSON as its content type, which makes
+# browsers send a CORS preflight, and that is never granted.
 
 BODY_S = 60.0  # 8 MiB in 60 s is 1.1 Mbit/s, which any client reaches; drips end here
 BODIES_BYTES_MAX = 256 << 20  # 32 full bodies at once: a share of the memory of a small learner

@@ -2,8 +2,7 @@
 
 Guarantees: requests and answers are the SDK's own types; what is not done here is refused by name, at the first request that asks
 for it; one client trains at a time; a sampler samples by its version or a newer one, at most S newer (`x-echo2-versions` of the
-answer), and scores by its version alone. An operation answers at once with an id, and the client polls for its result. Leaves to
-others: the order of operations (operations), steps and sampling (`Driven`), keys and body limits (access).
+answer), and scores by its version alone. An operation answers at once with an id, and the client polls for its result.
 """
 
 from __future__ import annotations

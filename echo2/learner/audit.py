@@ -2,8 +2,7 @@
 
 Guarantees: training waits for it at most `TRAINER_SHARE` of the time, a second or one rollout at a time; the rollouts to audit are
 drawn after they have arrived, with randomness that no worker can know; a worker is accused once, on the event loop, and on numbers
-that the learner computed itself; an audit that fails ends the run. Waits for: batches (`consider`), its threads. Leaves to others:
-what the scores prove (bets), keeping versions and running the forward pass (training/scoring), banning and dropping (pool).
+that the learner computed itself; an audit that fails ends the run. Waits for: batches (`consider`), its threads.
 
 A rollout is scored whole. Every token is scored under the version that its span names, with the KV cache that an honest engine
 had there: it prefills again when it takes over a rollout, when a turn begins and, unless its worker says that it keeps the cache,

@@ -5,7 +5,6 @@
 
 Guarantees: versions only grow, whatever state training goes back to; a version is on disk before its first byte is sent; what was
 saved under a name survives every restart, while steps since are lost with the process and the client goes on from what it saved.
-Leaves to others: routes and their order (gateway/tinker), steps (trainer), the fleet's side of serving (serve).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Guarantees: a clean stop leaves a checkpoint, a kill loses nothing that was ackn
 run with that failure; however the run ends, the coordinator is told and everything is closed; the coordinator may disappear and
 return without disturbing training. Waits for: the coordinator before the first start, then the training loop, the coordinator's
 stream, or a failure, whichever comes first; `waits_for` names it. The waits after the export are bounded, and `stop` ends them at
-once. Leaves to others: loading (startup), steps (loop), groups (pool), command line and signals (cli).
+once.
 """
 
 from __future__ import annotations

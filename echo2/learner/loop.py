@@ -3,7 +3,7 @@
 Guarantees: a batch is on disk before it is trained on; the event loop keeps serving while a step runs, because the trainer has its
 own thread; publications and checkpoints are written while the next steps run; each second counts once, under the phase that spent
 it. Waits for: enough complete groups (pool), the trainer's thread, the previous version or checkpoint if another is due;
-`waiting` names the wait for rollouts or evaluation and its start. Leaves to others: serving (learner).
+`waiting` names the wait for rollouts or evaluation and its start.
 """
 
 from __future__ import annotations

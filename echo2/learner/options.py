@@ -2,7 +2,6 @@
 
 Guarantees: a second learner on the same folder is refused while the first lives (the system releases the lock with the process,
 so a kill leaves no stale lock); a folder of another run, model or batch shape is refused with an error that names the difference.
-Leaves to others: the contents (journal, checkpoint, metrics).
 """
 
 from __future__ import annotations

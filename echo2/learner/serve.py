@@ -4,8 +4,7 @@
     requests --> leased to workers (rollouts/request_pool) --> answered
 
 Guarantees: a version is on disk before its first byte is sent, and its number only grows, so that a restart goes on with the
-newest; weights that are not the model's are refused and change nothing; every answer is audited like any rollout. Leaves to
-others: HTTP (gateway/generate), the fleet and its plan (coordinator), training.
+newest; weights that are not the model's are refused and change nothing; every answer is audited like any rollout.
 """
 
 from __future__ import annotations

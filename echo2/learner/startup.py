@@ -4,7 +4,6 @@ Guarantees: the last checkpoint is loaded, and every batch recorded since is tra
 gets the fingerprint with which it was published, the learner is back in its previous state. If one does not (a GPU that sums in
 another order, other threads, another machine), nothing is lost: published versions stay as they are, the last of them is rebuilt
 bit for bit from the chunk store, and the retrained weights are published as the next version, with a delta from that one.
-Leaves to others: records (journal), sending (publisher), sockets and the fleet (learner).
 """
 
 from __future__ import annotations

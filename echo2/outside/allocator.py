@@ -2,7 +2,7 @@
 
 A worker has a dozen threads, and glibc gives each an arena, which keeps the memory once used in it. A trainer on a CPU allocates
 activations of megabytes between smaller, long-lived objects; glibc places them side by side, so freed memory between others
-is not returned. Guarantees: does nothing with another C library. Leaves to others: what is allocated.
+is not returned. Guarantees: does nothing with another C library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Limits the harm of a message to the end of the call or stream that it came on, and what one peer may take of a loop's time.
 
 Guarantees: an unexpected exception while handling a peer's message is logged once with the peer's name (again after QUIET_S, with
-the count of those not logged). Leaves to others: ending the call (trust/calls) or the stream.
+the count of those not logged).
 """
 
 from __future__ import annotations

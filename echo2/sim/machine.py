@@ -6,7 +6,7 @@ survives a power cut; of other data only a part does, possibly torn; a file neve
 its folder undone. SQLite syncs by itself: of its files, a power cut only shortens the write-ahead log. A full disk accepts no more.
 A rented machine outlives every process of the coordinator, and costs money until
 it is released or preempted; renting is idempotent per machine ID. The cloud is slow and sometimes refuses, and its answer may be
-lost with the process that asked. Leaves to others: which daemon runs, restarts (`World`), when machines are preempted (storm).
+lost with the process that asked.
 """
 
 from __future__ import annotations

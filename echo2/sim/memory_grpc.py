@@ -2,7 +2,7 @@
 
 Guarantees: those of `Net`, with gRPC's errors, codes and behaviour: a call on a broken wire ends with UNAVAILABLE; a handler
 whose caller is gone is cancelled; a write on a call that has ended raises InvalidStateError; `write` waits while the other
-side does not read or the link has a backlog. Leaves to others: handshakes (memory_net), when wires break (wires).
+side does not read or the link has a backlog.
 """
 
 from __future__ import annotations

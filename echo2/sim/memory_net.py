@@ -2,7 +2,7 @@
 
 Guarantees: those of outside/net and outside/streams; the handshake checks both certificates as TLS would; an address is a machine's
 loopback address and a port. A dishonest machine's `message_filter` alters whole frames of a stream; chunks weigh what a large
-model's would; bytes arrive cut at random. Leaves to others: gRPC's calls (memory_grpc), when wires break (wires).
+model's would; bytes arrive cut at random.
 """
 
 from __future__ import annotations

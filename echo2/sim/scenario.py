@@ -1,6 +1,6 @@
 """What a seed draws: the constants of its run, and its faults: which, when, on which machine, and for how long.
 
-Guarantees: a pure function of the seed. Leaves to others: carrying the faults out (storm), machines (world).
+Guarantees: a pure function of the seed.
 """
 
 from __future__ import annotations

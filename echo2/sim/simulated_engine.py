@@ -2,7 +2,7 @@
 
 Guarantees, as worker/engine requires: every token carries the version that the engine believes its weights to be, and
 depends on their actual bits; a swap takes effect between two steps; an aborted sequence returns a last chunk. Faults can
-make a swap fail or leave wrong bits. Leaves to others: which version to swap in (worker/weights).
+make a swap fail or leave wrong bits.
 """
 
 from __future__ import annotations

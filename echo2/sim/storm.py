@@ -2,7 +2,7 @@
 
 `--count M` runs M seeds from N on and prints one line each and a table of what happened. The exit code is 1 when something that
 must hold did not. Guarantees: same seed, same faults. Every fault ends, except that a preempted machine stays away and a new one
-replaces it. Leaves to others: the daemons' reaction.
+replaces it.
 """
 
 from __future__ import annotations

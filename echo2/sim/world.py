@@ -2,7 +2,7 @@
 
 `World(Scenario.of(seed)).run()` returns a `WorldOutcome`. Guarantees: same seed, same events in the same order
 (`WorldOutcome.digest`), under any hash seed. Machines outlive processes: a process that fails or is killed is restarted on the
-same machine, on the same disk or a new one. Leaves to others: faults (storm), what must hold (inspector).
+same machine, on the same disk or a new one.
 """
 
 from __future__ import annotations

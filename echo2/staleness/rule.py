@@ -35,7 +35,7 @@ def may_begin(version: Version, consume_step: int, staleness_bound: int) -> bool
 # The ledger of trained groups, and of how old their tokens were.
 #
 # Guarantees: a group enters once, and never with a token over the bound; both are assertions, because admission
-# must have refused such a group before. Leaves to others: keeping the ledger on disk (learner/publishing).
+# must have refused such a group before.
 
 
 @dataclass(slots=True)

@@ -1,8 +1,7 @@
 """Which instance comes next: an order over a task's instances, shuffled by the seed, with some held out.
 
 Guarantees: held-out indices never occur in training; a position names the same instance after every restart, so the
-cursor (one integer) is the whole state; each epoch is a new order, and no instance comes twice within one. Leaves to
-others: keeping the cursor (the learner's checkpoint).
+cursor (one integer) is the whole state; each epoch is a new order, and no instance comes twice within one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Guarantees: messages of a call that is not admitted are never read; a message is
 unary call must arrive within BODY_S; a caller's calls are rate-limited (outside/guard), no matter how they end, and its connection
 ends where it goes on and on; at most CALLS_PER_CALLER run at a time; a bad message ends its call with a status and at most five log
 lines a second, never with a traceback; an unexpected error ends its call alone, and is logged once in a while (`Mishaps`); a
-caller that leaves before its answer is no error. Leaves to others: connections (ports), what calls do and how long that takes.
+caller that leaves before its answer is no error.
 """
 
 from __future__ import annotations

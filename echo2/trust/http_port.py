@@ -6,8 +6,7 @@ Guarantees: `limits.connections` are open at a time, and `limits.strangers_per_h
 idle one gives way to a newcomer (the oldest one, if all are being answered), or, with `limits.crowd_s`, those that come beyond have
 that long for their first request; a connection that has not sent a whole request head within `limits.head_s` ends, however slowly
 it sends; one that takes no answer for `TAKE_S` ends; a host whose connections end one after another without a request, and of which
-none has shown a key, is shut out for a while (ports). Waits for connections. Leaves to others: requests (uvicorn), bodies and keys
-(the application).
+none has shown a key, is shut out for a while (ports). Waits for connections.
 """
 
 from __future__ import annotations

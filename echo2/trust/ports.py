@@ -8,7 +8,7 @@ first) and `per_host` connections in total; a peer has at most `per_peer`; recei
 `in_flight_bytes` of memory per peer, IN_FLIGHT_OF_TRUSTED per trusted peer, and IN_FLIGHT_IN_ALL in total, beyond which the
 connections that hold most are ended. A host that floods a port with connections that bring nothing, or whose caller calls far
 beyond its pace, is shut out for SHUT_OUT_S, up to SHUT_OUT_MAX_S while it goes on: the kernel drops its first packets (SYN)
-before this process does any work for them; open connections go on. Leaves to others: what messages cost to parse (calls).
+before this process does any work for them; open connections go on.
 
 Linux only, the filter IPv4 only; elsewhere only gRPC's own counts limit callers.
 """

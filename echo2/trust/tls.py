@@ -2,7 +2,7 @@
 
 Guarantees: a channel talks to exactly the peer it was opened for (its certificate's DNS name is derived from the peer
 ID, and only the run's authority can issue it); a server built here refuses clients without a certificate of the run;
-secret files can be read only by their owner. Leaves to others: the Enrolment service itself and its tokens.
+secret files can be read only by their owner.
 """
 
 from __future__ import annotations

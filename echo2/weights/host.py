@@ -142,8 +142,7 @@ class HostWeights:
 # The device path: compares, selects and gathers on the device, so that only changed elements are copied to the host.
 #
 # Guarantees: the same bytes as the CPU path (marks.py, classes.py), because only finding the changes differs; the coding
-# is shared. Plain torch operations, so it works on any device, including the CPU (which is how it is tested). Leaves
-# to others: which device (the tensors'), pinned buffers, streams.
+# is shared. Plain torch operations, so it works on any device, including the CPU (which is how it is tested).
 
 
 def _wide(bits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Precisions of a policy: bfloat16, float32, or nf4 (QLoRA: bfloat16, but an adapter's base has its linear layers in 4 bits).
 
 Guarantees: learner and workers that round the same checkpoint get the same bits, on any device: each step is one float32
-operation, a comparison or a rounding. Leaves to others: who keeps the codes (learner/training/model).
+operation, a comparison or a rounding.
 """
 
 from __future__ import annotations

@@ -346,7 +346,6 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 #
 # Guarantees: plain fields with the same name are copied, lists as tuples; the caller passes fields that hold messages or enums,
 # and those that need a check. If a core type has a field without counterpart and default, its constructor raises.
-# Leaves to others: bounds (bounds, rollout); that no field is forgotten (tests/unit/wire/test_messages).
 
 T = TypeVar("T")
 _NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}  # these need a conversion of their own

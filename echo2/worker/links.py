@@ -8,7 +8,7 @@ clock, are corrected by the measured skew. A learner with another model than bef
 
 Reports leave in the order given, and each gets one verdict in that order; a stream that breaks, or stays silent for `VERDICT_S`
 with reports in flight, is replaced, with jittered backoff and without limit; the ticket of a lease travels with its first report on
-each stream. Leaves to others: what to report (leases).
+each stream.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Guarantees: a connection whose peer has not shown its certificate is a stranger'
 them, each for at most STRANGER_S; the next one evicts the oldest. With members' connections included, an address has at most half
 of all places, so that it cannot take those of others. When all places are taken, the oldest stranger is evicted; if there is none,
 the newcomer is closed at once. A connection's end frees its place. Waits for the end of each connection, STRANGER_S for the proof.
-Leaves to others: what a certificate must say (relay), streams (host).
 
 The library keeps a place and a task for every connection that it ever accepted, until the host ends (0.8.1,
 `_handle_inbound_connection` waits for that), so that a relay stops accepting after 2,048 connections; here both end with it.

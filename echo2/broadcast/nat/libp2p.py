@@ -1,7 +1,7 @@
 """libp2p in a thread of its own, for a node on asyncio: trio runs there, and each punched hole is a pair of sockets to it.
 
 Guarantees: cancelling the awaiting asyncio task cancels the trio call; at most CALLS_MAX calls are pending; nothing outlives
-`close`. Leaves to others: libp2p itself (host).
+`close`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A byte pipe carries somebody's TLS to a member that cannot be dialled, and the r
 that a TLS hello asks for in clear. The member is told a ticket, comes to the same port by itself, and shows it.
 Guarantees: `opening_of` is total: an opening, None while more bytes are to come, MalformedMessage for anything else; no more than
 OPENING_BYTES_MAX is looked at; a caller has OPENING_S to open and a member ANSWER_S to come; a pipe ends with its circuit's time.
-Leaves to others: what a circuit may carry (relay_book), TLS itself. Source: RFC 8446 4.1.2, RFC 6066 3, RFC 7301 3.1.
+Source: RFC 8446 4.1.2, RFC 6066 3, RFC 7301 3.1.
 """
 
 from __future__ import annotations

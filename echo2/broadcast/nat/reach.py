@@ -2,8 +2,7 @@
 
     hidden peer --byte pipe of a relay--> linked, relayed --both punch a hole--> linked over the hole (a newer connection)
 
-Guarantees: `facts` says how this node can be reached, as far as known. Leaves to others: which address of a peer to dial (dialling,
-by the rule in reachability), connections over pipes (transport), everything that speaks libp2p (libp2p).
+Guarantees: `facts` says how this node can be reached, as far as known.
 """
 
 from __future__ import annotations

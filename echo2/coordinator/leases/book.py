@@ -579,7 +579,7 @@ class LeaseBook:
 # A move pays if it is faster than staying by more than both `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: no lease moves while a
 # queued group could use the room (which needs no hand-over), a recalled lease does not move again, an evaluation does not move
 # (another worker may swap to a newer version before the lease reaches it), no group moves more than `MOVES_PER_GROUP_MAX` times,
-# and no worker gets more than it has room for. Leaves to others: carrying out the moves (`LeaseBook.recall`).
+# and no worker gets more than it has room for.
 
 PREFILL_FACTOR = 2.5
 """A worker prefills at least so many times the tokens/s that all its sequences sample together: a little less than the lowest ratio

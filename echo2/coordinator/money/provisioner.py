@@ -4,8 +4,7 @@ Guarantees: each request is saved before the provider is called, so a kill at an
 without the coordinator knowing: after a restart, requested machines are looked up at the provider, and machines that were being
 released are released. A machine that a provider lists and the journal does not know is adopted and reported; one that the
 journal has as gone is released. Each paid action is journalled with its reason and its cost. A preemption notice, from a
-provider or by hand, recalls the leases of the machine's workers at once. Waits `LOOK_S` between looks at the providers. Leaves
-to others: what to rent or release (provisioning), whether the operator lets the planner act (coordinator.planner_mode).
+provider or by hand, recalls the leases of the machine's workers at once. Waits `LOOK_S` between looks at the providers.
 """
 
 from __future__ import annotations

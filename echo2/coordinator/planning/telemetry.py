@@ -619,8 +619,7 @@ def _node(peer_id: PeerId, name: str, access: Access, link: pb.Link) -> NodeLink
 # neighbours and children in each tree, and the same children acting as relays. In a small plan all nodes connect to each other; a
 # part always has more nodes than that limit, so it is never taken for a small plan, and plans up to the limit are not cut.
 # A part shows nodes that are not neighbours of its owner as children of the seed; the owner does not use that.
-# Leaves to others: making plans (broadcast/trees), sending parts (hub). The seed acts in every tree, so it gets the
-# whole plan.
+# The seed acts in every tree, so it gets the whole plan.
 
 PART_NODES_MIN = DEGREE_MAX + 2  # one more than the largest plan whose nodes all connect to each other
 

@@ -36,11 +36,6 @@ from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
-# The learner's node in the broadcast: the seed, from which every version starts.
-#
-# Guarantees: deltas are pushed to the fleet according to the plan; keyframes and merged deltas go to the workers that ask. Leaves
-# to others: chunks, signatures, trees, repair (broadcast/node).
-
 
 class SeedNode:
     """The learner's side of the broadcast: takes an artifact's frames as they are encoded and sends them to the fleet."""

@@ -4,7 +4,7 @@ Guarantees: a segment is processed only if this run's coordinator signed its lea
 the connection; reports of a stream are answered one at a time, in order, so the stream's flow control bounds a worker's
 unanswered reports; every message is within the limits of wire/rollout; each peer gets its fair share of the event loop
 (outside/guard), however many streams it opens one after another. Waits for: the next report of each stream, and the journal
-before a verdict. Leaves to others: processing the segments (pool), how a refusal travels (trust/calls).
+before a verdict.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Guarantees: the prompt of a cursor is the same after every restart; a prompt wit
 `ConfigError` before anything is sampled. Rewards and environment steps run under the reward pool's limits, and a failing one
 costs only its own rollout; an environment's message is appended as tokens to exactly the tokens that were sampled, which are
 never decoded and encoded again; an episode without room for another turn gets reward 0, as if no answer had come. Waits for: the
-pool, at most its time limit per turn. Leaves to others: the order of instances (tasks/split), leases for the next turn (pool).
+pool, at most its time limit per turn.
 """
 
 from __future__ import annotations
@@ -393,11 +393,7 @@ def _sampling_of(config: RunConfig, stop_token_ids: tuple[int, ...], stops: Stop
     )  # fmt: skip
 
 
-# The conversations of the supervised warm start as batches: the model's turns are the tokens trained on, the rest is context.
-#
-# Guarantees: a step's batch is a function of data, seed and step, so a restart trains on the same; conversations that are held out
-# are never trained on, and none comes twice in a batch. Leaves to others: reading files (tasks/data_files), tokens
-# (tasks/chat_format), the loss (training/trainer).
+# ---- conversations of the supervised warm start: the model's turns are trained on; a restart trains on the same batches
 
 HELD_OUT_MAX = 64
 """Conversations held out, of at most a twentieth: their mean loss is good to a few per cent, and costs one micro-batch or two."""

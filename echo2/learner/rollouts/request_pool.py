@@ -6,7 +6,7 @@
 
 Guarantees: no token of an answer is older than its request allows, nor than the staleness bound; a request that nobody waits for
 any more is closed. A kill loses the requests under way, whose clients see their connections end and ask again; so nothing of them
-is journalled. Leaves to others: HTTP (gateway/generate), admission and who may report (pool, ingest).
+is journalled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads a policy's weights: whole for a single process; layer by layer for several, so that no rank ever holds the whole model.
 
 Guarantees: a `Skeleton` has the same parameters as the whole model, filled from the same files; only those of one layer, or those
-outside all layers, are whole at a time, provided that each layer is sharded before the next is filled. Leaves to others: sharding
-(model.shard). If a checkpoint's tensor names differ from the model's (transformers converts them while loading), or if it is not in
-safetensors, there is no skeleton: each rank first loads the whole model.
+outside all layers, are whole at a time, provided that each layer is sharded before the next is filled. If a checkpoint's tensor
+names differ from the model's (transformers converts them while loading), or if it is not in safetensors, there is no skeleton: each
+rank first loads the whole model.
 """
 
 from __future__ import annotations

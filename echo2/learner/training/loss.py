@@ -443,12 +443,7 @@ def score_norm_sq_proxy(logprobs_T: Tensor, segments: Segments) -> Tensor:
         return segments.sum_R((1.0 - torch.exp(logprobs_T.to(torch.float32).clamp(max=0.0))).square())
 
 
-# Group-relative advantages: how much better a rollout did than its siblings on the same prompt.
-#
-# Guarantees: groups may be ragged (rollouts lost or refused); a group with equal rewards, or with a single rollout,
-# gets advantage zero and never NaN; the arithmetic is in float64, the results are float32.
-#
-# Shapes: R rollouts of the batch, G groups. docs/algorithms.md has the formulas and their sources.
+# ---- advantages; R rollouts of the batch, G groups, which may be ragged; docs/algorithms.md has the formulas and their sources
 
 SPREAD_EPSILON = 1e-4  # added to the spread outside the root, as TRL does; keeps an all-equal group at zero
 

@@ -493,13 +493,10 @@ def _summed(part_1HLD: Tensor, groups: int) -> Tensor:
     return part_1HLD if groups == 1 else part_1HLD.view(1, -1, groups, *part_1HLD.shape[2:]).sum(2)
 
 
-# The layout of examples that a training client chose itself, and the losses over them.
+# ---- examples that a training client chose, N tokens with K targets each, packed to T targets of a micro-batch; losses over them
 #
-# The losses are summed over targets, not averaged, so that the gradients of any number of calls add up to that of one; a client
-# divides by its weights or advantages. Their definitions are those of Tinker's API. Leaves to others: the forward pass (model), the
-# update (trainer).
-#
-# Shapes: N tokens of an example, K targets of each token (`base/rollout`), T targets of a packed micro-batch.
+# The losses, defined as in Tinker's API, are summed over targets, so that the gradients of any number of calls add up to that of
+# one; a client divides by its weights or advantages.
 
 
 def collate_examples(

@@ -4,7 +4,7 @@ and what the layout in rows and the faster attention are tried against before th
 Guarantees: scores are computed with exactly the published weights; `KeptVersions` holds at most `versions_max` versions, and
 changes of at most BYTES_MAX_OF_MODEL times a version's bytes; at most `rows_at_once` rows of logits exist at a time; a model whose
 rows do not give the log-probabilities of its own forward pass is refused; FlexAttention is used only if it agrees with a dense mask
-and has a finite gradient. Leaves to others: which rollouts to audit (audit), judging the scores (bets), masks (packing).
+and has a finite gradient.
 
 Published versions are kept as the newest one plus the changes between versions, and loaded into a model one at a time. Each costs
 the positions and bits of its changed weights: 6 bytes per changed bf16 weight (2 bytes per weight of the tensor if more than a
