@@ -93,7 +93,7 @@ class ServedWeights(OwnTrainer):
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model)
-        self._weights = model.read(model.path)
+        self.step_count, self._weights = 0, model.read(model.path)
 
     def snapshot(self) -> dict[str, Tensor]:
         assert self._weights is not None, "read at the start"

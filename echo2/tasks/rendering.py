@@ -8,19 +8,22 @@ with this one. Waits for: one rendering, at most `CPU_S` of processor time.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from echo2.base.errors import ConfigError, LimitExceeded
+from echo2.contain.inside import Body, Handler, serve
+from echo2.contain.messages import Ending, Limits
+from echo2.contain.sandbox import Launch, Sandbox
 
 CPU_S = 5.0  # limit for a rendering, which takes milliseconds
 MEMORY_BYTES = 512 << 20  # what a rendering may allocate beside the library
@@ -32,52 +35,14 @@ _LIMITS = (
 )
 
 
-class _Renderer:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # a forked copy of this process must not share the pipes
-
-    def render(self, request: Mapping[str, Any]) -> str:
-        with self._lock:
-            answer = self._asked(json.dumps(request, default=str).encode())
-        if answer is None:
-            raise LimitExceeded(_LIMITS)
-        reply = json.loads(answer)
-        if "error" in reply:
-            raise ConfigError(reply["error"])
-        return str(reply["text"])
-
-    def _asked(self, request: bytes) -> bytes | None:
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
-        try:
-            _write(process.stdin, request)
-            answer = process.stdout.readline()
-        except OSError:
-            answer = b""
-        if not answer.endswith(b"\n"):  # it ended before, or within its answer
-            self.close()
-            return None
-        return answer
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid():
-            command = [sys.executable, "-m", "echo2.tasks.rendering"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._owner = os.getpid()
-        return self._process
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        process.kill()
-        process.communicate()  # closes the pipes
-
-
-_renderer = _Renderer()
-atexit.register(_renderer.close)
+# The limits above are kept inside; these bound only what a process can ask of a machine.
+_LAUNCH = Launch(
+    "echo2.tasks.rendering", "",
+    Limits(wall_s=600.0, memory_bytes=1 << 46, request_bytes=1 << 31, answer_bytes=8 * TEXT_BYTES_MAX), None,
+)  # fmt: skip
+_lock = threading.Lock()
+_renderers: dict[int, Sandbox] = {}  # by process: a forked copy of this one must not share the pipes
+atexit.register(lambda: _renderers.pop(os.getpid(), Sandbox(_LAUNCH)).kill())
 
 
 def render(
@@ -91,7 +56,15 @@ def render(
     its `strftime_now` tells. Raises ConfigError with what the template raised, LimitExceeded if it broke a limit."""
     messages = [{key: value for key, value in message.items() if value is not None} for message in chat]
     more = {"tools": list(tools) or None, "more": dict(arguments), "now": now.isoformat()}
-    return _renderer.render({"template": template, "chat": messages, **more})
+    request = json.dumps({"template": template, "chat": messages, **more}, default=str)
+    with _lock:
+        answer = _renderers.setdefault(os.getpid(), Sandbox(_LAUNCH)).ask({"request": request})
+    if answer.ending is not Ending.ANSWERED:
+        raise LimitExceeded(_LIMITS)
+    reply = json.loads(answer.body)
+    if "error" in reply:
+        raise ConfigError(reply["error"])
+    return str(reply["text"])
 
 
 # ---- inside that process
@@ -108,42 +81,32 @@ def _rendered(template: str, chat: Any, tools: Any, more: Mapping[str, Any], now
     return str(texts[0])
 
 
-def _answer(request: bytes) -> bytes:
-    """Raises MemoryError if that is more than the limit."""
+def _answer(body: Body) -> bytes:
+    """Ends the process at a limit, that of time by a signal (SIGPROF)."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
-        text = _rendered(**json.loads(request))
+        text = _rendered(**json.loads(str(body["request"])))
+        if len(text) > TEXT_BYTES_MAX:
+            raise MemoryError
+        answer = json.dumps({"text": text}).encode()
     except MemoryError:
-        raise
+        os._exit(1)
     except Exception as error:  # noqa: BLE001 - a template may raise anything: TemplateError, TypeError, ...
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode()
-    if len(text) > TEXT_BYTES_MAX:
-        raise MemoryError
-    return json.dumps({"text": text}).encode()
+        answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answer
 
 
-def _write(pipe: IO[bytes], content: bytes) -> None:
-    pipe.write(content + b"\n")
-    pipe.flush()
-
-
-def main() -> None:
-    """Renders what comes on stdin until it ends; ends without an answer at a limit, that of time by a signal (SIGPROF)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that asks
+def _make(setup: str) -> Handler:
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401 - before memory is limited
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: it serves all threads, and outlives the one that asked first
     with Path("/proc/self/statm").open() as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while request := sys.stdin.buffer.readline():
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        try:
-            answer = _answer(request)
-        except MemoryError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sys.stdout.buffer, answer)
+    return Handler(_answer)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_make)

@@ -171,12 +171,12 @@ class RolloutPool:
             self.journal.append(records.finished(rollout, group.senders.get(rollout.index, ())))
             if not is_driven(rollout.group_id):
                 self._scoring.start(self._score(rollout))
-        # Not admitted but finished: a later segment of this report has finished it.
-        if is_driven(rollout.group_id) and self.agents is not None and rollout.is_finished == is_admitted:
-            if is_admitted:
-                self.agents.episodes.on_completion(rollout.group_id, rollout)
-            else:
-                self.agents.episodes.on_tokens(rollout.group_id, rollout.token_ids)
+        if not is_driven(rollout.group_id) or self.agents is None:
+            return
+        if is_admitted and rollout.is_finished:
+            self.agents.episodes.on_completion(rollout.group_id, rollout)
+        elif not is_admitted and not rollout.is_finished:  # else a later segment of this report has finished it
+            self.agents.episodes.on_tokens(rollout.group_id, rollout.token_ids)
 
     async def _score(self, rollout: Rollout) -> None:
         """Gets the answer to a finished turn: a reward, or the environment's message that the next turn replies to."""
