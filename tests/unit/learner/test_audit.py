@@ -27,7 +27,7 @@ from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams
 from echo2.learner.audit import WAITING_MAX, AuditDraw, Auditor, Habits, Passage, Scorer, examine, passage_of, pieces_of
-from echo2.learner.bets import DAY_S, MEASURED_TOKENS, Bets, Evidence, KindNoise, Piece, TokenScores
+from echo2.learner.bets import DAY_S, MEASURED_TOKENS, Bets, Evidence, KindNoise, Piece, TokenScores, honest_misses
 from echo2.learner.rollouts.groups import Insertion, TrainGroup
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.scoring import KeptVersions, VersionScorer, cache_name, rows_by_name
@@ -279,6 +279,19 @@ def test_tokens_of_other_random_numbers_are_found_for_certain_whatever_is_measur
     noise = KindNoise()
     noise.observe(A, "embedded none", np.full(MEASURED_TOKENS, 50.0))
     assert noise.of_worker(A) == pytest.approx(0.8), "no token counts as more than a cap"
+
+
+def test_an_honest_miss_is_as_likely_as_noise_without_a_lean_can_make_it_at_both_edges() -> None:
+    """Gauss's inequality for one side, written once more; edges at 0.2 and 0.6, moved by 0.05 and 0.025 root mean square."""
+    numbers = np.array([0.2, 0.24, 0.3, 0.4, 0.57, 0.6])
+    edges, spreads = [np.full(6, x) for x in (0.2, 0.6)], [np.full(6, x) for x in (0.5, 0.25)]
+    exact = TokenScores(*[np.zeros(6)] * 4, *edges, *spreads)
+
+    def tail(deviations: float) -> float:
+        return 0.5 * (1 - deviations / 3**0.5) if deviations < 2 / 3**0.5 else 0.5 * 4 / 9 / deviations**2
+
+    expected = [tail((number - 0.2) / 0.05) + tail((0.6 - number) / 0.025) for number in numbers]
+    assert honest_misses(exact, numbers, 0.1) == pytest.approx(expected, rel=2e-3)
 
 
 def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:

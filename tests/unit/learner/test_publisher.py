@@ -26,6 +26,7 @@ from echo2.learner.publishing.schedule import (
     MergeSchedule,
     PublicationSchedule,
     SettingChoice,
+    encode_cores,
 )
 from echo2.learner.rollouts.journal import Journal, began, read_journal
 from echo2.staleness.rule import is_admissible
@@ -76,6 +77,13 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
         await publisher.publish_soon(Version(1), {"w": torch.ones(8, dtype=torch.bfloat16)})
         await publisher.settled()
         assert broadcaster.versions[:2] == [(0, None), (1, 0)] and broadcaster.was_kept[:2] == [True, True]
+        publisher.replace_lost("a chunk")  # a keyframe takes its place, at once or behind the version that is leaving
+        await publisher.settled()
+        assert broadcaster.versions[2:] == [(1, None)]
+        await publisher.publish_soon(Version(2), {"w": torch.ones(8, dtype=torch.bfloat16)})
+        publisher.replace_lost("a chunk")
+        await publisher.settled()
+        assert [x for x in broadcaster.versions[3:] if x[1] in (1, None)] == [(2, 1), (2, None)]
 
     asyncio.run(scene())
     journal.close()
@@ -240,6 +248,8 @@ WEIGHTS = 16 * 10**9
 
 
 def test_a_slow_uplink_takes_dense_and_a_quick_one_fast() -> None:
+    cores = [encode_cores(device, count) for device, count in (("cuda", 1), ("cuda", 5), ("cuda", 64), ("cpu", 64))]
+    assert cores == [1, 2, 3, 1], "half of the machine's beside a GPU, for the three blocks coded at a time"
     choice = SettingChoice()
     assert not choice.choose(WEIGHTS, 0.0)
     assert choice.setting is CodecSetting.FAST and "not known" in choice.reason
