@@ -87,10 +87,10 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
 
     asyncio.run(scene())
     journal.close()
-    assert port.versions == [1]
+    assert port.versions == [1, 2]
     records, _ = read_journal(tmp_path, Step(0))
     told = [record.published for _, record in records if record.HasField("published")]
-    assert [(one.version, bool(one.fingerprint)) for one in told] == [(1, False), (1, True)]
+    assert [(one.version, bool(one.fingerprint)) for one in told] == [(1, False), (1, True), (2, False), (2, True)]
 
 
 class Learning:
