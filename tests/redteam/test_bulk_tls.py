@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives.hashes import SHA256, SHA384
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from echo2.base.errors import EchoError, MalformedMessage
+from echo2.base.ids import PeerId
 from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection
-from echo2.broadcast.exchange import Bans
+from echo2.broadcast.exchange import BANS_MAX, Bans
 from echo2.broadcast.transport import Transport
 from echo2.outside.guard import FairShare
 from echo2.outside.tls_streams import TlsStream
@@ -235,7 +236,10 @@ async def test_a_host_from_which_a_banned_peer_comes_again_is_refused_before_its
         assert connections._is_refused("127.0.0.1") and not connections._is_refused("127.0.0.2")
 
 
-def test_hosts_of_banned_peers_are_forgotten() -> None:
+def test_hosts_of_banned_peers_are_forgotten_and_of_the_peers_the_oldest() -> None:
     bans = Bans()
     bans.refuse(f"10.0.{number >> 8}.{number & 255}" for number in range(3000))
     assert not bans.is_refused("10.0.0.1") and bans.is_refused("10.0.11.183")
+    for number in range(BANS_MAX + 1):
+        bans.accuse(PeerId(str(number)), "it lies", is_ban=True)
+    assert PeerId("0") not in bans and PeerId("1") in bans and len(bans.found) == BANS_MAX

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import CorruptChunk, DiskFull
+from echo2.base.errors import CorruptChunk, DiskFull, EchoError
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import (
@@ -230,8 +230,15 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     for number in order:
         exchange.on_header(PeerId("peer"), made[number])
     exchange.on_header(PeerId("peer"), header_of(2, run=RunId("another")))  # signed by our publisher, of no use here
+    exchange.on_header(PeerId("peer"), replace(header_of(2), publisher=PeerId("another")))
+    with pytest.raises(EchoError):
+        exchange.on_header(PeerId("peer"), replace(header_of(2), published_unix_s=9.0))  # not as it was signed
     exchange.stop_timer()
     assert list(held.entries) == [made[1].key]
+    publisher = Exchange(LEARNER.peer_id, library(tmp_path / "publisher"), BroadcastSession(ME), Meter(), Bans())
+    publisher.trust(LEARNER.peer_id)
+    publisher.on_header(PeerId("peer"), header_of(1))
+    assert not publisher.library.entries, "what it has dropped itself is not announced again"
 
 
 # ---- the next start

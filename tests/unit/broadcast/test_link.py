@@ -4,43 +4,135 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import cast
 from unittest import mock
 
 import pytest
 
-from echo2.base.errors import MalformedMessage
-from echo2.base.ids import PeerId
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, Unreachable
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast import connection
+from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.connection import CLOSE_S, HEAD, Connection
+from echo2.broadcast.events import Have, SendChunk
 from echo2.broadcast.exchange import Exchange
-from echo2.broadcast.link import PeerLink
+from echo2.broadcast.link import CONTROL_FRAMES_MAX, FINISH_S, PeerLink, greet
 from echo2.outside.guard import FairShare
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust.identity import PeerIdentity, Role
+from echo2.trust.tls import PROTOCOL_VERSION
+from echo2.wire import broadcast as wire
+
+RUN, KEY = RunId("a-run"), ArtifactKey(b"k" * 16)
 
 
 class Hung:
-    """A connection whose other side answers nothing, so that each close takes as long as one may."""
+    """A connection whose other side answers nothing, so that each close takes as long as one may. `frames`: what it said before;
+    `is_cut`: it takes nothing, either."""
 
     peer = PeerIdentity(PeerId("peer"), Role.WORKER)
 
-    def __init__(self) -> None:
-        self.is_closed = False
+    def __init__(self, *frames: bytes | None, is_cut: bool = False) -> None:
+        self.is_closed, self._is_cut, self._frames, self.sent = False, is_cut, list(frames), list[bytes]()
+
+    async def receive(self) -> bytes | None:
+        return self._frames.pop(0) if self._frames else await asyncio.Event().wait()  # type: ignore[func-returns-value]
 
     async def receive_all(self, take: Callable[[bytes], bool]) -> None:
         await asyncio.Event().wait()
+
+    async def send(self, *parts: bytes) -> None:
+        await asyncio.sleep(0.1)
+        if self._is_cut:
+            raise Unreachable("peer: it was cut")
+        self.sent.append(b"".join(parts))
 
     async def close(self) -> None:
         await asyncio.sleep(CLOSE_S)
         self.is_closed = True
 
 
-def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() -> None:
-    loop, lines = VirtualLoop(), [Hung() for _ in range(8)]
+def run(scene: Coroutine[None, None, None]) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(scene)
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("frames", "error"),
+    [
+        ((), "no hello within 10 s"),
+        ((None,), "ended before its hello"),
+        ((wire.control_frame(Have(PeerId(""), KEY, 1, False)),), "expected a hello first, got have"),
+        ((wire.hello(PROTOCOL_VERSION + 1, RUN),), "expected protocol"),
+        ((wire.hello(PROTOCOL_VERSION, RunId("another")),), "of run another"),
+    ],
+)
+def test_whoever_does_not_greet_as_a_peer_of_the_run_gets_no_link(frames: tuple[bytes | None, ...], error: str) -> None:
+    async def scene() -> None:
+        with pytest.raises(EchoError, match=error):
+            await greet(cast(Connection, Hung(*frames)), RUN)
+
+    run(scene())
+
+
+def linked(line: Hung) -> PeerLink:
+    exchange = mock.Mock(spec=Exchange)
+    exchange.library = mock.Mock(header_frame=lambda key: b"header", frame=lambda key, index: bytes([index]))
+    return PeerLink(cast(Connection, line), exchange, FairShare())
+
+
+def test_control_frames_go_first_and_in_their_order_and_a_peer_that_takes_none_has_a_bound() -> None:
+    line = Hung()
+    link = linked(line)
+    for index in range(4):
+        link.send_chunk(SendChunk(PeerId("peer"), KEY, index, None))
+        link.send_control(bytes([100 + index]))
+    for _ in range(CONTROL_FRAMES_MAX - 4):
+        link.send_control(b"more")
+    with pytest.raises(LimitExceeded, match="expected it to read"):
+        link.send_control(b"too many")
 
     async def scene() -> None:
+        running = asyncio.create_task(link.run())
+        await asyncio.sleep(0.2 * CONTROL_FRAMES_MAX)
+        await link.close()
+        await running
+
+    run(scene())
+    assert [frame[-1] for frame in line.sent[:4]] == [100, 101, 102, 103]
+    assert [frame[-1] for frame in line.sent[CONTROL_FRAMES_MAX:]] == [0, 1, 2, 3]
+    assert link.sent_bytes == sum(map(len, line.sent))
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_chunks_go_over_whichever_connection_is_free_and_those_that_one_did_not_take_over_another(is_cut: bool) -> None:
+    line, further = Hung(), Hung(is_cut=is_cut)
+    link = linked(line)
+
+    async def scene() -> None:
+        running = asyncio.create_task(link.run())
+        carrying = asyncio.create_task(link.carry(cast(Connection, further)))
+        for index in range(8):
+            link.send_chunk(SendChunk(PeerId("peer"), KEY, index, None))
+        await asyncio.sleep(FINISH_S + 5.0)
+        assert carrying.done() == is_cut and link.width == 2 - is_cut
+        await link.close()
+        await asyncio.gather(running, carrying)
+
+    run(scene())
+    assert sorted(frame[-1] for frame in line.sent + further.sent if frame != b"header") == list(range(8))
+    assert is_cut or (further.sent.count(b"header") == 1 and further.sent[0] == b"header" and len(further.sent) > 3)
+
+
+def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() -> None:
+    lines = [Hung() for _ in range(8)]
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
         first, *others = (cast(Connection, line) for line in lines)
         link = PeerLink(first, mock.Mock(spec=Exchange), FairShare())  # it has nothing to send
         carrying = [asyncio.create_task(link.carry(other)) for other in others]
@@ -51,10 +143,7 @@ def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() 
         assert loop.time() - begun <= 1.5 * CLOSE_S and all(line.is_closed for line in lines)
         await asyncio.gather(*carrying)
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        loop.close()
+    run(scene())
 
 
 class Read:

@@ -26,7 +26,7 @@ from echo2.broadcast.events import (
     UplinkSeen,
     Woken,
 )
-from echo2.broadcast.pace import REPLAYS_MAX, SLOTS_PER_PEER
+from echo2.broadcast.pace import REPLAYS_MAX, REQUESTS_HELD_MAX, SLOTS_PER_PEER
 from echo2.broadcast.peer import Outgoing, Peer
 from echo2.broadcast.plan import NodeLink, fluid_bound
 from echo2.broadcast.session import BroadcastSession
@@ -285,6 +285,19 @@ def test_uplink_that_queues_slows_the_session_and_an_idle_one_does_not() -> None
                 session.handle(ChunkSent(action.peer, KEY, action.index), now)
         now += 0.01
     assert sent * 50_000 <= 1.1 * 2.0 * session.governor.rate_bytes_per_s + 100_000
+
+
+def test_of_what_a_peer_asks_for_so_much_waits_and_no_more() -> None:
+    session, asked, sent = publishing(), tuple(range(2 * REQUESTS_HELD_MAX)), list[int]()
+    for index in asked:
+        session.handle(ChunkSeen(None, KEY, index, 1000), 0.0)
+    actions = session.handle(Request(PeerId("a"), KEY, asked), 10.0)
+    while chunks := [action for action in actions if isinstance(action, SendChunk)]:
+        sent += [chunk.index for chunk in chunks]
+        actions = [
+            action for chunk in chunks for action in session.handle(ChunkSent(PeerId("a"), KEY, chunk.index), 10.0)
+        ]
+    assert sent == list(range(REQUESTS_HELD_MAX))
 
 
 def test_transport_never_holds_more_than_its_slots() -> None:
