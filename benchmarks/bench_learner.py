@@ -161,7 +161,7 @@ def run_ours(path: Path, steps: int, threads: int) -> None:
 def run_publishing(path: Path, windows: int, threads: int) -> None:
     """In a process of its own: prints the seconds of windows without and with a version on its way out."""
     from echo2.base.ids import Version
-    from echo2.weights import CodecSetting, DeltaHeader, HostWeights, encode_delta, join_frames
+    from echo2.weights import CodecSetting, DeltaHeader, HostWeights, encode_delta
 
     trainer, batch = trainer_and_batch(path, threads)
     newest = HostWeights.from_tensors(trainer.model.snapshot(), Version(0), 1, copy=False)
@@ -175,7 +175,7 @@ def run_publishing(path: Path, windows: int, threads: int) -> None:
         began = time.perf_counter()
         header = DeltaHeader(target_version=target.version or Version(0), parent_version=parent.version,
                              parent_fingerprint=parent.fingerprint(), fingerprint_key=1, setting=CodecSetting.FAST)  # fmt: skip
-        join_frames(encode_delta(parent.tensors(), target.tensors(), header))
+        b"".join(encode_delta(parent.tensors(), target.tensors(), header))
         encoded.append(time.perf_counter() - began)
 
     encode(newest, newest)  # kernels are compiled once a process

@@ -87,8 +87,9 @@ async def run(folder: Path, index: int) -> None:
     await line()  # stays and relays until all are done
     stats = node.stats()
     last = {
-        "sent": stats.sent_chunk_bytes, "received": stats.received_chunk_bytes, "duplicates": stats.duplicate_bytes,
-        "pulled": stats.pulled_chunks, "trouble": stats.trouble, "cpu_s": cpu_s() - cpu_before, "rss_mib": rss_mib(),
+        "sent": stats.sent_chunk_bytes, "received": stats.received_chunk_bytes, "duplicates": node.session.duplicates_bytes,
+        "pulled": node.session.pulled_chunks, "trouble": str(node.exchange.error or ""),
+        "cpu_s": cpu_s() - cpu_before, "rss_mib": rss_mib(),
         "connections": sum(link.connections for link in stats.links),
     }  # fmt: skip
     print(json.dumps(last), flush=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.scale_newcomer import delta_bytes
 from echo2.base.ids import Version
-from echo2.weights import DeltaHeader, encode_keyframe, join_frames
+from echo2.weights import DeltaHeader, encode_keyframe
 
 WEIGHTS, SIZE = 2_000_000, 0.02
 DRIFTS = (1e-6, 1.3e-6, 5e-6, 1.4e-5)
@@ -39,7 +39,7 @@ def main() -> None:
     torch.manual_seed(0)
     masters, found = SIZE * torch.randn(WEIGHTS), []
     old = masters.bfloat16()
-    whole = len(join_frames(encode_keyframe({"w": old.view(2000, -1)}, DeltaHeader(Version(0), fingerprint_key=1))))
+    whole = len(b"".join(encode_keyframe({"w": old.view(2000, -1)}, DeltaHeader(Version(0), fingerprint_key=1))))
     for drift in DRIFTS:
         new = (masters + drift * torch.randn(WEIGHTS)).bfloat16()
         coded = delta_bytes({"w": old.view(2000, -1)}, {"w": new.view(2000, -1)}, 0, 1)

@@ -25,7 +25,7 @@ from benchmarks.delta_snapshots import (
 )
 from echo2.base.ids import Version
 from echo2.learner.publishing.schedule import BASE_REACH
-from echo2.weights import DeltaHeader, encode_delta, encode_keyframe, fingerprint, join_frames
+from echo2.weights import DeltaHeader, encode_delta, encode_keyframe, fingerprint
 
 VERSIONS, RATE, WARM_UP, SETTLE = 200, 1e-6, 40, 30
 
@@ -48,7 +48,7 @@ def versions_of(seed: int, wanted: set[int]) -> dict[int, Snapshot]:
 
 def delta_bytes(old: Snapshot, new: Snapshot, parent: int, version: int) -> int:
     header = DeltaHeader(Version(version), Version(parent), fingerprint(old, 1), fingerprint_key=1)
-    return len(join_frames(encode_delta(old, new, header)))
+    return len(b"".join(encode_delta(old, new, header)))
 
 
 def pieces(version: int) -> list[tuple[int, int]]:
@@ -69,7 +69,7 @@ def main() -> None:
     way = pieces(VERSIONS)
     kept = versions_of(0, {version for piece in way for version in piece})
     fetched = [delta_bytes(kept[parent], kept[version], parent, version) for parent, version in way]
-    whole = len(join_frames(encode_keyframe(kept[VERSIONS], DeltaHeader(Version(VERSIONS), fingerprint_key=1))))
+    whole = len(b"".join(encode_keyframe(kept[VERSIONS], DeltaHeader(Version(VERSIONS), fingerprint_key=1))))
     pairs = [(kept[0][name], kept[VERSIONS][name]) for name in kept[0]]
     changed = sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
     print(json.dumps({"way": way, "bytes": fetched, "keyframe_bytes": whole, "changed": changed}))

@@ -38,7 +38,6 @@ from echo2.weights import (
     HostWeights,
     encode_delta,
     encode_keyframe,
-    join_frames,
 )
 from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
@@ -151,7 +150,7 @@ def _tls_records(data: bytes) -> None:
             new += whole
             whole, count = records.take(0)
         given += new
-        assert records.held_bytes == at - 1 - len(given) < RECORD_BYTES_MAX
+        assert at - 1 - len(given) < RECORD_BYTES_MAX
         for plain in _plain_of(new):
             _into_frames(frames, plain)
         missing = frames.missing_bytes
@@ -363,8 +362,8 @@ def _messages(kind: type[Message]) -> list[bytes]:
 
 def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
     keyframe = list(encode_keyframe(_NEW, DeltaHeader(target_version=Version(42), fingerprint_key=KEY)))
-    yield "delta_container", [join_frames(iter(_DELTA))]
-    yield "keyframe_container", [join_frames(iter(keyframe))]
+    yield "delta_container", [b"".join(iter(_DELTA))]
+    yield "keyframe_container", [b"".join(iter(keyframe))]
     yield "delta_frame", [*_DELTA[:3], _DELTA[-1], keyframe[0], keyframe[-1]]
     yield "delta_resealed", [bytes([i]) + frame for i, frame in enumerate(_DELTA[:4])]
     yield from _peer_inputs()

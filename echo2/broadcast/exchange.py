@@ -109,7 +109,7 @@ class Exchange:
         """Ends the node's progress, once what has come is handed out."""
         if self.error is None:
             log.error("broadcast: %s: %s", type(error).__name__, error)
-            self.error, self.library.trouble = error, str(error)
+            self.error = error
             self.changed.set()
 
     def now(self) -> float:
@@ -167,8 +167,7 @@ class Exchange:
     def on_sent(self, action: events.SendChunk, frame_bytes: int | None) -> None:
         """`frame_bytes`: on the wire; None: the store no longer had it."""
         if frame_bytes is not None:
-            entry = self.library.entries.get(action.key)
-            self._meter.sent(entry.artifact if entry else None, frame_bytes, self.now())
+            self._meter.sent(frame_bytes, self.now())
         self.act(events.ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
 
     def on_frame(self, peer: PeerId, frame: bytes) -> bool:
@@ -199,7 +198,7 @@ class Exchange:
         entry = self.library.entries.get(chunk.key)
         if entry is None:
             return
-        self._meter.received(entry.artifact, frame_bytes)
+        self._meter.received_bytes += frame_bytes
         if chunk.index not in entry.digests:
             digest = chunk.verify(entry.header.publisher)
             if not self.library.add_chunk(chunk, digest, incoming.record):

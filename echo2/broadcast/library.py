@@ -84,7 +84,6 @@ class Library:
         self.entries: dict[ArtifactKey, Entry] = {}
         self.recent = RecentChunks(recent_bytes_max)
         self.unsound_files = 0
-        self.trouble = ""
         self.revision = self.chunks_stored = 0
         self._rotten: set[ArtifactKey] = set()
 
@@ -225,8 +224,10 @@ class Library:
                 return part, frame
         except EchoError as error:
             log.debug("%s", error)
-        self.trouble = f"chunk {index} of {entry.artifact} in {self.store.folder}: the disk changed it"
-        log.error("%s; the chunk is not served", self.trouble)
+        log.error(
+            "chunk %d of %s in %s: the disk changed it; the chunk is not served",
+            index, entry.artifact, self.store.folder,
+        )  # fmt: skip
         self._rotten.add(key)
         return None
 
@@ -303,14 +304,14 @@ class Library:
 PIECE_BYTES = 64 << 20  # read and verified in a thread at a time, about 0.1 s
 
 
-async def restored(library: Library, me: PeerId, piece_bytes: int = PIECE_BYTES) -> AsyncIterator[Event]:
+async def restored(library: Library, me: PeerId) -> AsyncIterator[Event]:
     """Takes over what an earlier run left on disk, verified piece by piece in threads, and yields its events. A corrupt file is
     removed and counted; an incomplete artifact of our own is dropped, because it is published again. May be cancelled between
     pieces."""
     for path in await asyncio.to_thread(library.store.left_files):
         try:
             left = await asyncio.to_thread(LeftFile, path)
-            while await asyncio.to_thread(left.check_some, piece_bytes):
+            while await asyncio.to_thread(left.check_some, PIECE_BYTES):
                 pass
             library.take_over(left)
         except (EchoError, OSError) as error:

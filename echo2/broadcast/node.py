@@ -92,17 +92,11 @@ class NodeStats:
     links: tuple[LinkStatus, ...]
     sent_chunk_bytes: int
     received_chunk_bytes: int
-    duplicate_bytes: int
-    pulled_chunks: int
-    sent_by_artifact: dict[ArtifactId, int]
-    received_by_artifact: dict[ArtifactId, int]
     uplink_bytes_per_s: float  # measured over the last busy second; 0 before the first
     rtt_s: float  # to the publisher; 0: not known
     newest_version_in_flight: int
     newest_chunks_held: int
     newest_chunk_count: int  # 0: not sealed yet
-    banned: dict[PeerId, str]
-    trouble: str
     waits_for: str
     way: str = ""  # how the newest version was or is to be reached, and why
 
@@ -360,17 +354,11 @@ class BroadcastNode:
             links=self._connections.stripes.statuses(),
             sent_chunk_bytes=self.meter.sent_bytes,
             received_chunk_bytes=self.meter.received_bytes,
-            duplicate_bytes=self.session.duplicates_bytes,
-            pulled_chunks=self.session.pulled_chunks,
-            sent_by_artifact=dict(self.meter.sent_by_artifact),
-            received_by_artifact=dict(self.meter.received_by_artifact),
             uplink_bytes_per_s=self.session.governor.capacity_bytes_per_s or self.meter.uplink.bytes_per_s,
             rtt_s=self._uplink.rtt_s(self.exchange.publisher),
             newest_version_in_flight=newest.artifact.version if newest else 0,
             newest_chunks_held=len(newest.digests) if newest else 0,
             newest_chunk_count=newest.seal.chunk_count if newest and newest.seal else 0,
-            banned=dict(self.bans.found),
-            trouble=self.library.trouble,
             waits_for=self._waits_for(),
             way=self.planner.describe(),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum
 
-from echo2.broadcast.artifact import ArtifactId, ArtifactKey
+from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import UplinkSeen
 
 SLOTS_PER_PEER = 2  # one on its way, one ready behind it
@@ -303,7 +303,6 @@ class CongestionChooser:
         return Control.FAST if is_starting or self.is_lossy else Control.USUAL
 
 
-METERED_MAX = 256  # artifacts; the one metered longest goes first
 BUSY_SPAN_S = 1.0  # a shorter one counts bursts
 
 
@@ -333,24 +332,9 @@ class Meter:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
-        self.sent_by_artifact: dict[ArtifactId, int] = {}
-        self.received_by_artifact: dict[ArtifactId, int] = {}
         self.uplink = BusyRate()
         self.downlink = BusyRate()
 
-    def sent(self, artifact: ArtifactId | None, size_bytes: int, now: float) -> None:
+    def sent(self, size_bytes: int, now: float) -> None:
         self.sent_bytes += size_bytes
-        _add(self.sent_by_artifact, artifact, size_bytes)
         self.uplink.add(size_bytes, now)
-
-    def received(self, artifact: ArtifactId, size_bytes: int) -> None:
-        self.received_bytes += size_bytes
-        _add(self.received_by_artifact, artifact, size_bytes)
-
-
-def _add(table: dict[ArtifactId, int], artifact: ArtifactId | None, size_bytes: int) -> None:
-    if artifact is None:
-        return
-    table[artifact] = table.get(artifact, 0) + size_bytes
-    if len(table) > METERED_MAX:
-        del table[next(iter(table))]

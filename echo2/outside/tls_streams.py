@@ -48,7 +48,7 @@ RECORDS_AT_ONCE = 16
 
 
 class RecordCutter:
-    """Bytes are put where `room` says; `took` gives the records that they complete, as they came."""
+    """Bytes are put where `room` says; `take` gives the records that they complete, as they came."""
 
     __slots__ = ("_begin", "_buffer", "_end", "_view")
 
@@ -57,11 +57,6 @@ class RecordCutter:
         self._buffer = bytearray(buffer_bytes)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Of a record that is not whole."""
-        return self._end - self._begin
 
     def room(self) -> memoryview:
         """Where the next bytes go: at least as many as one record has."""
@@ -296,9 +291,6 @@ class TlsStream(asyncio.BufferedProtocol):
 
     def resume_reading(self) -> None:
         self._transport.resume_reading()
-
-    def is_reading(self) -> bool:
-        return bool(self._transport.is_reading())
 
     def is_closing(self) -> bool:
         return self._is_closing or self._transport.is_closing()

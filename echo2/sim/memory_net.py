@@ -133,9 +133,6 @@ class MemoryStream:
             self._is_reading = True
             self._deliver()
 
-    def is_reading(self) -> bool:
-        return self._is_reading
-
     def is_closing(self) -> bool:
         return self._is_closing
 

@@ -69,7 +69,7 @@ class SimulatedEngine:
         self._work, self._out = asyncio.Event(), asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self._sampled = self._swapped = 0
+        self._sampled = 0
 
     async def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -108,7 +108,7 @@ class SimulatedEngine:
 
     def stats(self) -> EngineStats:
         table = self._table
-        return EngineStats(len(table.running), len(table.waiting), self._sampled, 0.0, 0.0, 0.0, self._swapped)
+        return EngineStats(len(table.running), len(table.waiting), self._sampled)
 
     # ---- steps
 
@@ -138,7 +138,6 @@ class SimulatedEngine:
         self.version = swap.staged.version
         self._bits = fingerprint_of(self._weights)
         self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
-        self._swapped += 1
         await asyncio.sleep(SWAP_S)
         if not swap.done.done():
             swap.done.set_result(SWAP_S)

@@ -331,7 +331,6 @@ def overweight(callers: Iterable[Caller], now: float) -> list[Caller]:
 class Doors:
     """Watches all ports of the process; one instance per process. Thread-safe."""
 
-    ended: int = 0
     _ports: dict[int, PortLimits] = field(default_factory=dict)
     _http_ports: set[int] = field(default_factory=set)
     _callers: dict[tuple[int, Remote], Caller] = field(default_factory=dict)  # as the last scan saw them
@@ -481,7 +480,6 @@ class Doors:
     def _end(self, reason: str, callers: list[Caller]) -> int:
         ended = sum(_shut(caller) for caller in callers)
         if ended:
-            self.ended += ended
             hosts = sorted({caller.remote[0] for caller in callers})
             _log.warning("%s: ended %d connections of %s", reason, ended, ", ".join(hosts[:4]))
         return ended

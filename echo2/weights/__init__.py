@@ -14,7 +14,7 @@ chunks in any way; `FrameReader` reassembles them. Typical use:
 of tied tensors one name is kept. Every call that takes weights reads their raw bits and never converts them.
 """
 
-from echo2.weights.container import CodecSetting, DeltaHeader, FrameReader, join_frames, parse_frame
+from echo2.weights.container import CodecSetting, DeltaHeader, FrameReader, parse_frame
 from echo2.weights.decode import ContainerDecoder, DecodeLimits, StagedDelta, warm_up
 from echo2.weights.elements import WeightSet, untied
 from echo2.weights.encode import (
@@ -32,6 +32,6 @@ from echo2.weights.host import HostWeights, apply_updates, table_of
 __all__ = [
     "CodecSetting", "ContainerDecoder", "DecodeLimits", "DeltaHeader", "Encoding", "FrameReader", "HostWeights",
     "StagedDelta", "WeightSet", "apply_updates", "compose", "encode_delta", "encode_keyframe",
-    "encode_sections", "fingerprint", "fingerprint_tensor", "join_frames", "parse_frame", "section_blocks",
+    "encode_sections", "fingerprint", "fingerprint_tensor", "parse_frame", "section_blocks",
     "section_fingerprint", "table_of", "untied", "warm_up",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -334,7 +333,3 @@ class FrameReader:
                 at += size
         del self._held[:at]
         return frames
-
-
-def join_frames(frames: Iterable[bytes]) -> bytes:
-    return b"".join(frames)

@@ -80,10 +80,6 @@ class HostWeights:
         bits = {spec.name: bits_of(weights[spec.name]) for spec in table.specs}
         return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key)
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(bits.nbytes for bits in self._bits.values())
-
     def bits(self, name: str) -> Bits:
         """The live bits of a tensor; do not write to them."""
         return self._bits[name]

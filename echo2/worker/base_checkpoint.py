@@ -44,8 +44,8 @@ class HubDownload:
     """One attempt at the hub, shared by the client's threads, which count, and the event loop, which may end it. `whole_bytes`: the
     checkpoint's size; 0: not known."""
 
-    def __init__(self, model_id: str, began_s: float, whole_bytes: int = 0) -> None:
-        self.model_id, self.whole_bytes = model_id, whole_bytes
+    def __init__(self, model_id: str, began_s: float) -> None:
+        self.model_id, self.whole_bytes = model_id, 0
         self.arrived_bytes = 0
         self.is_ended = threading.Event()
         self._began_s = self._moved_s = began_s

@@ -16,7 +16,6 @@ from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.outside import monotonic
 from echo2.worker.engines.engine import Engine, GenerateRequest, TokenChunk
 from echo2.worker.leases import CoordinatorPort, LearnerPort, Leases
-from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import TokenGate
 
 PUMP_PAUSE_S = 0.02
@@ -32,8 +31,8 @@ _PROBE = "rate probe"
 class Generation:
     """One per worker. Until `engine` is set, requests are refused. `unheld_tokens`: lost by the drain."""
 
-    def __init__(self, limits: WorkerLimits, clock: Clock, learner: LearnerPort, coordinator: CoordinatorPort) -> None:
-        self.leases = Leases(limits, clock, learner, coordinator, self)
+    def __init__(self, clock: Clock, learner: LearnerPort, coordinator: CoordinatorPort) -> None:
+        self.leases = Leases(clock, learner, coordinator, self)
         why = "its tokens were sampled by weights of no version"
         self.gate = TokenGate(
             self.leases.on_tokens, lambda lease_id: self.leases.revoke(lease_id, why), lambda: self.leases.open_requests

@@ -29,7 +29,6 @@ from echo2.base.rollout import (
     Verdict,
 )  # fmt: skip
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
-from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expected_remaining
 
 # How fast a worker generates, over a sliding window of busy time, and how many more rollouts it requests: enough to keep its slots
@@ -135,7 +134,6 @@ class Rates:
 class RateWindow:
     """Counts tokens and finished rollouts as they come. The caller reports through `busy` when the engine has work."""
 
-    window_s: float = WINDOW_S
     sampled_tokens: int = 0
     finished_rollouts: int = 0
     _busy_s: float = 0.0
@@ -183,10 +181,13 @@ class RateWindow:
             self._busy_since = now
         if is_change or not self._marks or now >= self._marks[-1][0] + BUCKET_S:
             self._marks.append((now, self.sampled_tokens, self.finished_rollouts, self._busy_s))
-        while len(self._marks) > 1 and self._marks[1][0] <= now - self.window_s:
+        while len(self._marks) > 1 and self._marks[1][0] <= now - WINDOW_S:
             self._marks.popleft()
 
 
+LEASES_MAX = 1024
+UNHELD_TOKENS_MAX = 1 << 22  # tokens the learner does not hold yet; above this no lease is requested
+FINISHED_DELAY_S = 0.02  # a finished rollout waits this long so that siblings share its report
 REPORT_TOKENS_MAX = 1 << 16  # most tokens in one report, as the wire allows
 RESEND_PAUSE_S = 0.05  # verdicts of a group come together, so one report answers all of them
 LENGTHS_MAX = 256  # of the last rollouts, for the estimate of what a rollout still has to come
@@ -247,7 +248,6 @@ class Leases:
 
     def __init__(
         self,
-        limits: WorkerLimits,
         clock: Clock,
         learner: LearnerPort,
         coordinator: CoordinatorPort,
@@ -255,7 +255,7 @@ class Leases:
     ) -> None:
         self.rates = RateWindow()
         self.report_interval_s = 2.0
-        self._limits, self._clock = limits, clock
+        self._clock = clock
         self._learner, self._coordinator, self._generation = learner, coordinator, generation
         self._leases: dict[LeaseId, LeaseWork] = {}
         self._demand = Demand()
@@ -337,7 +337,7 @@ class Leases:
         """Why a new lease is handed back at once; empty: it is not."""
         if self._is_leaving:
             return "this worker is draining"
-        if len(self._leases) >= self._limits.leases_max:
+        if len(self._leases) >= LEASES_MAX:
             return f"this worker holds {len(self._leases)} leases, its limit"
         if group.exact_version not in (None, self._demand.version):
             return f"it is for version {group.exact_version}, the live one is {self._demand.version}"
@@ -485,7 +485,7 @@ class Leases:
             self._lengths.append(len(rollout.token_ids))
             self._demand.finished(now)
             self.rates.finished(now - rollout.started_at, now)
-            lease.report_due = min(lease.report_due, now + self._limits.finished_delay_s)
+            lease.report_due = min(lease.report_due, now + FINISHED_DELAY_S)
         return is_handing_back or rollout.is_ended
 
     def on_version_arrived(self) -> None:
@@ -635,8 +635,8 @@ class Leases:
         return (
             self._is_active
             and not self._is_leaving
-            and len(self._leases) < self._limits.leases_max
-            and self.unheld_tokens < self._limits.unheld_tokens_max
+            and len(self._leases) < LEASES_MAX
+            and self.unheld_tokens < UNHELD_TOKENS_MAX
         )
 
     def _next_time(self) -> float:

@@ -196,9 +196,9 @@ def source_of(text: str) -> NoticeSource:
     raise ConfigError(f"preemption notice: expected {', '.join(sorted(CLOUDS))} or an http address, got {text!r}")
 
 
-async def watch(source: NoticeSource, noticed: Callable[[str], None], poll_s: float = POLL_S) -> None:
+async def watch(source: NoticeSource, noticed: Callable[[str], None]) -> None:
     while not await asyncio.to_thread(_is_noticed, source):
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(POLL_S)
     _log.warning("this machine will be taken away, says %s", source.url)
     noticed("preemption notice")
     await asyncio.Event().wait()

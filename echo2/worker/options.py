@@ -9,18 +9,6 @@ from echo2.config.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """How much a worker holds at most, and how long it waits."""
-
-    leases_max: int = 1024
-    unheld_tokens_max: int = 1 << 22  # tokens the learner does not hold yet; above this no lease is requested
-    drain_s: float = 2.0  # from SIGTERM to the last partial rollout handed back
-    connect_s: float = 10.0  # timeout of one attempt to reach a peer
-    reconnect_s_max: float = 15.0  # longest backoff between two attempts
-    finished_delay_s: float = 0.02  # a finished rollout waits this long so that siblings share its report
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """`config`: a worker reads its sections worker, model and run. `folder` keeps its identity, its chunks and its control
     socket between runs."""
@@ -33,4 +21,3 @@ class WorkerOptions:
     advertised_addresses: tuple[str, ...] = ()
     link_file: Path | None = None  # read again if the coordinator is not found: the operator may have moved it
     preemption_notice: str = ""  # where to watch for preemption: aws, azure, gcp or an http address
-    limits: WorkerLimits = field(default_factory=WorkerLimits)

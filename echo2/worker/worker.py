@@ -2,7 +2,7 @@
 enrolled worker, which generates rollouts until it is stopped, dismissed, or a part fails.
 
 Guarantees: the end of any part ends the worker with that part's error; a stop drains: it hands partial rollouts back within
-`limits.drain_s`; whatever the worker waits for is in the log, the heartbeat and `echo-worker status`.
+`DRAIN_S`; whatever the worker waits for is in the log, the heartbeat and `echo-worker status`.
 
       run                 model known            first version live        stop, or a part failed
     [joined, no model] -> [engine starts] -> [measures its rate] -> [works] -> [drains] -> closed
@@ -53,6 +53,9 @@ from echo2.worker.machine import (
 from echo2.worker.options import WorkerOptions
 from echo2.worker.weights import ProgressLines, ShowsProgress, WeightReceiver, Weights, shown
 
+DRAIN_S = 2.0  # from SIGTERM to the last partial rollout handed back
+CONNECT_S = 10.0  # timeout of one attempt to reach a peer
+RECONNECT_S_MAX = 15.0  # longest backoff between two attempts
 LEAVE_S = 0.5  # the farewell is one message; without it the coordinator waits out its own limit
 _log = logging.getLogger("echo2.worker")
 
@@ -162,13 +165,13 @@ class Worker:
         self._ending, self._stop_reason, self._is_dismissed = asyncio.Event(), "", False
         self._failure: BaseException | None = None
         self._parts: list[asyncio.Task[None]] = []
-        clock, connect_s = SteadyClock(), options.limits.connect_s
+        clock = SteadyClock()
         self.node = BroadcastNode(credentials, _node_options(options), NodeCalls(met=self._on_host_facts))
         self.coordinator = CoordinatorLink(
-            ControlSession(credentials, waits, _backoff(options, "coordinator"), connect_s)
+            ControlSession(credentials, waits, _backoff(options, "coordinator"), CONNECT_S)
         )
-        self.reports = Reports(credentials, waits, _backoff(options, "learner"), connect_s)
-        self.generation = Generation(options.limits, clock, self.reports, self.coordinator)
+        self.reports = Reports(credentials, waits, _backoff(options, "learner"), CONNECT_S)
+        self.generation = Generation(clock, self.reports, self.coordinator)
         self.leases = self.generation.leases
         self.status = WorkerStatus(
             options, hardware, self.generation, self.reports, self.node, self.node.listen(), waits, log
@@ -228,11 +231,10 @@ class Worker:
         self._ending.set()
 
     async def _drain(self) -> None:
-        began, within_s = monotonic(), self._options.limits.drain_s
-        held = len(self.leases.lease_ids)
-        self.leases.drain(within_s, self._stop_reason)
+        began, held = monotonic(), len(self.leases.lease_ids)
+        self.leases.drain(DRAIN_S, self._stop_reason)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s + LEAVE_S):
+            async with asyncio.timeout(DRAIN_S + LEAVE_S):
                 await self.generation.drained.wait()
         if held:
             took_s, lost = monotonic() - began, self.generation.unheld_tokens
@@ -328,6 +330,4 @@ def _node_options(options: WorkerOptions) -> NodeOptions:
 
 def _backoff(options: WorkerOptions, name: str) -> Backoff:
     """The pauses between attempts; `name` says at what, and separates the random streams."""
-    return Backoff(
-        derived_rng(options.config.run.seed, "worker", options.name, name), longest_s=options.limits.reconnect_s_max
-    )
+    return Backoff(derived_rng(options.config.run.seed, "worker", options.name, name), longest_s=RECONNECT_S_MAX)

@@ -80,7 +80,7 @@ async def test_a_link_of_several_connections_delivers_all_once_grows_thinner_whe
         assert await received(learner, worker, KEYFRAME) == BLOCKS
         assert len(used) == WIDTH - 1
         seen = worker.stats()
-        assert (seen.duplicate_bytes, seen.pulled_chunks) == (0, 0)
+        assert (worker.session.duplicates_bytes, worker.session.pulled_chunks) == (0, 0)
         assert seen.received_chunk_bytes == learner.stats().sent_chunk_bytes
         assert f"{WIDTH} connections: " in str(seen.links[0].way)
         accepted = next(link for link in first if not link.connection.is_outgoing)
@@ -138,7 +138,7 @@ async def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path
         assert await reading == BLOCKS
         await publishing
         await until(lambda: width_of(learner, worker) == width_of(worker, learner) == 1, "one is left")
-        assert (worker.stats().duplicate_bytes, worker.stats().pulled_chunks) == (0, 0)
+        assert (worker.session.duplicates_bytes, worker.session.pulled_chunks) == (0, 0)
         assert [link.connections for link in worker.stats().links] == [1]
 
 
@@ -154,7 +154,7 @@ async def test_a_peer_gets_no_more_connections_than_a_link_may_have_and_none_bes
 
         alone = await opened(is_further=True)
         assert await asyncio.wait_for(alone.receive(), WAIT_S) is None
-        assert width_to(worker.node, greedy.peer_id) == 0 and not worker.node.stats().banned
+        assert width_to(worker.node, greedy.peer_id) == 0 and not worker.node.bans.found
         held = [alone]
         for number in range(LINK_CONNECTIONS + 1):
             held.append(await opened(is_further=number > 0))

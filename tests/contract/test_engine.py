@@ -97,10 +97,9 @@ def test_logprobs_agree_with_the_full_forward_for_more_sequences_than_slots_and_
             rig.request(prompt, dataclasses.replace(sampled, max_new_tokens=4 + 5 * i))
             for i, prompt in enumerate(prompts(14))
         ]
-        before = rig.engine.stats()
+        before = rig.engine.stats().sampled_tokens
         found = await rig.generate(*requests, *siblings)
-        assert rig.engine.stats().sampled_tokens - before.sampled_tokens == sum(len(s.token_ids) for s in found)
-        assert rig.engine.stats().decode_s > before.decode_s
+        assert rig.engine.stats().sampled_tokens - before == sum(len(s.token_ids) for s in found)
         for request, got in zip([*requests, *siblings], found, strict=True):
             assert len(got.token_ids) == request.sampling.max_new_tokens and set(got.versions) == {0}
             assert rig.worst(request.prompt_token_ids, got) < TOLERANCE
@@ -334,7 +333,6 @@ def test_fingerprint_is_that_of_the_published_weights_bit_for_bit(rig: Rig) -> N
         return {name: tensor.detach().bfloat16() for name, tensor in rig.models[version].named_parameters()}
 
     async def body() -> None:
-        count = rig.engine.stats().swap_count
         assert await rig.engine.fingerprint(99) == fingerprint(published(0), 99)
         await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
         assert await rig.engine.fingerprint(99) == fingerprint(published(1), 99)
@@ -347,7 +345,6 @@ def test_fingerprint_is_that_of_the_published_weights_bit_for_bit(rig: Rig) -> N
         await rig.engine.swap(Staged(Version(3), Version(2), [update]), SwapMode.RECOMPUTE_KV)
         tensor.view(torch.int16).reshape(-1)[:4] = torch.from_numpy(odd.view(np.int16))
         assert await rig.engine.fingerprint(3) == fingerprint(expected, 3)
-        assert rig.engine.stats().swap_count == count + 3
 
     rig.run(body)
 

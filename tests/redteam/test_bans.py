@@ -14,7 +14,6 @@ from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
-from echo2.worker.options import WorkerLimits
 from tests.contract.fleet import Member, fleet, until
 from tests.unit.coordinator.test_daemon import Node, options, running
 
@@ -43,7 +42,7 @@ def orders_of(member: Member) -> CoordinatorCommands:
     backoff = Backoff(random.Random(0))
     reports = Reports(member.credentials, Waits(clock), backoff, 1.0)
     link = CoordinatorLink(ControlSession(member.credentials, Waits(clock), backoff))
-    leases = Generation(WorkerLimits(), clock, reports, link).leases
+    leases = Generation(clock, reports, link).leases
     return CoordinatorCommands(link, leases, reports, member.node, clock, lambda finding: None)
 
 

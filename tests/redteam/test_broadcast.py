@@ -128,7 +128,7 @@ async def test_who_breaks_the_protocol_is_named_dropped_and_banned(tmp_path: Pat
         await until(lambda: fresh in victim.library.entries, "the victim knows the header")
         credentials, connection = await hostile(f, f.members[1])
         assert key is not None
-        while credentials.peer_id not in victim.stats().banned:
+        while credentials.peer_id not in victim.bans.found:
             with contextlib.suppress(Unreachable):
                 if deed == "too large":
                     connection.stream.write(HEAD.pack(FRAME_BYTES_MAX + 1))

@@ -224,7 +224,7 @@ async def test_a_host_from_which_a_banned_peer_comes_again_is_refused_before_its
         victim = f.members[1]
         credentials, bulk = await hostile(f, victim)
         await bulk.send(b"\xff\xff not a message")
-        await until(lambda: credentials.peer_id in victim.node.stats().banned, "it is banned")
+        await until(lambda: credentials.peer_id in victim.node.bans.found, "it is banned")
         await bulk.close()
         again = Transport(credentials)
         late = await again.dial(address_of(victim.node), victim.node.peer_id)

@@ -122,7 +122,7 @@ async def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the
         await until(lambda: worker.exchange.links.get(learner.peer_id) is not before, "the link has ended")
         await asyncio.sleep(0.5)
         assert worker.exchange.error is None
-        assert not worker.stats().banned, "what nobody foresaw is no guilt"
+        assert not worker.bans.found, "what nobody foresaw is no guilt"
 
 
 def test_an_unforeseen_error_is_its_senders_and_foreseen_ones_stay_what_they_are() -> None:

@@ -265,10 +265,6 @@ class PipeRelay:
         self._listener: SocketListener | None = None
         self.port = 0
 
-    @property
-    def moved_bytes(self) -> int:
-        return self._book.moved_bytes + sum(book.moved_bytes for book in self._books.values())
-
     def holds(self, peer_id: PeerId) -> bool:
         return dns_name_of(peer_id) in self._places
 

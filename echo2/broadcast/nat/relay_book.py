@@ -57,7 +57,6 @@ class RelayBook:
     limits: RelayLimits
     circuits: dict[int, Circuit] = field(default_factory=dict)
     reserved_until: dict[PeerId, float] = field(default_factory=dict)
-    moved_bytes: int = 0
     refused: int = 0
     _usage: dict[PeerId, _Usage] = field(default_factory=dict)
     _next: int = 0
@@ -100,7 +99,6 @@ class RelayBook:
         for use in uses:
             use.moved_bytes += count
         circuit.moved_bytes += count
-        self.moved_bytes += count
 
     def too_old(self, circuit: Circuit) -> LimitExceeded:
         """What to raise once `ends_at` has come."""

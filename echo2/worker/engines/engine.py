@@ -88,17 +88,13 @@ class TokenChunk:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine's start, in seconds, tokens and sequences; `running_*` and `waiting_*` are current counts.
+    """Counters since the engine's start, in tokens and sequences; `running_*` and `waiting_*` are current counts.
     `prompt_tokens`: submitted in prompts; `shared_prompt_tokens`: how many of them were found in the cache; `prefilled_tokens`:
     all tokens prefilled, completions included. Each is 0 if the engine does not report it."""
 
     running_sequences: int = 0
     waiting_sequences: int = 0
     sampled_tokens: int = 0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    swap_s: float = 0.0
-    swap_count: int = 0
     prompt_tokens: int = 0
     shared_prompt_tokens: int = 0
     prefilled_tokens: int = 0

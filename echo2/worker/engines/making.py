@@ -13,7 +13,7 @@ import importlib
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import astuple, replace
 
 import torch
 
@@ -108,11 +108,9 @@ class SeveralEngines:
         return prints[0] if len(set(prints)) == 1 else NO_FINGERPRINT
 
     def stats(self) -> EngineStats:
-        """Sums over the engines; for swaps, the maxima."""
-        each = [asdict(engine.stats()) for engine in self._engines]
-        return EngineStats(
-            **{name: (max if name in ("swap_s", "swap_count") else sum)(s[name] for s in each) for name in each[0]}
-        )
+        """Sums over the engines."""
+        each = [astuple(engine.stats()) for engine in self._engines]
+        return EngineStats(*map(sum, zip(*each, strict=True)))
 
 
 CONFIG_BYTES_MAX = 1 << 20  # a config with its quantisation has some kilobytes

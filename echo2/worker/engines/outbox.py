@@ -1,7 +1,7 @@
 """Passes tokens from an engine's thread to an asyncio loop.
 
 Guarantees: keeps the order within a sequence, one version per chunk; waiting tokens of one sequence and version leave as one chunk;
-`is_full` is set from `tokens_max` tokens on, and the producer checks it before the next step, so a slow consumer slows the engine
+`is_full` is set from `TOKENS_MAX` tokens on, and the producer checks it before the next step, so a slow consumer slows the engine
 instead of filling memory. A sequence that has ended leaves at once and alone; growing ones leave every `linger_s`, so that tokens
 of several steps travel together, but at once after a pause. The consumer wakes for these, for a failure, for the end and for a full
 box; `on_taken` wakes the producer when a full box has been emptied.
@@ -25,7 +25,7 @@ from echo2.worker.engines.engine import TokenChunk
 TOKENS_MAX = 65_536  # some seconds of the fastest engine
 SEQUENCES_MAX = 65_536  # far more than leases ever bring
 
-LINGER_S = 0.25  # how often tokens of growing rollouts reach the desk; a rollout's end does so at once
+LINGER_S = 0.25  # how often tokens of growing rollouts reach the leases; a rollout's end does so at once
 
 
 class SampledToken(NamedTuple):
@@ -43,8 +43,7 @@ class SampledToken(NamedTuple):
 class Outbox:
     """For one producer thread and one consumer task."""
 
-    def __init__(self, tokens_max: int = TOKENS_MAX, linger_s: float = 0.0) -> None:
-        self._tokens_max = tokens_max
+    def __init__(self, linger_s: float = 0.0) -> None:
         self._linger_s = linger_s
         self._lock = threading.Lock()
         self._tokens: dict[str, list[SampledToken]] = {}  # that were not taken yet, by sequence
@@ -68,7 +67,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        return self._token_count >= self._tokens_max
+        return self._token_count >= TOKENS_MAX
 
     def open(self, request_id: str) -> None:
         """A sequence begins; it is open until its last chunk has been taken. EngineError if it is open already, LimitExceeded

@@ -89,7 +89,9 @@ def test_a_chunk_that_the_consumer_does_not_wait_for_brings_it_nothing(tmp_path:
 
 
 @pytest.mark.parametrize("part", ["payload", "signature"])
-def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: Path, part: str) -> None:
+def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(
+    tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Served, it would make honest peers ban this node for a signature that does not hold."""
     held, header = library(tmp_path, recent_bytes=0), header_of(1)
     made = begun(held, bytes(range(250)), 100, header)
@@ -98,7 +100,7 @@ def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: P
     data = bytearray(path.read_bytes())
     data[data.index(bytes(getattr(made[1][0], part)))] ^= 1
     path.write_bytes(bytes(data))
-    assert held.frame(header.key, 1) is None and "disk changed it" in held.trouble
+    assert held.frame(header.key, 1) is None and "disk changed it" in caplog.text
     assert held.frame(header.key, 0) and held.frame(header.key, 2)
     with pytest.raises(CorruptChunk, match="chunk 1"):
         held.chunk(header.key, 1)
@@ -146,7 +148,7 @@ def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> 
     names = {str(entry.header.artifact) for entry in held.entries.values()}
     assert keyframe in held.entries and into_newest in held.entries and held.store.used_bytes <= 40_000
     assert {f"delta {v - 1}->{v}" for v in range(5, 10)} <= names, "a newcomer's way from the keyframe"
-    assert not {"delta 0->1", "delta 1->2"} & names and not held.trouble
+    assert not {"delta 0->1", "delta 1->2"} & names and not held.take_rotten()
 
 
 def test_a_newcomers_way_is_not_given_up_for_a_delta_that_has_no_room(tmp_path: Path) -> None:
@@ -176,13 +178,13 @@ def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: P
     first = added(held, header_of(1), 10_000)
     added(held, header_of(2, 1), 500)
     second = added(held, header_of(2), 10_000)
-    assert first not in held.entries and held.entries[second].is_complete and not held.trouble
+    assert first not in held.entries and held.entries[second].is_complete and not held.take_rotten()
     assert held.store.used_bytes <= 14_000
 
 
-def events(found: Library, me: PeerId = ME, piece_bytes: int = 1 << 20) -> list[Event]:
+def events(found: Library, me: PeerId = ME) -> list[Event]:
     async def all_of_them() -> list[Event]:
-        return [event async for event in restored(found, me, piece_bytes)]
+        return [event async for event in restored(found, me)]
 
     return asyncio.run(all_of_them())
 
@@ -260,7 +262,7 @@ def test_what_was_left_is_taken_over_at_once_and_a_large_file_is_dropped_without
     count = SLOW_CLOSE_BYTES // CHUNK_BYTES + 1
     key = left(tmp_path, count)
     found = library(tmp_path)
-    assert events(found, piece_bytes=64 << 20) == [
+    assert events(found) == [
         HeaderSeen(None, key, is_wanted=False),
         ChunksKept(key, all_of(count), dict.fromkeys(range(count), CHUNK_BYTES)),
         SealSeen(None, key, count),
@@ -270,14 +272,17 @@ def test_what_was_left_is_taken_over_at_once_and_a_large_file_is_dropped_without
     assert not list(tmp_path.iterdir()) and found.store.used_bytes == 0 and found.frame(key, 0) is None
 
 
-def test_the_loop_goes_on_while_chunks_are_checked_and_checking_is_given_up_between_two_pieces(tmp_path: Path) -> None:
+def test_the_loop_goes_on_while_chunks_are_checked_and_checking_is_given_up_between_two_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.broadcast.library.PIECE_BYTES", 4 << 20)
     key = left(tmp_path, 200)
 
     async def scene() -> tuple[float, float, int]:
         found, turns = library(tmp_path), 0
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
-                async for _ in restored(found, ME, piece_bytes=1 << 20):
+                async for _ in restored(found, ME):
                     pass
         assert key not in found.entries and len(list(tmp_path.iterdir())) == 1, "the next start checks it"
 
@@ -289,7 +294,7 @@ def test_the_loop_goes_on_while_chunks_are_checked_and_checking_is_given_up_betw
 
         task = asyncio.create_task(others())
         on_loop_s, in_all_s = time.thread_time(), time.process_time()
-        async for _ in restored(library(tmp_path), ME, piece_bytes=4 << 20):
+        async for _ in restored(library(tmp_path), ME):
             pass
         task.cancel()
         return time.thread_time() - on_loop_s, time.process_time() - in_all_s, turns

@@ -39,7 +39,7 @@ from echo2.trust.tls import (
     save_credentials,
     server_credentials,
 )
-from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeights, join_frames, parse_frame
+from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeights, parse_frame
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import Ticket, group_from_message, rollout_to_message, sign_ticket, verdicts_from_message
@@ -160,7 +160,7 @@ class FollowerBroadcaster:
         is_pushed: bool,
     ) -> int:  # fmt: skip
         version, parent = artifact.version, artifact.parent
-        data = await asyncio.to_thread(lambda: join_frames(frames))
+        data = await asyncio.to_thread(lambda: b"".join(frames))
         if parent is not None and not is_pushed:
             self.kept[parent, version] = self.merged[parent, version] = data
             return len(data)

@@ -29,7 +29,7 @@ from echo2.learner.startup import prepare
 from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
 from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, VersionCoder
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
-from echo2.weights import DeltaHeader, FrameReader, HostWeights, encode_delta, fingerprint, join_frames
+from echo2.weights import DeltaHeader, FrameReader, HostWeights, encode_delta, fingerprint
 from echo2.weights.block import EncodedBlock
 from echo2.weights.container import Method
 from echo2.weights.elements import ELEMENT_TYPES, Block
@@ -319,7 +319,7 @@ def test_an_encoding_that_nobody_draws_to_its_end_is_in_nobodys_way(leader: Vers
     assert len([next(given_up) for _ in range(8)]) == 8
     assert leader.fingerprint(Version(1), NEW, KEY) == fingerprint(NEW, KEY)
     whole = encode_delta(OLD, NEW, in_two(delta_header()))
-    assert join_frames(leader.delta(OLD, NEW, delta_header())) == join_frames(whole)
+    assert b"".join(leader.delta(OLD, NEW, delta_header())) == b"".join(whole)
     with pytest.raises(StateError, match="rank 1: expected block .* encoding 1: expected 2, which was begun last"):
         list(given_up)
 
@@ -328,7 +328,7 @@ def test_kept_versions_are_coded_from_and_forgotten_ones_are_told(leader: Versio
     leader.keep(Version(0))
     leader.forget_before(Version(1))
     whole = encode_delta(OLD, NEW, in_two(delta_header()))
-    assert join_frames(leader.delta(OLD, NEW, delta_header())) == join_frames(whole)
+    assert b"".join(leader.delta(OLD, NEW, delta_header())) == b"".join(whole)
     leader.keep(None)
     leader.forget_before(Version(1))
     with pytest.raises(StateError, match="rank 1: expected its part .* version 0: expected it among those held, got 1"):

@@ -32,7 +32,7 @@ from echo2.learner.training import model as model_module
 from echo2.learner.training import shards as sharded
 from echo2.learner.training.ranks import DistributedRanks, Ranks, own_part, ranks_of_environment
 from echo2.learner.training.team import Team
-from echo2.weights import DeltaHeader, HostWeights, join_frames
+from echo2.weights import DeltaHeader, HostWeights
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.made import group_of, random_groups, rollout_of
@@ -133,12 +133,12 @@ def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: lis
     after = team.snapshot()
     policy = team.whole(after, Version(STEPS))
     whole = DeltaHeader(target_version=Version(0), fingerprint_key=KEY)
-    keyframe = join_frames(team.coder.keyframe(before, whole))
+    keyframe = b"".join(team.coder.keyframe(before, whole))
     delta = replace(
         whole, target_version=Version(STEPS), parent_version=Version(0),
         parent_fingerprint=team.coder.fingerprint(Version(0), before, KEY),
     )  # fmt: skip
-    containers = {"keyframe": keyframe, "delta": join_frames(team.coder.delta(before, after, delta))}
+    containers = {"keyframe": keyframe, "delta": b"".join(team.coder.delta(before, after, delta))}
     store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
     store.save(team.take(store, after, Version(STEPS), {"journal_from": 0}))
     again = team.step(batch(STEPS))

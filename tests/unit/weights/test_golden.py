@@ -18,7 +18,6 @@ from echo2.weights import (
     HostWeights,
     encode_delta,
     encode_keyframe,
-    join_frames,
 )  # fmt: skip
 from tests.unit.weights.models import KEY, decoded, delta_header
 
@@ -52,8 +51,8 @@ def container(name: str) -> bytes:
     old, new = versions()
     host = HostWeights.from_tensors(old, Version(6), KEY)
     if name == "keyframe":
-        return join_frames(encode_keyframe(new, DeltaHeader(target_version=Version(7), fingerprint_key=KEY)))
-    return join_frames(encode_delta(old, new, delta_header(host, 7, block_elements=2000), CodecSetting[name.upper()]))
+        return b"".join(encode_keyframe(new, DeltaHeader(target_version=Version(7), fingerprint_key=KEY)))
+    return b"".join(encode_delta(old, new, delta_header(host, 7, block_elements=2000), CodecSetting[name.upper()]))
 
 
 @pytest.mark.parametrize("name", ["fast", "dense"])

@@ -23,7 +23,6 @@ from echo2.weights import (
     encode_delta,
     encode_keyframe,
     fingerprint,
-    join_frames,
 )  # fmt: skip
 from echo2.weights.elements import bits_of
 from tests.unit.weights.models import (
@@ -93,9 +92,9 @@ def test_threads_and_chunk_borders_change_nothing(setting: CodecSetting) -> None
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
     header = delta_header(host, 1, block_elements=1000)
-    alone = join_frames(encode_delta(old, new, header, setting))
+    alone = b"".join(encode_delta(old, new, header, setting))
     with ThreadPoolExecutor(2) as executor:
-        assert join_frames(encode_delta(old, new, header, setting, executor)) == alone
+        assert b"".join(encode_delta(old, new, header, setting, executor)) == alone
     reader, decoder = FrameReader(), ContainerDecoder(host)
     counts, frames = set(), []
     for at in range(0, len(alone), 61):
@@ -103,7 +102,7 @@ def test_threads_and_chunk_borders_change_nothing(setting: CodecSetting) -> None
             frames.append(frame)
             decoder.feed(frame)
         counts.add(len(frames))
-    assert join_frames(frames) == alone and len(counts) > 5, "each block is staged as soon as it is whole"
+    assert b"".join(frames) == alone and len(counts) > 5, "each block is staged as soon as it is whole"
     again = ContainerDecoder(host)
     again.feed(frames[0])
     with ThreadPoolExecutor(2) as executor:

@@ -18,7 +18,6 @@ from echo2.weights import (
     encode_keyframe,
     encode_sections,
     fingerprint,
-    join_frames,
     section_blocks,
     section_fingerprint,
     table_of,
@@ -41,7 +40,7 @@ def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes
     """A container put together from the sections of all shards."""
     table = table_of(new)
     sections = (section_blocks(old, new, header, table, shard) for shard in range(header.shard_count))
-    return join_frames(encode_sections(header, table, chain.from_iterable(sections)))
+    return b"".join(encode_sections(header, table, chain.from_iterable(sections)))
 
 
 @SLOW
@@ -57,9 +56,9 @@ def test_sections_are_the_bytes_of_the_whole(tensors, seed, shards, setting) -> 
     new = {name: with_changes(rng, tensor, 0.1, 2) for name, tensor in old.items()}
     host = HostWeights.from_tensors(old, Version(0), KEY)
     header = delta_header(host, 1, block_elements=300, shard_count=shards, setting=setting)
-    assert in_sections(old, new, header) == join_frames(encode_delta(old, new, header))
+    assert in_sections(old, new, header) == b"".join(encode_delta(old, new, header))
     whole = DeltaHeader(target_version=Version(1), fingerprint_key=KEY, block_elements=300, shard_count=shards)
-    assert in_sections(None, new, whole) == join_frames(encode_keyframe(new, whole))
+    assert in_sections(None, new, whole) == b"".join(encode_keyframe(new, whole))
     parts = [section_fingerprint(new, host.table, shard, shards, KEY) for shard in range(shards)]
     assert whole_fingerprint(host.table.specs, KEY, parts) == fingerprint(new, KEY)
 

@@ -310,8 +310,8 @@ class SmallRun:
         after = target.tensors()
         frames = encode_delta(parent.tensors(), after, header) if parent else encode_keyframe(after, header)
         artifact, fingerprint = ArtifactId(Version(version), header.parent_version), f"{target.fingerprint():016x}"
-        is_pushed = parent is not None and base is None
-        await self.node.publish(artifact, frames, lambda: fingerprint, target.total_bytes, is_pushed=is_pushed)
+        is_pushed, size_bytes = parent is not None and base is None, sum(tensor.nbytes for tensor in after.values())
+        await self.node.publish(artifact, frames, lambda: fingerprint, size_bytes, is_pushed=is_pushed)
         self.published = target
         return fingerprint
 

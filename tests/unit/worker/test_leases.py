@@ -24,6 +24,7 @@ from echo2.base.rollout import (
     spans_of,
 )  # fmt: skip
 from echo2.wire import rollout as wire
+from echo2.worker import leases
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.leases import (
     EXACT_GRACE_S,
@@ -36,13 +37,17 @@ from echo2.worker.leases import (
     Leases,
     RateWindow,
 )  # fmt: skip
-from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import SEGMENT_TOKENS_MAX
 
 STOP, SLOTS = 9, 4
-LIMITS = WorkerLimits(leases_max=6, drain_s=2.0)
+LEASES_MAX, DRAIN_S = 6, 2.0
 L1 = LeaseId("l1")
 PAST = ("its deadline has passed", "the drain ran out of time")
+
+
+@pytest.fixture(autouse=True)
+def few_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEASES_MAX", LEASES_MAX)
 
 
 def group(name: str, count: int = 2, tokens_max: int = 6, version: int | None = None) -> GroupSpec:
@@ -63,7 +68,6 @@ def held(name: str, index: int, tokens: tuple[int, ...], reason: FinishReason = 
 class Surroundings:
     """The leases' ports. The engine samples what it is told to; the learner holds tokens without gaps and never changes them."""
 
-    limits: WorkerLimits = LIMITS
     time: float = 0.0
     version: int = 3
     refusal: str = ""  # of the engine
@@ -88,7 +92,7 @@ class Surroundings:
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # on all of a group, whatever is reported
 
     def __post_init__(self) -> None:
-        self.leases = Leases(self.limits, self, self, self, self)
+        self.leases = Leases(self, self, self, self)
 
     def now(self) -> float:
         return self.time
@@ -244,7 +248,7 @@ class LeaseRules(RuleBasedStateMachine):
         version = None if is_new else self.it.version + (kind == "of another version")
         self.specs[lease_id] = spec = group(name, count, version=version)
         self.deadlines[lease_id] = deadline = self.it.time + lasts_s
-        is_taken = not self.is_leaving and len(self.it.leases.lease_ids) < LIMITS.leases_max and spec.exact_version in (
+        is_taken = not self.is_leaving and len(self.it.leases.lease_ids) < LEASES_MAX and spec.exact_version in (
             None, self.it.version,
         )  # fmt: skip
         self.why[lease_id] = {"", "too long", "its deadline is near", "a new version has waited long enough"}
@@ -353,8 +357,8 @@ class LeaseRules(RuleBasedStateMachine):
         if kind == "drain":
             for why in self.why.values():
                 why |= {"preempted", "the drain ran out of time"}
-            self.drains_until = self.it.time + LIMITS.drain_s
-            self.it.leases.drain(LIMITS.drain_s, "preempted")
+            self.drains_until = self.it.time + DRAIN_S
+            self.it.leases.drain(DRAIN_S, "preempted")
         elif kind:
             self.it.leases.finish_up()
 
@@ -466,7 +470,7 @@ def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and
     it.judge(L1)
     it.time, it.version = 1.1, 4
     it.sample("l1/0", STOP)
-    assert not it.reports and it.wake == pytest.approx(1.1 + LIMITS.finished_delay_s)
+    assert not it.reports and it.wake == pytest.approx(1.1 + leases.FINISHED_DELAY_S)
     it.at(it.wake)
     (segment,) = it.reports[L1]
     assert (segment.offset, segment.token_ids, segment.finish_reason) == (1, (STOP,), FinishReason.STOP)
@@ -598,8 +602,11 @@ def test_the_routing_of_a_rollout_is_reported_beside_its_tokens_within_bounds_or
     assert reported(4.0, 1, 1, row=b"") == reported(5.0, 1, 1) == [(0, 0)] * 2, "once a token lacks it, no other has it"
 
 
-def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_wait_for_the_learner() -> None:
-    it = Surroundings(replace(LIMITS, unheld_tokens_max=3)).begin(5, has_learner=False)
+def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_wait_for_the_learner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "UNHELD_TOKENS_MAX", 3)
+    it = Surroundings().begin(5, has_learner=False)
     assert it.requests == [5] and it.wake == REPEAT_S
     it.grant(L1, group("g1"))
     it.leases.activate(False)
@@ -611,7 +618,8 @@ def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_w
     assert it.wake == 2.0 and it.drained is None
     it.at(2.0)
     assert it.drained == 3, "without a learner a drain ends in time and counts what is lost"
-    full = Surroundings(replace(LIMITS, leases_max=1)).begin()
+    monkeypatch.setattr(leases, "LEASES_MAX", 1)
+    full = Surroundings().begin()
     full.grant(L1, group("g1"))
     assert full.requests == [8, 0]
 

@@ -182,7 +182,8 @@ class Metadata(BaseHTTPRequestHandler):
         pass
 
 
-async def test_a_notice_is_told_once_it_is_there_and_not_before() -> None:
+async def test_a_notice_is_told_once_it_is_there_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.worker.machine.POLL_S", 0.01)
     with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         at = f"http://127.0.0.1:{server.server_port}"
@@ -192,7 +193,7 @@ async def test_a_notice_is_told_once_it_is_there_and_not_before() -> None:
             NoticeSource(f"{at}/needs-token", token_url=f"{at}/token", token_header="X-Token"),
         ):
             Metadata.looks, told = 0, asyncio.Queue[str]()
-            watching = asyncio.create_task(watch(source, told.put_nowait, poll_s=0.01))
+            watching = asyncio.create_task(watch(source, told.put_nowait))
             assert await asyncio.wait_for(told.get(), 10) == "preemption notice" and Metadata.looks == 3
             watching.cancel()
         server.shutdown()

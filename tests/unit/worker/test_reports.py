@@ -27,7 +27,6 @@ from echo2.worker import links as links_module
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
-from echo2.worker.options import WorkerLimits
 from tests.certificates import issued
 from tests.unit.worker.peers import RUN, SmallRun, until
 
@@ -60,7 +59,7 @@ class Bench:
         link = CoordinatorLink(ControlSession(credentials, Waits(clock), backoff))
         self.ended: list[tuple[LeaseId, EndReason]] = []
         link.end_lease = lambda lease_id, reason, message: self.ended.append((lease_id, reason))  # type: ignore[method-assign]
-        self.generation = Generation(WorkerLimits(), clock, self.reports, link)
+        self.generation = Generation(clock, self.reports, link)
         self.generation.engine = self.engine  # type: ignore[assignment]
         self.leases = self.generation.leases
         node = BroadcastNode(credentials, NodeOptions(folder))

@@ -18,7 +18,6 @@ from echo2.sim.virtual_loop import VirtualLoop
 from echo2.worker import generation
 from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, TokenChunk
 from echo2.worker.generation import FIRST_TOKEN_S_MAX, PROBE_S_MAX, TOKENS_EACH, Generation
-from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import TokenGate, expected_remaining
 from tests.unit.worker.test_leases import L1, Surroundings, group, held
 
@@ -152,7 +151,7 @@ class Fake:
     def stats(self) -> EngineStats:
         worked_s = max(0.0, self.loop.time() - self.began - self.starts_after_s) if self.open else 0.0
         tokens = min(self.slot_count * TOKENS_EACH, int(worked_s * self.tokens_per_s))
-        return EngineStats(0, 0, 1_000 + tokens, 0.0, 0.0, 0.0, 0)
+        return EngineStats(0, 0, 1_000 + tokens)
 
     async def abort(self, request_id: str) -> None:
         self.open.discard(request_id)
@@ -175,7 +174,7 @@ def test_the_rate_is_measured_without_the_wait_for_the_first_token_in_a_bounded_
     monkeypatch.setattr(generation, "monotonic", loop.time)
     engine, ports = Fake(loop, tokens_per_s, starts_after_s), Surroundings()
     began = loop.time()
-    made = Generation(WorkerLimits(), SteadyClock(), ports, ports)
+    made = Generation(SteadyClock(), ports, ports)
     rate = loop.run_until_complete(made.measure_rate(cast(Engine, engine)))
     assert rate == pytest.approx(expected, rel=0.25) and not engine.open
     assert loop.time() - began <= within_s + 0.05
@@ -188,7 +187,7 @@ async def test_what_is_open_in_an_engine_of_wrong_weights_is_thrown_away_and_not
     """Also a token of the right version's number that comes only after the proof of the second swap."""
     loop = VirtualLoop()
     engine, ports = Fake(loop, 0.0, 0.0), Surroundings()
-    made = Generation(WorkerLimits(), SteadyClock(), ports, ports)
+    made = Generation(SteadyClock(), ports, ports)
     made.engine = cast(Engine, engine)
     made.leases.on_coordinator(1.0)
     made.leases.on_learner()

@@ -21,21 +21,25 @@ from echo2.config.run import RunConfig
 from echo2.weights import fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.control import ask
-from echo2.worker.options import WorkerLimits, WorkerOptions
+from echo2.worker.options import WorkerOptions
 from echo2.worker.weights import model_digest
 from echo2.worker.worker import Worker, WorkerDaemon
 from tests.contract.engine_rig import make_versions, tiny_config
 from tests.unit.worker.peers import KEY, SmallRun, until
 
 CONFIG = tiny_config("qwen3")
-LIMITS = WorkerLimits(reconnect_s_max=0.3)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.worker.worker.RECONNECT_S_MAX", 0.3)
 
 
 def options(run: SmallRun, folder: Path, **more: object) -> WorkerOptions:
     """`slowdown`, `model_path`: options of the run file; the rest of `more`: of the process."""
     worker = {"engine": "embedded", "slots": 8, "price_usd_per_hour": 0.5, "slowdown": more.pop("slowdown", 1.0)}
     config = RunConfig.model_validate({"worker": worker, "model": {"path": more.pop("model_path", "")}})
-    given = {"join_link": run.link(), "name": "w1", "listen_host": "127.0.0.1", "limits": LIMITS}
+    given = {"join_link": run.link(), "name": "w1", "listen_host": "127.0.0.1"}
     return WorkerOptions(folder=folder, config=config, **(given | more))  # type: ignore[arg-type]
 
 

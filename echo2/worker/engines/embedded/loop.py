@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -88,7 +88,7 @@ class StepLoop:
     slowdown: float = 1.0
     cache_tokens: int = 0
     version: Version | None = None
-    _totals: EngineStats = field(default_factory=EngineStats)
+    _sampled_tokens: int = 0
     _commands: deque[tuple[Future[Any], Callable[[], object]]] = field(default_factory=deque)
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -170,10 +170,10 @@ class StepLoop:
 
     def stats(self) -> EngineStats:
         table = self._table
-        return replace(
-            self._totals,
+        return EngineStats(
             running_sequences=len(table.running),
             waiting_sequences=len(table.waiting),
+            sampled_tokens=self._sampled_tokens,
             prompt_tokens=table.prompt_tokens,
             shared_prompt_tokens=table.shared_prompt_tokens,
             prefilled_tokens=table.prefilled_tokens,
@@ -211,21 +211,18 @@ class StepLoop:
             self._stop.wait((time.monotonic() - began) * (self.slowdown - 1.0))
 
     def _prefill(self) -> None:
-        began = time.monotonic()
         self._forward.copy(self._table.next_copies())
         fills = self._table.next_fills(PREFILL_TOKENS_MAX)
         if fills:
             self._forward.fill(fills)
             self._table.filled(fills)
             self._forward.copy(self._table.next_copies())
-        self._totals.prefill_s += time.monotonic() - began
 
     def _decode(self) -> None:
         batch = self._table.decodable()
         if not batch:
             return
         assert self.version is not None, "nothing is decoded before the first version is live"
-        began = time.monotonic()
         logits = self._forward.decode(
             [sequence.tokens[-1] for sequence in batch],
             [sequence.slot for sequence in batch],
@@ -243,8 +240,7 @@ class StepLoop:
                 self._table.release(sequence)
         if self._pending_swap is not None:
             self._pending_swap.steps_left -= 1
-        self._totals.sampled_tokens += len(tokens)
-        self._totals.decode_s += time.monotonic() - began
+        self._sampled_tokens += len(tokens)
         self.outbox.put(tokens)
 
     def _routing_of(self, sequence: SlotSequence) -> Routing:
@@ -284,10 +280,7 @@ class StepLoop:
         self.weights.apply(swap.updates)
         self.version = swap.version
         self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
-        stood_still_s = time.monotonic() - began
-        self._totals.swap_s += stood_still_s
-        self._totals.swap_count += 1
-        return stood_still_s
+        return time.monotonic() - began
 
     def _refuse_what_waits(self, failure: EchoError) -> None:
         with self._wake:

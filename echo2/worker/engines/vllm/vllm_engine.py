@@ -237,9 +237,7 @@ class VllmEngine:
         self._swap_order = asyncio.Lock()
         self._tells_routing, self._routing = bool(config.get(ROUTING_KEY)), RoutingShape(0, 0, 0)
         self._expert_bytes = self._prompt_count = 0  # of a token; of prompts whose experts were asked for
-        self._sampled_tokens = self._swap_count = 0
-        self._busy_s = self._swap_s = 0.0
-        self._busy_since: float | None = None
+        self._sampled_tokens = 0
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -385,16 +383,8 @@ class VllmEngine:
         return await self._weights.fingerprint(key)
 
     def stats(self) -> EngineStats:
-        running, since = sum(stream.count > 0 for stream in self._streams.values()), self._busy_since
-        return EngineStats(
-            running_sequences=running,
-            waiting_sequences=len(self._streams) - running,
-            sampled_tokens=self._sampled_tokens,
-            decode_s=self._busy_s + (time.monotonic() - since if since is not None else 0.0),
-            prefill_s=0.0,  # vLLM mixes prefill into decode steps
-            swap_s=self._swap_s,
-            swap_count=self._swap_count,
-        )
+        running = sum(stream.count > 0 for stream in self._streams.values())
+        return EngineStats(running, len(self._streams) - running, self._sampled_tokens)
 
     async def _apply(self, version: Version, mode: SwapMode) -> float:
         waits, began = mode is SwapMode.FINISH_FIRST, time.monotonic()
@@ -409,12 +399,9 @@ class VllmEngine:
                 raise
             self.version = version
             self._epoch += 1
-            self._swap_count += 1
         finally:
             await self._llm.resume_generation()
-            stood_still_s = time.monotonic() - began
-            self._swap_s += stood_still_s
-        return stood_still_s
+        return time.monotonic() - began
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
         try:
@@ -423,7 +410,6 @@ class VllmEngine:
             raise EngineError(f"vLLM failed in {method}: {error}") from error
 
     def _begin(self, stream: _Stream) -> None:
-        self._busy_since = self._busy_since or time.monotonic()
         stream.task = asyncio.create_task(self._follow(stream))
 
     async def _follow(self, stream: _Stream) -> None:
@@ -510,9 +496,6 @@ class VllmEngine:
         if stream.prompt_file is not None:
             stream.prompt_file.unlink(missing_ok=True)
         self._outbox.put([SampledToken(request_id, self.version or Version(0), reason)])
-        if not self._streams and self._busy_since is not None:
-            self._busy_s += time.monotonic() - self._busy_since
-            self._busy_since = None
 
     def _lora_request(self) -> Any:
         """vLLM's reference to the adapter that the extension has registered; None without one. vLLM never reads its path."""

@@ -121,8 +121,9 @@ async def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
             EmbeddedEngine(CONFIG, **{option: wrong})
 
 
-async def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
-    engine = EmbeddedEngine(CONFIG, slot_count=4, outbox=Outbox(20))
+async def test_nothing_is_sampled_while_the_outbox_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.worker.engines.outbox.TOKENS_MAX", 20)
+    engine = EmbeddedEngine(CONFIG, slot_count=4, outbox=Outbox())
     await engine.start()
     await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
     names = [f"r{index}" for index in range(4)]
