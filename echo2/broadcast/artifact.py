@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from echo2.base.errors import BadSignature, CorruptChunk, LimitExceeded, MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
+from echo2.base.staged import FORMAT_VERSION
 from echo2.trust.identity import Identity, verify_signature
 
 ArtifactKey = NewType("ArtifactKey", bytes)  # 16 bytes that name one publication: the hash of its header
@@ -268,6 +269,7 @@ def all_of(count: int) -> int:
 FRAME_SHARE = 1 / 64  # signatures, hashes and lengths, for chunks of at least 16 KiB
 KEYFRAMES_KEPT = 2.0
 """In sizes of the weights. Keyframes take 0.6 to 0.7 of it, so this holds two, and the deltas of their chain."""
+LINEAGE = f"delta {FORMAT_VERSION}"  # the format of published artifacts; those of another release are rejected
 STORE_BYTES_FLOOR = 64 << 20  # of a model too small to matter: a few versions
 UNSEALED_DELTA_SHARE = 0.05  # of a snapshot
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
 from echo2.base.errors import (
     CorruptChunk,
     EchoError,
-    LimitExceeded,
     ProtocolError,
     ResourceError,
     VersionMismatch,
 )
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.artifact import (
+    LINEAGE,
     ArtifactId,
     ArtifactKey,
     BlockAssembler,
@@ -30,7 +30,6 @@ from echo2.broadcast.artifact import (
     bitmap_of,
     digest_of,
     root_of,
-    store_bytes_min,
 )
 from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, SealSeen
 from echo2.broadcast.route import ArtifactOffer, dropped_to_fit, joining_path
@@ -75,14 +74,12 @@ class Library:
         self,
         store: ChunkStore,
         run_id: RunId,
-        lineage: str,
-        recent_bytes_max: int = RECENT_BYTES_MAX,
         on_drop: Callable[[ArtifactKey], None] = lambda key: None,
     ) -> None:
         self._on_drop = on_drop
-        self.store, self.run_id, self.lineage = store, run_id, lineage
+        self.store, self.run_id = store, run_id
         self.entries: dict[ArtifactKey, Entry] = {}
-        self.recent = RecentChunks(recent_bytes_max)
+        self.recent = RecentChunks(RECENT_BYTES_MAX)
         self.unsound_files = 0
         self.revision = self.chunks_stored = 0
         self._rotten: set[ArtifactKey] = set()
@@ -96,10 +93,8 @@ class Library:
             raise ProtocolError(
                 f"{left.entry.path}: expected an artifact of run {self.run_id}, got one of {header.run_id}"
             )
-        if header.lineage != self.lineage:
-            raise VersionMismatch(
-                f"{left.entry.path}: expected {self.lineage}, got {header.lineage!r} of another release"
-            )
+        if header.lineage != LINEAGE:
+            raise VersionMismatch(f"{left.entry.path}: expected {LINEAGE}, got {header.lineage!r} of another release")
         self.store.fit(header.full_snapshot_bytes)
         self.entries[header.key] = left.entry
         self.store.adopt(left.entry)
@@ -183,19 +178,6 @@ class Library:
         for key in victims:
             self.drop(key)
         return bool(victims)
-
-    def shortage(self, keys: Iterable[ArtifactKey]) -> LimitExceeded | None:
-        """The error to raise if a keyframe among these can never fit in the store; None if all fit."""
-        for header in (self.entries[key].header for key in keys if key in self.entries):
-            needed = store_bytes_min(header.full_snapshot_bytes)
-            seal = self.entries[header.key].seal
-            needed = min(needed, store_bytes_min(seal.total_bytes)) if seal is not None else needed
-            if header.artifact.is_keyframe and self.store.bytes_max < needed:
-                return LimitExceeded(
-                    f"{header.artifact}: expected a store of at least {needed} bytes for a keyframe of this model, got "
-                    f"{self.store.bytes_max}"
-                )
-        return None
 
     # ---- giving out
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from echo2.base.errors import CorruptChunk, EchoError, StateError
 from echo2.base.ids import PeerId, Version
-from echo2.base.staged import FORMAT_VERSION
 from echo2.base.units import LinkShape
 from echo2.broadcast.artifact import (
+    LINEAGE,
     ArtifactId,
     ArtifactKey,
     Header,
@@ -31,7 +31,7 @@ from echo2.broadcast.connection import Connection
 from echo2.broadcast.connections import Connections, Dialling
 from echo2.broadcast.events import ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Wanted
 from echo2.broadcast.exchange import Bans, Exchange
-from echo2.broadcast.library import RECENT_BYTES_MAX, Library, restored
+from echo2.broadcast.library import Library, restored
 from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.plan import BroadcastPlan, chunk_bytes_for
@@ -53,21 +53,17 @@ WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP and TLS
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """How one node takes part. `chunk_bytes`: a chunk's largest size; larger in very large artifacts (plan.chunk_bytes_for).
-    `store_bytes` 0: derived from the size of the weights (artifact.store_bytes_for). `uplink_limit_bytes_per_s` 0: no cap.
-    `shape`: an emulated link, for experiments. `lineage`: the format of published artifacts; those of another release are
-    rejected. `host` and `port` (0: any): where it accepts connections."""
+    `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for experiments. `host` and `port` (0: any): where it accepts
+    connections."""
 
     folder: Path
     chunk_bytes: int = 256 << 10
-    store_bytes: int = 0
     uplink_limit_bytes_per_s: float = 0.0
     shape: LinkShape = field(default_factory=LinkShape)
-    recent_bytes_max: int = RECENT_BYTES_MAX
     seed: int = 0
     host: str = "127.0.0.1"
     port: int = 0
     nat: HostOptions = field(default_factory=HostOptions)
-    lineage: str = f"delta {FORMAT_VERSION}"
 
 
 def port_beside(port: int) -> int:
@@ -106,8 +102,7 @@ class BroadcastNode:
         calls = calls or NodeCalls()
         me, shape = credentials.peer_id, options.shape
         self.peer_id, self.credentials, self.options, self._lost = me, credentials, options, calls.lost
-        store = ChunkStore(options.folder, options.store_bytes)
-        self.library = Library(store, credentials.run_id, options.lineage, options.recent_bytes_max, self._on_drop)
+        self.library = Library(ChunkStore(options.folder), credentials.run_id, self._on_drop)
         self.session = BroadcastSession(me, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter, self.bans = Meter(), Bans()
         self.planner = CatchUpPlanner(me, self.library, self.meter, shape)
@@ -255,11 +250,7 @@ class BroadcastNode:
         if now < self._settled_at:
             return
         route = self.planner.choose(self.reader.version)
-        keys = route.keys if route is not None else ()
-        if shortage := self.library.shortage(keys):
-            self.exchange.fail(shortage)
-            return
-        for key in keys:
+        for key in route.keys if route is not None else ():
             artifact = self.session.artifacts.get(key)
             if artifact is not None and not artifact.is_wanted:
                 self.exchange.act(Wanted(key, is_wanted=True))
@@ -310,8 +301,8 @@ class BroadcastNode:
         known = self.library.find(artifact)
         if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
             return entry.seal
-        run_id, lineage = self.credentials.run_id, self.options.lineage
-        header = Header(artifact, run_id, lineage, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
+        run_id = self.credentials.run_id
+        header = Header(artifact, run_id, LINEAGE, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
         header = header.signed(self.credentials.identity)
         self.library.add_header(header)
         self.exchange.act(HeaderSeen(None, header.key, is_wanted=False))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import NO_ROOM, DiskFull, EchoError, FingerprintMismatch, MalformedMessage, StateError
 from echo2.base.ids import RunId, Version
-from echo2.base.staged import FORMAT_VERSION
 from echo2.broadcast.artifact import (
+    LINEAGE,
     STORE_BYTES_FLOOR,
     ArtifactId,
     BlockAssembler,
@@ -88,19 +88,17 @@ class Entry:
 
 
 class ChunkStore:
-    """The files of artifacts. `bytes_max` 0: the limit follows the size of the weights (`fit`)."""
+    """The files of artifacts. The limit `bytes_max` follows the size of the weights (`fit`)."""
 
-    def __init__(self, folder: Path, bytes_max: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.bytes_max = bytes_max or STORE_BYTES_FLOOR
-        self._follows_weights = bytes_max == 0
+        self.bytes_max = STORE_BYTES_FLOOR
         self.used_bytes = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def fit(self, weights_bytes: int) -> None:
-        """Raises the limit to fit weights of this size, unless the user set a limit."""
-        if self._follows_weights:
-            self.bytes_max = max(self.bytes_max, store_bytes_for(weights_bytes))
+        """Raises the limit to fit weights of this size."""
+        self.bytes_max = max(self.bytes_max, store_bytes_for(weights_bytes))
 
     def left_files(self) -> list[Path]:
         """Files that an earlier run left, oldest first."""
@@ -271,8 +269,8 @@ _DISK = WorkerLink(1e9, 1e-4)  # bytes/s and seconds of a plain SSD
 class LeftVersions:
     """The complete artifacts of a run in the chunk store at `folder`."""
 
-    def __init__(self, folder: Path, run_id: RunId, lineage: str = f"delta {FORMAT_VERSION}") -> None:
-        self._folder, self._run_id, self._lineage = folder, run_id, lineage
+    def __init__(self, folder: Path, run_id: RunId) -> None:
+        self._folder, self._run_id = folder, run_id
         self._found: list[LeftFile] | None = None
 
     @property
@@ -288,7 +286,7 @@ class LeftVersions:
         except (EchoError, OSError) as error:
             log.debug("chunk file %s holds no whole artifact: %s", path, error)
             return None
-        is_ours = (left.header.run_id, left.header.lineage) == (self._run_id, self._lineage)
+        is_ours = (left.header.run_id, left.header.lineage) == (self._run_id, LINEAGE)
         return left if is_ours and left.entry.seal is not None else None
 
     def fingerprint_of(self, version: Version) -> str:

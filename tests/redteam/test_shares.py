@@ -248,7 +248,7 @@ async def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> No
 
 def test_headers_of_one_peer_leave_room_for_those_of_others_while_no_publisher_is_known(tmp_path: Path) -> None:
     run, publisher = RunId("a-run"), Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), run, "")
+    library = Library(ChunkStore(tmp_path), run)
     exchange = Exchange(PeerId("me"), library, BroadcastSession(PeerId("me")), Meter(), Bans())
 
     def header(version: int) -> Header:

@@ -10,6 +10,7 @@ from pathlib import Path
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey, Header, Seal, root_of, signed_chunks
 from echo2.broadcast.events import Have, Request
+from echo2.broadcast.library import RecentChunks
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.route import FORGOTTEN_S, STALL_S
@@ -123,8 +124,8 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
     lost: list[str] = []
 
     async def scene() -> None:
-        options = NodeOptions(tmp_path, recent_bytes_max=0)
-        node = BroadcastNode(learner, options, calls=NodeCalls(lost=lost.append))
+        node = BroadcastNode(learner, NodeOptions(tmp_path), calls=NodeCalls(lost=lost.append))
+        node.library.recent = RecentChunks(0)
         await node.start()
         artifact = ArtifactId(Version(1), None)
         await node.publish(artifact, iter([bytes(range(250))]), lambda: "print", 1000)
