@@ -104,11 +104,7 @@ class StagedDelta:
 
     def _block_updates(self, staged: _StagedBlock) -> Iterator[TensorUpdate]:
         block = staged.block
-        if self._host.version != self.parent:
-            raise StateError(
-                f"staged version {self.version}: expected its host at version {self.parent}, it went on to "
-                f"{self._host.version}: stage it again"
-            )
+        assert self._host.version == self.parent, "it is not committed yet"
         live = self._host.segments(block)
         if not staged.is_sparse:
             for segment, held, steps_here in zip(block.segments, live, staged.steps(), strict=True):
