@@ -250,7 +250,7 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
 
 def left(folder: Path, chunks: int, *, is_sealed: bool = True, run: RunId = RUN) -> ArtifactKey:
     """What a run that ended leaves in the folder."""
-    made, header = library(folder), header_of(1, run=run)
+    made, header = library(folder), header_of(1, run=run, weights_bytes=chunks * CHUNK_BYTES)
     if is_sealed:
         added(made, header, chunks * CHUNK_BYTES, CHUNK_BYTES)
     else:
