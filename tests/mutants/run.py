@@ -1,8 +1,8 @@
 """`python -m tests.mutants.run`: plants each defect in a copy of the product and says what was caught and what was missed.
 
 Writes benchmarks/results/mutants.json and the table of docs/reliability.md. `--only TEXT` runs those whose name has it;
-`--missing` those that are not on record as caught; `--seeds N` is how many seeds of the virtual world are run where no test is
-aimed at a defect, or none finds it. The exit code is 1 when one was missed.
+`--missing` those that are not on record as caught in the file where they now are; `--seeds N` is how many seeds of the
+virtual world are run where no test is aimed at a defect, or none finds it. The exit code is 1 when one was missed.
 
 Each defect has a process of its own, forked from this one: it has imported the libraries, and nothing of the product.
 """
@@ -135,7 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.mutants.run", description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--missing", action="store_true", help="only those that are not on record as caught")
+    parser.add_argument(
+        "--missing", action="store_true", help="only those that are not on record as caught where they now are"
+    )
     given = parser.parse_args(arguments)
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -144,7 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="echo2-mutants-") as folder:
         copied(Path(folder))
         for mutant in ALL:
-            if given.only not in mutant.name or (given.missing and rows.get(mutant.name, {}).get("is_caught")):
+            known = rows.get(mutant.name, {})
+            is_known = known.get("is_caught") and known.get("file") == mutant.file
+            if given.only not in mutant.name or (given.missing and is_known):
                 continue
             row = rows[mutant.name] = run(mutant, given.seeds, Path(folder))
             missed += not row["is_caught"]
