@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
 from echo2.base.ids import PeerId, RunId
+from echo2.outside import entered
 from echo2.trust import tls
 from echo2.trust.enrolment import enrol
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
@@ -26,6 +28,7 @@ from echo2.trust.ports import LEARNER
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
 from tests.patience import WAIT_S
+from tests.unit.outside.test_outside import outside_at
 
 RUN = RunId("a-run")
 
@@ -140,6 +143,12 @@ def test_keys_and_credentials_are_kept_for_their_owner_alone(tmp_path: Path) -> 
     credentials = tls.coordinator_credentials(authority, "h:1")
     tls.save_credentials(tmp_path, credentials)
     assert tls.load_credentials(tmp_path, identity) == credentials
+    with entered(outside_at(credentials.certificate.not_after_unix_s + 1.0)):
+        with pytest.raises(TrustError, match="expected now to lie between"):
+            tls.load_credentials(tmp_path, identity)
+    tls.save_credentials(tmp_path, replace(credentials, tls_key_pem=tls.new_tls_key().to_pem()))
+    with pytest.raises(TrustError, match="another TLS key than the one kept beside it"):
+        tls.load_credentials(tmp_path, identity)
     for path in tmp_path.glob("*"):
         assert path.stat().st_mode & 0o077 == 0
     (tmp_path / "identity.key").chmod(0o644)

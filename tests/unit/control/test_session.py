@@ -114,6 +114,9 @@ async def test_a_refusal_that_passes_is_tried_again_and_one_that_does_not_ends_t
             await asyncio.wait_for(bench.task, WAIT_S)
         assert len(bench.coordinator.hellos) == 4
         assert bench.lost == 1, "of the streams only one was welcome, by an interval within its bounds"
+    async with Bench(welcome("another")) as bench:
+        with pytest.raises(StateError, match=f"expected run {RUN}, got another; remove this node's folder"):
+            await asyncio.wait_for(bench.task, WAIT_S)
 
 
 async def test_streams_that_end_right_after_their_welcome_are_opened_ever_more_seldom() -> None:

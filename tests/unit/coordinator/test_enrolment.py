@@ -29,12 +29,23 @@ from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFA
 from echo2.coordinator.money.providers import fetch_wheel, machine_setup
 from echo2.coordinator.money.providers.machine_setup import SetupService
 from echo2.coordinator.operator import Commands
-from echo2.trust.enrolment import enrol, renew
-from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.tls import PROTOCOL_VERSION
+from echo2.outside import entered
+from echo2.trust.enrolment import enrol, find_coordinator, keep_renewed, renew, renewal_due_unix_s
+from echo2.trust.identity import (
+    Identity,
+    JoinLink,
+    NodeCertificate,
+    Role,
+    RunAuthority,
+    TlsKey,
+    certificate_request,
+)
+from echo2.trust.tls import PROTOCOL_VERSION, Credentials
 from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 from tests.unit.coordinator.test_provisioner import OFFER, Cloud
+from tests.unit.outside.test_outside import outside_at
 
 
 class Refused(Exception):
@@ -109,6 +120,57 @@ async def test_a_certificate_names_the_link_that_let_its_holder_in_and_keeps_it_
         await renew(one)
         assert one.certificate.token_id == before
         assert NodeCertificate.parse(one.certificate.pem).whose.token_id == before
+
+
+async def test_a_certificate_is_renewed_when_two_thirds_of_its_life_are_over_and_tried_again_where_that_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine, kept = outside_at(time.time()), asyncio.Queue[Credentials]()
+
+    def renewing(now: float) -> asyncio.Task[None]:
+        machine.clock.now = now  # type: ignore[attr-defined]
+        with entered(machine):
+            return asyncio.create_task(keep_renewed(worker, kept.put_nowait))
+
+    async with running(options(tmp_path)) as daemon:
+        worker = await enrol(link_of(daemon), Identity.generate(), Role.WORKER)
+        before, due = worker.certificate.pem, renewal_due_unix_s(worker.certificate)
+        early = renewing(due - 1.0)
+        await asyncio.sleep(0.2)
+        assert kept.empty() and early.cancel(), "not before it is due"
+        late = renewing(due + 1.0)
+        assert (await asyncio.wait_for(kept.get(), WAIT_S)).certificate.pem != before
+        late.cancel()
+    failing = renewing(due + 3600.0)
+    async with asyncio.timeout(WAIT_S):
+        while "days and could not be renewed" not in caplog.text:
+            await asyncio.sleep(0.05)
+    assert failing.cancel(), "it goes on trying"
+
+
+async def test_a_coordinator_that_has_moved_is_looked_up_by_the_link_or_by_the_newer_one_in_its_file(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path)) as daemon:
+        link, file, kept = link_of(daemon), tmp_path / "newer.link", list[Credentials]()
+        worker = await enrol(link, Identity.generate(), Role.WORKER)
+        here, elsewhere = worker.coordinator_address, replace(link, port=1)
+        for first, text, is_answered in (
+            (link, None, True),
+            (link, "rubbish", True),
+            (elsewhere, str(link), True),
+            (link, str(replace(elsewhere, peer_id=worker.peer_id)), True),  # of another coordinator
+            (elsewhere, None, False),
+            (replace(link, token="x" * 43), None, False),
+        ):
+            worker.coordinator_address = "127.0.0.1:2"
+            kept.clear()
+            file.write_text(text or "")
+            await find_coordinator(first, file if text else None, worker, kept.append)
+            assert (worker.coordinator_address, kept) == ((here, [worker]) if is_answered else ("127.0.0.1:2", []))
+        worker.coordinator_address = here
+        await find_coordinator(link, None, worker, kept.append)
+        assert not kept, "nothing is written where nothing has changed"
 
 
 async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_admits_one_worker_at_a_time(

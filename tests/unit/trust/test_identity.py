@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import base58
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -32,6 +33,7 @@ from echo2.trust.identity import (
 NOW = 1_700_000_000.0
 RUN = RunId("a-run")
 PEER = Identity.from_private_bytes(bytes(32)).peer_id
+SHORT = base58.b58encode(base58.b58decode(PEER)[:-1]).decode()
 
 
 def test_py_libp2p_has_our_peer_id_and_accepts_our_certificate() -> None:
@@ -63,7 +65,9 @@ def test_a_key_has_one_peer_id_and_dns_name_and_signs_its_message_and_no_other(s
             verify_signature(identity.peer_id, message, wrong)
 
 
-@pytest.mark.parametrize("text", ["", "12D3", "QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWKmEGo", "0OIl", "1" * 200])
+@pytest.mark.parametrize(
+    "text", ["", "12D3", "QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWKmEGo", "0OIl", "1" * 200, SHORT]
+)
 def test_peer_ids_of_other_kinds_are_refused(text: str) -> None:
     with pytest.raises(TrustError):
         public_key_of(text)
