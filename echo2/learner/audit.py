@@ -403,8 +403,8 @@ class Auditor:
 
     def _of(self, worker: PeerId, now: float) -> Bets:
         bets = bounded_entry(self._bets, worker, lambda: Bets(now, worker in self._excused))
-        bets.expire(now)
-        return bets
+        self._bets[worker] = bets.of_day(now)
+        return self._bets[worker]
 
     def release(self, worker: PeerId) -> None:
         """Takes a worker back on the operator's order and watches it afresh; an accusation of noise alone is not repeated."""

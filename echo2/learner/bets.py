@@ -281,10 +281,9 @@ class Bets:
         """Root mean square of claimed minus exact log-probability over all tokens seen."""
         return math.sqrt(self._squares / max(1, self.tokens))
 
-    def expire(self, now: float) -> None:
-        """Resets the evidence after a day, so that `FALSE_ALARMS_A_DAY` holds for each day."""
-        if now - self.since >= DAY_S:
-            self.__init__(now, self.excuses_noise)  # type: ignore[misc]
+    def of_day(self, now: float) -> Bets:
+        """This evidence, or none yet where a day is over, so that `FALSE_ALARMS_A_DAY` holds for each day."""
+        return self if now - self.since < DAY_S else Bets(now, self.excuses_noise)
 
     @property
     def accusation(self) -> Accusation | None:

@@ -7,10 +7,8 @@ cursor (one integer) is the whole state; each epoch is a new order, and no insta
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from echo2.base.errors import TaskError
 from echo2.base.rng import derived_seed
@@ -149,14 +147,8 @@ class MixedSplit:
         task, place = self._at(position)
         return task + self.splits[task].train_index(place) * len(self.splits)
 
-    def held_out_index(self, position: int) -> int:
-        """Counts through the held-out instances of the first task, then those of the second, and so on."""
-        ends = list(accumulate(split.held_out_count for split in self.splits))
-        assert 0 <= position < ends[-1], "held-out positions are below the held-out counts' sum"
-        task = bisect_right(ends, position)
-        split = self.splits[task]
-        own_index = split.held_out_index(position - (ends[task] - split.held_out_count))
-        return task + own_index * len(self.splits)
+    def held_out_index(self, task: int, position: int) -> int:
+        return task + self.splits[task].held_out_index(position) * len(self.splits)
 
     def _at(self, position: int) -> tuple[int, int]:
         cycle, slot = divmod(position, len(self._places))

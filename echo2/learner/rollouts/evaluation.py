@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import comb
 from pathlib import Path
 
@@ -48,15 +49,15 @@ Sample = tuple[float, Mapping[str, float]]  # a reward, and the scorer's other n
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """A set of `questions` prompts with `samples` completions each. `name`: as in the metrics. `world`: gives and scores them;
-    None: they are the run's own held-out prompts, from position `first` on."""
+    """A set of `questions` prompts with `samples` completions each. `name`: as in the metrics. `index_of`: the instance that each
+    is. `world`: gives and scores them; None: the run's own tasks do."""
 
     name: str
     questions: int
     samples: int
     temperature: float = 0.0
+    index_of: Callable[[int], int] = int
     world: PromptWorld | None = None
-    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +251,17 @@ class Evaluations:
         self._newest_due = max(self.rewards, default=-1)
         self._due_at: dict[Version, float] = {}
         sets: list[QuestionSet] = []
-        first = 0
-        for name, count in prompts.held_out_counts:
+        for number, (name, count) in enumerate(prompts.held_out_counts):
             if count:
                 temperature = _temperature(config, task.eval_samples)
-                sets.append(QuestionSet(name or OWN, count, task.eval_samples, temperature, first=first))
-            first += count
+                index_of = partial(prompts.split.held_out_index, number)
+                sets.append(QuestionSet(name or OWN, count, task.eval_samples, temperature, index_of))
         for name, further in task.eval_sets.items():
             world = prompts.make_world(TaskSpec(further.task, further.args, prompts.seed))
             count, temperature = _count(name, further.prompts, world), _temperature(config, further.samples)
-            sets.append(QuestionSet(name, count, further.samples, temperature, world))
+            size, seed = world.size, derived_seed(prompts.seed, name)
+            asked = int if size is None else partial(permuted, size=size, seed=seed)
+            sets.append(QuestionSet(name, count, further.samples, temperature, asked, world))
         names = [each.name for each in sets]
         if len(set(names)) != len(names):
             others = f"none called {OWN} or as a task of the mixture"
@@ -309,10 +311,8 @@ class Evaluations:
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""
         asked, place = self.at(number)
-        if asked.world is None:
-            return self._prompts.held_out(asked.first + place), None
-        size, seed = asked.world.size, derived_seed(self._prompts.seed, asked.name)
-        return asked.world.instance(place if size is None else permuted(place, size, seed)), asked.world
+        world = self._prompts if asked.world is None else asked.world
+        return world.instance(asked.index_of(place)), asked.world
 
     async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> Scored:
         instance, world = self.problem(number)

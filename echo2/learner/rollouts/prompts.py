@@ -356,9 +356,6 @@ class Prompts:
         names = self.names if self.is_mixed else ("",)
         return tuple((name, split.held_out_count) for name, split in zip(names, self.split.splits, strict=True))
 
-    def held_out(self, position: int) -> TaskInstance:
-        return self.instance(self.split.held_out_index(position))
-
     def close(self) -> None:
         for world in self.worlds:
             world.close()

@@ -297,7 +297,8 @@ def test_an_honest_miss_is_as_likely_as_noise_without_a_lean_can_make_it_at_both
 def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:
     _, bets = accused(0.05, "embedded none", others("embedded none", 0.002))
     assert bets.accusation is not None and not bets.accusation.is_certain
-    bets.expire(DAY_S)
+    assert bets.of_day(DAY_S - 1.0) is bets
+    bets = bets.of_day(DAY_S)
     assert bets.accusation is None and not bets.tokens
     assert not accused(0.05, "embedded none", others("embedded none", 0.002), is_excused=True)[0]
 

@@ -262,8 +262,8 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     evaluations = Evaluations(tmp_path, options.config, prompts, 60.0)
     assert [(one.name, one.questions) for one in evaluations.sets] == [("echoes", 3), ("digits", 2)]
     asked = [evaluations.draw(Version(0), number)[0] for number in range(5)]
-    assert asked == [prompts.tokens_of(prompts.held_out(place)) for place in range(5)]
-    held_out = [prompts.split.held_out_index(place) for place in range(5)]
+    held_out = [prompts.split.held_out_index(*at) for at in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
+    assert asked == [prompts.tokens_of(prompts.instance(index)) for index in held_out]
     assert [index % 2 for index in held_out] == [0, 0, 0, 1, 1]
     assert not set(held_out) & {prompts.split.train_index(cursor) for cursor in range(200)}
     evaluations.close()

@@ -213,13 +213,10 @@ def test_each_task_comes_in_the_order_that_it_has_alone_and_its_held_out_instanc
         found[task].append(own_index)
     for task, split in enumerate(alone):
         assert found[task] == [split.train_index(place) for place in range(len(found[task]))]
-    count = sum(one.held_out_count for one in alone)
-    held_out = [divmod(mixed.held_out_index(place), len(told)) for place in range(count)]
-    expected = [
-        (split.held_out_index(p), task) for task, split in enumerate(alone) for p in range(split.held_out_count)
-    ]
-    assert held_out == expected
-    assert not any(index in found[task] for index, task in held_out)
+        for index in map(split.held_out_index, range(split.held_out_count)):
+            assert index not in found[task]
+        held_out = [mixed.held_out_index(task, place) for place in range(split.held_out_count)]
+        assert held_out == [task + split.held_out_index(p) * len(told) for p in range(split.held_out_count)]
 
 
 def test_a_task_that_was_drawn_as_often_as_it_may_be_is_passed_over_until_none_is_left() -> None:
