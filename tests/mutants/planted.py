@@ -446,7 +446,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "learner/test_audit.py",)),
     Mutant("an uncertain accusation needs no more tokens", _BETS,
            "evidence < needed or not (is_certain or self.tokens >= UNCERTAIN_TOKENS)", "evidence < needed", _AUDITED),
-    Mutant("evidence is kept for ever", _BETS, "if now - self.since >= DAY_S:", "if False:", _AUDITED),
+    Mutant("evidence is kept for ever", _BETS, "self if now - self.since < DAY_S else", "self if True else", _AUDITED),
     Mutant("a worker taken back keeps its queued rollouts", _AUDIT,
            "        self.waiting = [drawn for drawn in self.waiting if drawn[0] != worker]\n", "", _AUDITED),
     Mutant("a chain of pieces is scored with a version that is gone", _AUDIT,
