@@ -101,7 +101,8 @@ class RunFolder:
         path = self.path / "run.json"
         wanted = json.loads(json.dumps(dict(identity)))
         if not path.exists():
-            if left := self._trained():
+            left_by_run = (file.name for name in _OF_A_RUN for file in sorted(self.path.glob(name)))
+            if left := next(left_by_run, ""):
                 raise StateError(f"{path}: expected it beside {left}, found none; restore it from a backup")
             _write(path, {**wanted, **(notes or {})})
             return
@@ -120,11 +121,6 @@ class RunFolder:
         path = self.path / "run.json"
         recorded = _read(path).get("began") if path.exists() else None
         return datetime.fromisoformat(str(recorded)) if recorded else datetime.fromtimestamp(int(unix_now()), UTC)
-
-    def _trained(self) -> str:
-        """Name of a file that only a run that has begun leaves; empty if there is none."""
-        left = (path.name for name in _OF_A_RUN for path in sorted(self.path.glob(name)))
-        return next(left, "")
 
     def secret(self) -> bytes:
         """The run's secret random bytes, made once, from which its seeds are derived."""

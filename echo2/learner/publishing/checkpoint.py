@@ -265,7 +265,9 @@ def write_shards(
     if not is_shared:
         folder.mkdir(parents=True, exist_ok=True)
     name, written, failure = f"rank-{ranks.rank:05d}.safetensors", {}, None
-    rows = {key: tensor for key, tensor in tensors.items() if _is_writer(tensor, ranks)}
+    # Rows are written by the ranks of the first copy of the weights, what is not sharded by rank 0.
+    writes_rows = ranks.rank < ranks.shards
+    rows = {key: t for key, t in tensors.items() if (writes_rows if isinstance(t, DTensor) else ranks.is_leader)}
     try:
         if rows:
             written[name] = _write(folder / name, _safetensors(rows, ranks, lent or LentTensors({})))
@@ -281,11 +283,6 @@ def write_shards(
     files: dict[str, list[Any]] = {file: sum_ for report in reports for file, sum_ in report["files"].items()}
     _to_leader(folder, {file: size for file, (size, _) in written.items()}, ranks, is_shared=is_shared)
     return files
-
-
-def _is_writer(tensor: Tensor, ranks: Ranks) -> bool:
-    """Rows are written by the ranks of the first copy of the weights, what is not sharded by rank 0."""
-    return ranks.rank < ranks.shards if isinstance(tensor, DTensor) else ranks.is_leader
 
 
 def _safetensors(tensors: Mapping[str, Tensor], ranks: Ranks, lent: LentTensors) -> Iterator[bytes | memoryview]:

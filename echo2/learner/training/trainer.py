@@ -199,8 +199,10 @@ class Trainer:
         watch.lap("load")
         # Both need the log-probabilities from before the first update.
         if len(parts) > 1 or (self.learner.advantage == "vcpo" and not self.is_supervised):
-            for part in parts:
-                part.before.extend(self._policy_logprobs(part))
+            with torch.no_grad():
+                for part in parts:
+                    inputs = (micro.inputs.to(self.model.device) for micro in self._packed(part))
+                    part.before.extend(self.model.policy(each)[0] for each in inputs)
         advantages = self._advantages(batch.groups, parts)
         watch.lap("forward")
         left_out_N = torch.zeros(batch.rollout_count)
@@ -338,11 +340,6 @@ class Trainer:
         )  # fmt: skip
 
     # ---- parts of a step
-
-    def _policy_logprobs(self, part: _Part) -> list[Tensor]:
-        """The policy's log-probabilities of each micro-batch, by a forward pass without gradient."""
-        with torch.no_grad():
-            return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in self._packed(part)]
 
     def _accumulate(
         self, part: _Part, proximal: Sequence[Tensor], advantages: Advantages, totals: BatchTotals, left_out_N: Tensor,
