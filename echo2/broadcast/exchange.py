@@ -174,39 +174,39 @@ class Exchange:
         """Checks and keeps what a peer sent, and has the session decide; returns whether it brought a new chunk. EchoError if the
         peer broke the protocol; a full disk ends the node."""
         self._meter.downlink.add(len(frame), self.now())
-        held = self.library.chunks_stored
         try:
             if (incoming := chunk_in(frame, f"peer {peer}")) is not None:
-                self._on_chunk(peer, incoming, len(frame))
-            else:
-                message = wire.parse(frame, f"peer {peer}")
-                match message.WhichOneof("kind"):
-                    case "header":
-                        self.on_header(peer, wire.header_from(message.header))
-                    case "seal":
-                        self._on_seal(peer, wire.seal_from(message.seal))
-                    case _:
-                        self.act(wire.control_from(message, peer))
+                return self._on_chunk(peer, incoming, len(frame))
+            message = wire.parse(frame, f"peer {peer}")
+            match message.WhichOneof("kind"):
+                case "header":
+                    self.on_header(peer, wire.header_from(message.header))
+                case "seal":
+                    self._on_seal(peer, wire.seal_from(message.seal))
+                case _:
+                    self.act(wire.control_from(message, peer))
         except DiskFull as error:
             self.fail(error)
-        return self.library.chunks_stored > held
+        return False
 
     # ---- messages
 
-    def _on_chunk(self, peer: PeerId, incoming: ChunkIn, frame_bytes: int) -> None:
+    def _on_chunk(self, peer: PeerId, incoming: ChunkIn, frame_bytes: int) -> bool:
         chunk = incoming.chunk
         entry = self.library.entries.get(chunk.key)
         if entry is None:
-            return
+            return False
         self._meter.received_bytes += frame_bytes
-        if chunk.index not in entry.digests:
+        is_new = chunk.index not in entry.digests
+        if is_new:
             digest = chunk.verify(entry.header.publisher)
             if not self.library.add_chunk(chunk, digest, incoming.record):
-                return
+                return False
         size = len(chunk.payload)
         self.act(events.ChunkSeen(peer, chunk.key, chunk.index, size, incoming.route, is_answer=incoming.is_answer))
         if self._is_awaited(chunk.key, chunk.index):
             self.changed.set()
+        return is_new
 
     def _on_seal(self, peer: PeerId, seal: Seal) -> None:
         entry = self.library.entries.get(seal.key)

@@ -67,8 +67,8 @@ class RecentChunks:
 
 
 class Library:
-    """`revision` rises when an artifact is added, sealed, completed or dropped; `chunks_stored` with each chunk. `on_drop`: called
-    with the key of each artifact that was dropped, also to make room."""
+    """`revision` rises when an artifact is added, sealed, completed or dropped. `on_drop`: called with the key of each that was
+    dropped, also to make room."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Library:
         self.entries: dict[ArtifactKey, Entry] = {}
         self.recent = RecentChunks(RECENT_BYTES_MAX)
         self.unsound_files = 0
-        self.revision = self.chunks_stored = 0
+        self.revision = 0
         self._rotten: set[ArtifactKey] = set()
 
     # ---- from an earlier run
@@ -133,7 +133,6 @@ class Library:
                     raise
         entry.add(chunk, digest, written)
         self.recent.add(chunk, record)
-        self.chunks_stored += 1
         return self._is_sound(entry)
 
     def add_seal(self, key: ArtifactKey, seal: Seal) -> bool:

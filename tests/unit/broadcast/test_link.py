@@ -43,10 +43,11 @@ class Hung:
         await asyncio.Event().wait()
 
     async def send(self, *parts: bytes) -> None:
+        if not self._is_cut:
+            self.sent.append(b"".join(parts))
         await asyncio.sleep(0.1)
         if self._is_cut:
             raise Unreachable("peer: it was cut")
-        self.sent.append(b"".join(parts))
 
     async def close(self) -> None:
         await asyncio.sleep(CLOSE_S)
@@ -108,24 +109,31 @@ def test_control_frames_go_first_and_in_their_order_and_a_peer_that_takes_none_h
     assert link.sent_bytes == sum(map(len, line.sent))
 
 
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_chunks_go_over_whichever_connection_is_free_and_those_that_one_did_not_take_over_another(is_cut: bool) -> None:
-    line, further = Hung(), Hung(is_cut=is_cut)
+@pytest.mark.parametrize("ends", ["cut", "given up", "with the link"])
+def test_chunks_go_over_whichever_connection_is_free_and_those_that_one_did_not_take_over_another(ends: str) -> None:
+    line, further = Hung(), Hung(is_cut=ends == "cut")
     link = linked(line)
 
     async def scene() -> None:
         running = asyncio.create_task(link.run())
         carrying = asyncio.create_task(link.carry(cast(Connection, further)))
-        for index in range(8):
+        await asyncio.sleep(0.1)
+        for index in range(9):
             link.send_chunk(SendChunk(PeerId("peer"), KEY, index, None))
+        await asyncio.sleep(0.25)
+        assert link.width == (1 if ends == "cut" else 2)
+        if ends == "given up":
+            link.narrow()
         await asyncio.sleep(FINISH_S + 5.0)
-        assert carrying.done() == is_cut and link.width == 2 - is_cut
+        assert carrying.done() == (ends != "with the link") and link.width == 1 + (ends == "with the link")
         await link.close()
         await asyncio.gather(running, carrying)
 
     run(scene())
-    assert sorted(frame[-1] for frame in line.sent + further.sent if frame != b"header") == list(range(8))
-    assert is_cut or (further.sent.count(b"header") == 1 and further.sent[0] == b"header" and len(further.sent) > 3)
+    chunks = [frame for frame in further.sent if frame != b"header"]
+    assert sorted(frame[-1] for frame in line.sent + chunks) == list(range(9))
+    if ends != "cut":
+        assert further.sent == [b"header", *chunks] and len(chunks) > 1
 
 
 def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() -> None:
