@@ -138,7 +138,7 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
         asks = Promises(PeerIdentity(worker.peer_id, Role.WORKER), wire.control_frame(Request(PEER, key, (0,))))
         serving = asyncio.create_task(node.accept(asks))
         await asyncio.sleep(3.0)
-        assert node.library.find(artifact) is None and lost == [str(artifact)]
+        assert node.library.find(artifact) is None and key not in node.session.artifacts and lost == [str(artifact)]
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await node.stop()
