@@ -1,4 +1,4 @@
-"""Enrolment and mutual TLS over real gRPC on loopback: who is let in, who is not, and what the error says."""
+"""Enrolment over real gRPC on loopback, and what a node keeps: what the error says. Who knows whom: test_net."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from echo2.base.ids import PeerId, RunId
 from echo2.outside import entered
 from echo2.trust import tls
 from echo2.trust.enrolment import enrol
-from echo2.trust.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
+from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, RunAuthority
 from echo2.trust.ports import LEARNER
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
-from tests.patience import WAIT_S
 from tests.unit.outside.test_outside import outside_at
 
 RUN = RunId("a-run")
@@ -38,7 +37,6 @@ class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):
 
     def __init__(self, authority: RunAuthority, role: Role | None = None) -> None:
         self.authority, self.role = authority, role
-        self.callers: list[PeerIdentity] = []
 
     async def Enrol(self, request: Any, context: Any) -> Any:
         if request.token != "good":
@@ -51,16 +49,9 @@ class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):
         )  # fmt: skip
 
 
-class _WhoAmI(enrolment_pb2_grpc.EnrolmentServicer):
-    async def Enrol(self, request: Any, context: Any) -> Any:
-        peer = tls.peer_of(context)
-        return enrolment_pb2.EnrolReply(run_id=f"{peer.peer_id} {peer.role.value}")
-
-
 @asynccontextmanager
-async def _serving(servicer: Any, credentials: grpc.ServerCredentials) -> AsyncIterator[int]:
-    is_first_contact = isinstance(servicer, _Enrolment)
-    server = tls.new_enrolment_server() if is_first_contact else tls.new_server(LEARNER)
+async def _serving(servicer: _Enrolment, credentials: grpc.ServerCredentials) -> AsyncIterator[int]:
+    server = tls.new_enrolment_server()
     enrolment_pb2_grpc.add_EnrolmentServicer_to_server(servicer, server)
     port = tls.bind_server(server, "127.0.0.1:0", credentials)
     await server.start()
@@ -76,25 +67,6 @@ def _authority() -> RunAuthority:
 
 def _link(port: int, peer_id: PeerId, token: str = "good") -> JoinLink:
     return JoinLink("127.0.0.1", port, peer_id, token)
-
-
-async def _who_am_i(address: str, peer: PeerId, own: tls.Credentials) -> str:
-    async with tls.open_channel(address, peer, own) as channel:
-        stub = enrolment_pb2_grpc.EnrolmentStub(channel)
-        return str((await stub.Enrol(enrolment_pb2.EnrolRequest(), timeout=WAIT_S)).run_id)
-
-
-async def test_enrolled_nodes_and_their_coordinator_know_each_other() -> None:
-    """Strangers and wrong servers: test_net."""
-    authority = _authority()
-    async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
-        link = _link(port, authority.identity.peer_id)
-        worker = await enrol(link, Identity.generate(), Role.WORKER)
-        learner = await enrol(link, Identity.generate(), Role.LEARNER)
-    for server in (learner, tls.coordinator_credentials(authority, "127.0.0.1:1")):
-        async with _serving(_WhoAmI(), tls.server_credentials(server)) as port:
-            address = f"127.0.0.1:{port}"
-            assert await _who_am_i(address, server.peer_id, worker) == f"{worker.peer_id} worker"
 
 
 async def test_wrong_pin_token_role_and_address_each_say_so() -> None:

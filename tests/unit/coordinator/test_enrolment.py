@@ -189,7 +189,9 @@ async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_
         silent = Node(await enrol(link, Identity.generate(), Role.WORKER))
         with pytest.raises(NotAllowed, match="role worker"):
             await enrol(link, Identity.generate(), Role.LEARNER)
+        assert silent.credentials.peer_id in hub.tokens.tokens[rented.token_id].peers
         first = await join()
+        await enrol(link, first.credentials.identity, Role.WORKER)
         with pytest.raises(Unreachable, match="worker w to be gone before another takes its place, it is alive"):
             await join()
         hub.part_with(first.credentials.peer_id, "its disk is lost")
