@@ -470,8 +470,8 @@ class Trainer:
             return learning_rate(self.step_count, base, section.warmup_steps, supervised, section.schedule)
         steps = section.steps - supervised
         lr = learning_rate(self.step_count - supervised, section.lr, section.warmup_steps, steps, section.schedule)
-        if section.advantage == "vcpo" and math.isfinite(effective := metrics["ratio/rollout_ess"]):
-            lr *= learning_rate_scale(effective, LR_SCALE_MIN)
+        if section.advantage == "vcpo":
+            lr *= learning_rate_scale(metrics["ratio/rollout_ess"], LR_SCALE_MIN)
         return lr
 
     def _count_nonfinite(self, loss: float, grad_norm: float) -> None:

@@ -320,16 +320,18 @@ def test_vcpo_and_several_updates_share_one_pass(model_path: Path, monkeypatch: 
     assert {int(state["step"]) for state in trainer.optimiser.state.values()} == {2}
 
 
-def test_what_was_cut_off_counts_in_the_baseline_and_is_not_trained_on(model_path: Path) -> None:
-    """As a client's step in which it has no advantage, divided by the tokens of the others."""
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo"])
+def test_what_was_cut_off_counts_in_the_baseline_and_is_not_trained_on(model_path: Path, loss: str) -> None:
+    """As a client's step in which it has no advantage, divided by the others' tokens, or by as many as they may have."""
     cut = tuple(
         replace(g, rollouts=(replace(g.rollouts[0], finish_reason=FinishReason.LENGTH), *g.rollouts[1:]))
         for g in random_groups(10, count=2)
     )
-    result = (trainer := new_trainer(model_path, train_on_truncated=False, **PLAIN)).step(Batch(Step(0), cut))
+    trainer = new_trainer(model_path, train_on_truncated=False, loss=loss, **PLAIN)
+    result = trainer.step(Batch(Step(0), cut))
     lengths = [len(rollout.token_ids) for group in cut for rollout in group.rollouts]
     assert result.sampled_tokens == sum(lengths) - lengths[0] - lengths[4]
-    share = sum(lengths) / result.sampled_tokens
+    share = sum(lengths) / (6 * 16 if loss == "dr_grpo" else result.sampled_tokens)
     values = [
         v for g in cut for v in group_advantages(torch.tensor(g.rewards), torch.zeros(4, dtype=int), "grpo").values_R
     ]
@@ -437,7 +439,7 @@ def gradient_that_was_applied(trainer: Trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
 def test_a_client_s_gradient_is_the_loop_s_own(model_path: Path, calls: int, weights_dtype: str) -> None:
     groups = random_groups(3)
-    options = {**PLAIN, "weights_dtype": weights_dtype, "token_budget": 60, "clip": (0.1, 0.15)}
+    options = {**PLAIN, "weights_dtype": weights_dtype, "token_budget": 60, "clip": (0.1, 0.15), "temperature": 0.8}
     own = gradient_of(new_trainer(model_path, **options), Batch(Step(0), groups))
     trainer, examples = new_trainer(model_path, **options), examples_of(groups)
     for begin in range(calls):
