@@ -347,7 +347,7 @@ class Auditor:
                 by_seed = all(self._workers.habits_of(worker).draws_by_seed for worker in workers)
                 if self.draw.falls_on(workers[-1], draws_by_seed=by_seed):  # first: building a passage is expensive
                     self.draw.add(workers[-1], passage_of(group, member, self._workers.habits_of))
-        if self.draw.waiting and self._scorer is not None and not self._is_scoring:
+        if self._scorer is not None and not self._is_scoring:
             self._is_scoring = True
             self._tasks.start(self._score_waiting(self._scorer))
 

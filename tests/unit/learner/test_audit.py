@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +28,17 @@ from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams
 from echo2.learner.audit import WAITING_MAX, AuditDraw, Auditor, Habits, Passage, Scorer, examine, passage_of, pieces_of
-from echo2.learner.bets import DAY_S, MEASURED_TOKENS, Bets, Evidence, KindNoise, Piece, TokenScores, honest_misses
+from echo2.learner.bets import (
+    DAY_S,
+    MEASURED_TOKENS,
+    Bets,
+    Evidence,
+    KindNoise,
+    Piece,
+    TokenScores,
+    bounded_entry,
+    honest_misses,
+)
 from echo2.learner.rollouts.groups import Insertion, TrainGroup
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.scoring import KeptVersions, VersionScorer, cache_name, rows_by_name
@@ -73,6 +84,7 @@ class Watched:
         self.nats, self.takes_s = nats, takes_s
         self.asked: list[tuple[int, int, int | None]] = []
         self.at_s: list[float] = []
+        self.threads: set[str] = set()
 
     def keep(self, version: Version, tensors: object) -> None: ...
 
@@ -83,6 +95,7 @@ class Watched:
         self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
     ) -> list[TokenScores]:
         self.asked += [(version, piece.start, cached) for _, piece in asked]
+        self.threads.add(threading.current_thread().name.partition("_")[0])
         self.at_s.append(time.monotonic())
         time.sleep(self.takes_s)
         claimed = [passage.claimed[piece.start : piece.stop] for passage, piece in asked]
@@ -294,6 +307,33 @@ def test_an_honest_miss_is_as_likely_as_noise_without_a_lean_can_make_it_at_both
     assert honest_misses(exact, numbers, 0.1) == pytest.approx(expected, rel=2e-3)
 
 
+def test_bets_on_misses_are_fair_at_the_most_that_noise_explains() -> None:
+    """The mean of a factor is 1 if a token misses with that chance; a liar's wealth grows at once."""
+    rng, grew = np.random.default_rng(1), 0
+    for _ in range(40):
+        low, number, high = np.sort(rng.random(3))
+        piece, after = Piece(A, Version(0), 0, 1, draws_by_seed=True), []
+        for picked in (0.0, 1.0):
+            exact = TokenScores(*[np.array([x]) for x in (-1.0, -1.0, -1.0, picked, low, high, 0.2, 0.2)])
+            bets = Bets(0.0)
+            bets.observe(Evidence(piece, np.array([-1.0]), exact, np.array([number])), "embedded none", KindNoise())
+            after.append(bets.log_wealths)
+        for bet, sigma, least in (("draw", 0.15, 1e-4), ("choice", 0.2, 1 / 32)):
+            chance = max(least, float(honest_misses(exact, np.array([number]), sigma)[0]))
+            missed, hit = (np.exp(wealths[bet]) for wealths in after)
+            assert chance * missed + (1 - chance) * hit == pytest.approx(1.0) and missed >= hit
+            grew += missed > 2
+    assert grew > 30
+
+
+def test_of_more_workers_than_are_held_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.learner.bets.WORKERS_MAX", 2)
+    table: dict[PeerId, list[str]] = {}
+    for name in "abaca":
+        bounded_entry(table, PeerId(name), list).append(name)
+    assert table == {"c": ["c"], "a": ["a"]}
+
+
 def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:
     _, bets = accused(0.05, "embedded none", others("embedded none", 0.002))
     assert bets.accusation is not None and not bets.accusation.is_certain
@@ -324,7 +364,7 @@ def new_auditor(scorer: Watched, workers: Workers, *, is_trainer_idle: bool) -> 
         raise error
 
     auditor = Auditor(config_of("none", audit_share=1.0), random.Random(0), workers, fail)
-    auditor.begin(scorer, ThreadPoolExecutor(1), lambda: is_trainer_idle)
+    auditor.begin(scorer, ThreadPoolExecutor(1, "trainer"), lambda: is_trainer_idle)
     return auditor
 
 
@@ -362,8 +402,10 @@ async def test_who_is_accused_is_not_looked_at_until_it_is_taken_back_and_then_a
     await look(auditor, 30, 30)
     assert workers.accused == [True, False], "only noise is excused, and it was not yet"
     auditor.release(A)
+    scorer.is_of_trainer = False
+    scorer.threads.clear()
     await look(auditor, 30, 30)
-    assert workers.accused == [True, False]
+    assert workers.accused == [True, False] and scorer.threads == {"audit"}
     await auditor.close()
 
 
@@ -372,6 +414,7 @@ async def test_the_trainers_thread_is_left_to_training_between_two_turns() -> No
     auditor = new_auditor(scorer, Workers(), is_trainer_idle=False)
     await look(auditor, 3, 3)
     assert len(scorer.at_s) == 2 and scorer.at_s[1] - scorer.at_s[0] > 0.15
+    assert scorer.threads == {"trainer"}, "nobody else may use its model meanwhile"
     await auditor.close()
 
 
