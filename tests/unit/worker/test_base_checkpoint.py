@@ -178,7 +178,8 @@ NEEDED = OF_32B / (KEYFRAME_TIMES * 1000.0)  # bytes a second, where a keyframe 
 def test_a_download_is_waited_for_unless_it_stops_or_takes_much_longer_than_a_keyframe(
     keyframe_s: float, rate: Callable[[float], float], between_s: tuple[float, float] | None
 ) -> None:
-    pace, came = HubDownload("m", 0.0, OF_32B), 0.0
+    pace, came = HubDownload("m", 0.0), 0.0
+    pace.whole_bytes = OF_32B
     for now in range(0, 2000, 5):
         came = min(OF_32B, came + 5 * rate(now))
         pace.arrived_bytes = int(came)
