@@ -45,7 +45,7 @@ from echo2.learner.rollouts.workers import NEWS_S
 from echo2.learner.serve import VersionServer
 from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
-from echo2.outside.guard import cancel_all, under_way
+from echo2.outside.guard import ProgressLines, cancel_all, shown
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, load_credentials, load_or_create_identity, save_credentials
@@ -119,7 +119,8 @@ class LearnerDaemon:
             credentials = await self._join()
             self._starting = "the model and what was recorded to be trained again"
             loading = in_trainer(trainer, lambda: self._make_prepared(self.options, folder))
-            prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
+            what = "loading the model, restoring what the run has recorded"
+            prepared = await shown(ProgressLines(_log), what, loading)
             session: ControlSession[pb.LearnerMessage] = ControlSession(credentials, self._waits, Backoff(here().rng))
             self.learner = Learner(
                 self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster,

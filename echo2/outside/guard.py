@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
@@ -178,39 +178,63 @@ class Tasks:
         await cancel_all(self._running)
 
 
-# Logs the progress of a long piece of work now and then.
+# Progress of long work as log lines; a worker on a terminal shows bars instead (worker/weights).
 #
-# Guarantees: quick work is not mentioned; then one line every `LINE_EVERY_S`; the caller gets what the work returns or raises.
-# Waits for the work; woken by its end or by the next line.
+# Guarantees: quick work is not mentioned; then at most one line every `LINE_EVERY_S` for each task; the caller gets what the work
+# returns or raises. Waits for the work; woken by its end or by the next look.
 
 LINE_EVERY_S = 3.0  # docs/howto-join.md: a line every 3 s
+LOOK_S = 1.0  # a clock's tick on the screen
 T = TypeVar("T")
 
 
-async def under_way(log: logging.Logger, what: str, work: Awaitable[T], far: Callable[[], str] = str) -> T:
-    """Awaits `work` and logs its progress. `far`: the progress in words; empty if unknown."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+class ShowsProgress(Protocol):
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        """`what` has `done_bytes` of `whole_bytes`; `whole_bytes` 0: not known, or not counted in bytes."""
+        ...
 
-    def tell() -> None:
-        log.info("%s: %s", what, ", ".join(filter(None, (far(), f"{loop.time() - began:.0f} s so far"))))
-
-    return await ticking(work, tell, LINE_EVERY_S)
+    def ended(self, what: str) -> None: ...
 
 
-async def ticking(work: Awaitable[T], tick: Callable[[], None], every_s: float) -> T:
-    """Awaits `work`, calling `tick` every `every_s` seconds meanwhile."""
+async def shown(
+    progress: ShowsProgress, what: str, work: Awaitable[T], far: Callable[[], tuple[int, int]] = lambda: (0, 0)
+) -> T:
+    """Awaits `work` and shows that it is running, and for how long. `far`: the bytes done and in all, where they can be counted."""
+    progress.at(what, *far())
     task = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait((task,), timeout=every_s))[0]:
-            tick()
+        while not (await asyncio.wait((task,), timeout=LOOK_S))[0]:
+            progress.at(what, *far())
         return await task
     finally:
         if not task.done():  # the caller was cancelled
             task.cancel()
+        progress.ended(what)
 
 
-def far_text(done_bytes: int, whole_bytes: int, passed_s: float) -> str:
+class ProgressLines:
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._told_at: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+
+    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
+        now = monotonic()
+        began_at = self._began.setdefault(what, now)
+        if now < self._told_at.setdefault(what, now) + LINE_EVERY_S:
+            return
+        self._told_at[what] = now
+        if not whole_bytes and not done_bytes:
+            self._log.info("%s: under way for %.0f s", what, now - began_at)
+            return
+        self._log.info("%s: %s", what, _far_text(done_bytes, whole_bytes, now - began_at))
+
+    def ended(self, what: str) -> None:
+        self._told_at.pop(what, None)
+        self._began.pop(what, None)
+
+
+def _far_text(done_bytes: int, whole_bytes: int, passed_s: float) -> str:
     """`1.2 GB of 16.4 GB, 300.0 MB/s, 51 s left`, as far as known."""
     rate = done_bytes / passed_s if passed_s > 0 else 0.0
     whole = f" of {format_bytes(whole_bytes)}" if whole_bytes else ""

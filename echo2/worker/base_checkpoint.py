@@ -26,7 +26,7 @@ from echo2.base.ids import RunId, Version
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.route import BaseCheckpoint
 from echo2.outside import monotonic
-from echo2.outside.guard import far_text, under_way
+from echo2.outside.guard import ShowsProgress, shown
 from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 
@@ -94,11 +94,10 @@ def _fetch(attempt: HubDownload) -> Path:
     return Path(snapshot_download(attempt.model_id, allow_patterns=FILES, tqdm_class=Counter))
 
 
-async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | None:
+async def download(model_id: str, keyframe_s: Callable[[], float], progress: ShowsProgress) -> Path | None:
     """The checkpoint's folder; None if the hub does not have it or would take too long. `keyframe_s`: seconds that a keyframe
     from peers would take."""
-    began = monotonic()
-    attempt = HubDownload(model_id, began)
+    attempt = HubDownload(model_id, monotonic())
     running = asyncio.get_running_loop().run_in_executor(None, _fetch, attempt)
 
     async def followed() -> Path:
@@ -108,11 +107,9 @@ async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | Non
                 raise EchoError(f"the download is given up: {why}")
         return running.result()
 
-    def far() -> str:
-        return far_text(attempt.arrived_bytes, attempt.whole_bytes, monotonic() - began)
-
     try:
-        return await under_way(_log, f"base checkpoint: {model_id} from the hub", followed(), far)
+        what = f"base checkpoint: {model_id} from the hub"
+        return await shown(progress, what, followed(), lambda: (attempt.arrived_bytes, attempt.whole_bytes))
     except Exception as error:  # noqa: BLE001  the hub's client raises whatever its transport does
         _log.info("base checkpoint: %s cannot be had from the hub (%s); peers have it", model_id, error)
         return None
@@ -157,12 +154,13 @@ class BaseCheckpointLoader:
         run_id: RunId,
         model_path: str,
         model_name: str,
+        progress: ShowsProgress,
         *,
         keyframe_s: Callable[[], float] | None = None,
         loads_ahead: bool = True,
     ) -> None:
         self._key = key_of_run(run_id)
-        self._names = model_path, model_name
+        self._names, self._progress = (model_path, model_name), progress
         self._keyframe_s, self._loads_ahead = keyframe_s, loads_ahead
         self._folder: Path | None = None
         self._weights: HostWeights | None = None
@@ -210,7 +208,7 @@ class BaseCheckpointLoader:
             _log.warning("base checkpoint: this machine cannot be searched for it (%s); peers have it", error)
         is_at_hub = _HUB_ID.fullmatch(self._names[0]) and os.environ.get("HF_HUB_OFFLINE") != "1"
         if folder is None and self._keyframe_s is not None and is_at_hub:
-            folder = await download(self._names[0], self._keyframe_s)
+            folder = await download(self._names[0], self._keyframe_s, self._progress)
         self._folder = folder
         if folder is not None and self._loads_ahead:
             await self._load(folder)

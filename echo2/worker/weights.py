@@ -14,9 +14,9 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -39,63 +39,19 @@ from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
 from echo2.broadcast.node import BroadcastNode
 from echo2.outside import monotonic
-from echo2.outside.guard import far_text, ticking
+from echo2.outside.guard import ProgressLines, ShowsProgress
 from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta
 from echo2.worker.base_checkpoint import BaseCheckpointLoader
 from echo2.worker.engines.engine import Engine, SwapMode
 from echo2.worker.generation import Generation
 from echo2.worker.rollouts import TokenGate
 
-# Progress of downloads, loads and catch-ups: bars on a terminal, which disappear when done and above which log lines appear;
-# elsewhere log lines, at most one every `LINE_EVERY_S` for each task, so that quick tasks are not logged at all.
-
-LINE_EVERY_S = 3.0  # readable in a log
-LOOK_S = 1.0  # a clock's tick on the screen
 _T = TypeVar("_T")
 
 
-class ShowsProgress(Protocol):
-    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
-        """`what` has `done_bytes` of `whole_bytes`; `whole_bytes` 0: not known, or not counted in bytes."""
-        ...
-
-    def ended(self, what: str) -> None: ...
-
-
-async def shown(progress: ShowsProgress, what: str, work: Awaitable[_T]) -> _T:
-    """Awaits `work` whose progress cannot be measured, such as a compilation, and shows that it is running and for how long."""
-    progress.at(what, 0, 0)
-    try:
-        return await ticking(work, lambda: progress.at(what, 0, 0), LOOK_S)
-    finally:
-        progress.ended(what)
-
-
-class ProgressLines:
-    """Progress as log lines."""
-
-    def __init__(self) -> None:
-        self._told_at: dict[str, float] = {}
-        self._began: dict[str, float] = {}
-
-    def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
-        now = monotonic()
-        began_at = self._began.setdefault(what, now)
-        if now < self._told_at.setdefault(what, now) + LINE_EVERY_S:
-            return
-        self._told_at[what] = now
-        if not whole_bytes and not done_bytes:
-            _log.info("%s: under way for %.0f s", what, now - began_at)
-            return
-        _log.info("%s: %s", what, far_text(done_bytes, whole_bytes, now - began_at))
-
-    def ended(self, what: str) -> None:
-        self._told_at.pop(what, None)
-        self._began.pop(what, None)
-
-
 class ProgressBars:
-    """Progress as bars on a terminal. While a bar is drawn, echo2's log handlers for that terminal write through rich's console."""
+    """Progress as bars on a terminal, which disappear when done and above which log lines appear: while a bar is
+    drawn, echo2's log handlers for that terminal write through rich's console."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -137,7 +93,7 @@ class ProgressBars:
 
 def progress_for(stream: TextIO, as_json: bool) -> ShowsProgress:
     """Bars on a terminal, unless the log is for machines."""
-    return ProgressBars(stream) if stream.isatty() and not as_json else ProgressLines()
+    return ProgressBars(stream) if stream.isatty() and not as_json else ProgressLines(_log)
 
 
 SKIPS_MAX = 8  # each skip makes the live weights a version older
@@ -377,7 +333,7 @@ class WeightReceiver:
         progress: ShowsProgress,
     ) -> None:
         self._weights, self._node, self._generation, self._waits = weights, node, generation, waits
-        self._base, self._progress, self._lines = base, progress, ProgressLines()
+        self._base, self._progress, self._lines = base, progress, ProgressLines(_log)
         self._received_bytes = 0
         self._without_parent: ArtifactId | None = None  # the last delta whose parent was not what the host held
 

@@ -27,7 +27,7 @@ from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.control.session import ControlSession, unless
 from echo2.outside import SteadyClock, monotonic
-from echo2.outside.guard import cancel_all
+from echo2.outside.guard import ProgressLines, ShowsProgress, cancel_all, shown
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink
 from echo2.trust.tls import Credentials, save_credentials
@@ -51,7 +51,7 @@ from echo2.worker.machine import (
     watch,
 )  # fmt: skip
 from echo2.worker.options import WorkerOptions
-from echo2.worker.weights import ProgressLines, ShowsProgress, WeightReceiver, Weights, shown
+from echo2.worker.weights import WeightReceiver, Weights
 
 DRAIN_S = 2.0  # from SIGTERM to the last partial rollout handed back
 CONNECT_S = 10.0  # timeout of one attempt to reach a peer
@@ -76,7 +76,7 @@ class WorkerDaemon:
         self.options = replace(options, listen_host=listen_host(options, self._link))
         self.waits = Waits(SteadyClock())
         self.worker: Worker | None = None
-        self._engines, self._progress, self._log = engines, progress or ProgressLines(), log
+        self._engines, self._progress, self._log = engines, progress or ProgressLines(_log), log
         self._stopped = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
 
@@ -298,7 +298,7 @@ class Worker:
         names = ("", "") if is_adapter else (self._options.config.model.path, learner.model_name)
         has_version = any(held.is_complete and held.artifact.is_keyframe for held in self.node.artifacts_available())
         return BaseCheckpointLoader(
-            self._credentials.run_id, *names,
+            self._credentials.run_id, *names, self._progress,
             keyframe_s=None if has_version else lambda: self.node.planner.keyframe_s(learner.full_snapshot_bytes),
             loads_ahead=loads and not has_version,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule
 from echo2.learner.rollouts.journal import Journal, published
 from echo2.learner.training.shards import VersionCoder
 from echo2.outside import monotonic
-from echo2.outside.guard import Tasks, far_text, under_way
+from echo2.outside.guard import ProgressLines, Tasks, shown
 from echo2.trust.tls import Credentials
 from echo2.weights import CodecSetting, DeltaHeader, Encoding, compose
 from echo2.wire.broadcast import plan_from_message
@@ -333,16 +333,12 @@ class VersionPublisher:
         full_bytes = _bytes_of(tensors)
         kind = "keyframe" if parent is None else f"delta from {parent}"
 
-        def far() -> str:
-            return far_text(encoding.encoded_bytes, 0, monotonic() - began)
-
         sending = self.broadcaster.publish(
             ArtifactId(version, parent), encoding, lambda: f"{encoding.fingerprint:016x}", full_bytes,
             is_pushed=parent is not None,
         )  # fmt: skip
-        size = await under_way(
-            _log, f"{kind} of version {version}, {format_bytes(full_bytes)} of weights", sending, far
-        )
+        what = f"{kind} of version {version}, {format_bytes(full_bytes)} of weights"
+        size = await shown(ProgressLines(_log), what, sending, lambda: (encoding.encoded_bytes, 0))
         # If the artifact was already sealed in the store, no frames were encoded and the encoding has no fingerprint.
         if encoding.encoded_bytes:
             digest = encoding.fingerprint

@@ -6,12 +6,14 @@ import asyncio
 import gc
 import http.server
 import json
+import logging
 import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.route import BaseCheckpoint
+from echo2.outside.guard import ProgressLines, ShowsProgress
 from echo2.weights import HostWeights
 from echo2.worker import base_checkpoint
 from echo2.worker.base_checkpoint import (
@@ -31,7 +34,7 @@ from echo2.worker.base_checkpoint import (
     load_base,
 )  # fmt: skip
 
-RUN = RunId("r")
+RUN, LINES = RunId("r"), ProgressLines(logging.getLogger("echo2.worker"))
 
 
 class Node:
@@ -84,7 +87,7 @@ async def offered(loader: BaseCheckpointLoader) -> Node:
 async def test_weights_are_in_memory_only_until_another_way_is_taken(
     folder: Path, loads: list[weakref.ref[HostWeights]]
 ) -> None:
-    ended, mismatched, given = (BaseCheckpointLoader(RUN, str(folder), "m") for _ in range(3))
+    ended, mismatched, given = (BaseCheckpointLoader(RUN, str(folder), "m", LINES) for _ in range(3))
     for loader in (ended, mismatched, given):
         assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0)
     fingerprint = given._fingerprint
@@ -99,7 +102,9 @@ async def test_weights_are_in_memory_only_until_another_way_is_taken(
     assert again is not None and f"{again.fingerprint():016x}" == fingerprint, "a delta from the base may come yet"
     assert await ended.candidate() is None
     loads.clear()
-    short = BaseCheckpointLoader(RUN, str(folder), "m", loads_ahead=False)  # memory is, or the store has a version
+    short = BaseCheckpointLoader(
+        RUN, str(folder), "m", LINES, loads_ahead=False
+    )  # memory is, or the store has a version
     assert (await offered(short)).told[-1] == BaseCheckpoint(Version(0), 0.0)
     assert short.proven(Version(0), "0" * 16) is None and not loads
     weights = await short.candidate()
@@ -115,9 +120,9 @@ async def test_what_cannot_be_searched_or_read_counts_as_absent_and_peers_have_i
         raise PermissionError("hub: permission denied")
 
     (folder / "2.safetensors").symlink_to(folder / "pruned from the cache")
-    assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m"))).told == [None, None]
+    assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m", LINES))).told == [None, None]
     monkeypatch.setattr(base_checkpoint, "find_base", refuse)
-    assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m"))).told == [None, None]
+    assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m", LINES))).told == [None, None]
     for text in ("cannot be used", "cannot be searched for it (hub: permission denied); peers have it"):
         assert text in caplog.text
 
@@ -138,7 +143,7 @@ async def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_t
     asked: list[float] = []
     ended: list[str] = []
 
-    async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | None:
+    async def download(model_id: str, keyframe_s: Callable[[], float], progress: ShowsProgress) -> Path | None:
         asked.append(keyframe_s())
         try:
             await asyncio.sleep(3600)
@@ -148,7 +153,7 @@ async def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_t
 
     monkeypatch.setattr(base_checkpoint, "download", download)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", keyframe_s=lambda: 7.0)
+    loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", LINES, keyframe_s=lambda: 7.0)
     node = Node()
     offering = asyncio.create_task(loader.offer_to(node))  # type: ignore[arg-type]
     async with asyncio.timeout(20):
@@ -158,7 +163,7 @@ async def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_t
     loader.end()
     await asyncio.wait_for(offering, 10)
     assert node.told[-1] is None and ended == ["nobody/at-all"] and asked == [7.0]
-    here = BaseCheckpointLoader(RUN, "nobody/at-all", "m")
+    here = BaseCheckpointLoader(RUN, "nobody/at-all", "m", LINES)
     assert (await offered(here)).told[-1] is None and len(asked) == 1, "a worker with a version asks no hub"
 
 
@@ -252,21 +257,22 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", PIECE)
         monkeypatch.setattr(base_checkpoint, "LOOK_S", 0.05)
+        monkeypatch.setattr("echo2.outside.guard.LOOK_S", 0.05)
         yield Own
         server.shutdown()
 
 
 async def test_weights_and_config_alone_are_brought_and_what_is_there_is_not_brought_twice(served: type[Hub]) -> None:
-    folder = await download("a/b", lambda: math.inf)
+    folder = await download("a/b", lambda: math.inf, LINES)
     assert folder is not None
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == served.files["model.safetensors"]
-    assert await download("a/b", lambda: math.inf) == folder and served.sent == 20
+    assert await download("a/b", lambda: math.inf, LINES) == folder and served.sent == 20
 
 
 async def test_a_download_that_is_not_wanted_any_more_ends_with_the_piece_on_its_way(served: type[Hub]) -> None:
     served.pause_s = 0.05
-    task = asyncio.create_task(download("a/b", lambda: math.inf))
+    task = asyncio.create_task(download("a/b", lambda: math.inf, LINES))
     async with asyncio.timeout(60):
         while served.sent < 2:
             await asyncio.sleep(0.01)
@@ -283,7 +289,8 @@ async def test_a_download_much_slower_than_a_keyframe_and_what_the_hub_does_not_
     monkeypatch.setattr(base_checkpoint, "JUDGED_FROM_S", 0.3)
     served.pause_s = 0.2
     with caplog.at_level("INFO", "echo2.worker"):
-        assert await download("a/b", lambda: 0.01) is None
-        assert await download("a/none", lambda: math.inf) is None
+        assert await download("a/b", lambda: 0.01, bar := Mock()) is None
+        assert await download("a/none", lambda: math.inf, LINES) is None
     assert "a/b cannot be had from the hub (the download is given up: it would take" in caplog.text and served.sent < 20
     assert "a/none cannot be had from the hub" in caplog.text
+    assert any(0 < call.args[1] < call.args[2] for call in bar.at.call_args_list) and bar.ended.called

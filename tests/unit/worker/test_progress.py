@@ -8,7 +8,8 @@ import logging
 
 import pytest
 
-from echo2.worker.weights import ProgressLines, progress_for, shown
+from echo2.outside.guard import ProgressLines, shown
+from echo2.worker.weights import progress_for
 
 
 class Terminal(io.StringIO):
