@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
+from echo2.base.clock import ceiling_s
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.connection import Connection
@@ -144,8 +145,8 @@ class Striping:
             self._fail(trial, f"{self.count} carried no more than {trial.count_before}", now)
 
     def _fail(self, trial: _Trial, reason: str, now: float) -> None:
-        self._next_growth_at = now + min(LEFT_ALONE_MAX_S, LEFT_ALONE_S * 2**self._failures)
-        self._failures = min(self._failures + 1, 10)
+        self._next_growth_at = now + ceiling_s(self._failures, LEFT_ALONE_S, LEFT_ALONE_MAX_S)
+        self._failures += 1
         self._shrink_to(trial.count_before, reason, now)
 
     def _shrink_to(self, count: int, reason: str, now: float) -> None:
@@ -257,7 +258,7 @@ class Stripes:
         finally:
             width.running -= 1
             width.failures = width.failures + 1 if now() - begun_at < LASTING_S else 0
-            width.next_try = now() + min(RETRY_MAX_S, RETRY_S * 2 ** min(width.failures, 10))
+            width.next_try = now() + ceiling_s(width.failures, RETRY_S, RETRY_MAX_S)
 
     async def carry(self, connection: Connection, of: PeerLink | None) -> None:
         """Serves a further connection until it ends. `of`: the link for which we opened it; None: the peer opened it for the link

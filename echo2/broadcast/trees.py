@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from echo2.base.clock import Pace
 from echo2.broadcast.plan import (
     BY_REGION,
     DEGREE_MAX,
@@ -573,18 +574,15 @@ class PlanPace:
     BURST, NODES_EVERY_S, RATES_EVERY_S = 10, 2.0, 10.0
 
     def __init__(self) -> None:
-        self._left, self._at, self._looked_at = float(self.BURST), 0.0, float("-inf")
+        self._pace, self._looked_at = Pace(1 / self.NODES_EVERY_S, self.BURST), float("-inf")
 
     def wait_s(self, are_rates_alone: bool, now: float) -> float:
         """Seconds until the next plan may be made; 0: now, and it is counted."""
         if are_rates_alone and now < self._looked_at + self.RATES_EVERY_S:
             return self._looked_at + self.RATES_EVERY_S - now
-        self._left = min(float(self.BURST), self._left + max(0.0, now - self._at) / self.NODES_EVERY_S)
-        self._at = now
-        if self._left < 1:
-            return (1 - self._left) * self.NODES_EVERY_S
-        self._left, self._looked_at = self._left - 1, now
-        return 0.0
+        if (wait_s := self._pace.wait_s("", now)) == 0:
+            self._looked_at = now
+        return wait_s
 
 
 def weighted_plan(

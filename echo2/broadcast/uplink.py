@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from echo2.base.ids import PeerId
+from echo2.base.units import is_loopback
 from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.pace import SHORT_QUEUE_S, CongestionChooser, Control, Meter
 from echo2.outside.streams import Remote
@@ -196,10 +197,6 @@ def local_end(remote_port: int) -> tuple[str, int] | None:
     return None
 
 
-def is_loopback(host: str) -> bool:
-    return host.startswith(("127.", "::ffff:127.")) or host == "::1"
-
-
 def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
     """The TCP_INFO of an established connection to another machine; None for any other descriptor. `known`: the remote end that
     this descriptor had before, as the kernel told it; where it still has it, no more is asked."""
@@ -209,7 +206,7 @@ def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
         return None
     try:
         host, port = raw = view.getpeername()[:2]
-        if raw != known and is_loopback(host):
+        if raw != known and is_loopback(as_ipv4(host)):
             return None
         info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_PARTS.size)
     except (OSError, ValueError):  # reused for a socket of another kind; of a Unix socket, getpeername tells a path

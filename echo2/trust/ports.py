@@ -498,7 +498,7 @@ class Doors:
 
 @functools.lru_cache(maxsize=4096)  # asked for each message
 def remote_of(name: str) -> Remote:
-    """Parses gRPC's name of a caller: ipv4:10.0.0.1:4711 or ipv6:%5B2001:db8::1%5D:4711."""
+    """Parses gRPC's name of a caller: ipv4:10.0.0.1:4711 or ipv6:%5B2001:db8::1%5D:4711; port 0 for other forms."""
     host, _, port = urllib.parse.unquote(name).partition(":")[2].rpartition(":")
     return host.strip("[]").removeprefix("::ffff:"), int(port) if port.isdigit() else 0
 

@@ -19,7 +19,6 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
@@ -41,6 +40,7 @@ from echo2.coordinator.hub import Hub
 from echo2.outside import monotonic
 from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
+from echo2.trust.ports import remote_of
 from echo2.trust.tls import PROTOCOL_VERSION, peer_of
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc, probe_pb2_grpc
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
@@ -59,15 +59,8 @@ _STATUS: dict[type[EchoError], grpc.StatusCode] = {
 _log = logging.getLogger("echo2.coordinator")
 
 
-def caller_address(context: Any) -> tuple[str, int]:
-    """The caller's host and port, from gRPC's `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`; port 0 for other forms."""
-    head, _, port = unquote(str(context.peer())).rpartition(":")
-    host = head.partition(":")[2].strip("[]").removeprefix("::ffff:")
-    return host, int(port) if port.isdigit() else 0
-
-
 def caller_host(context: Any) -> str:
-    return caller_address(context)[0]
+    return remote_of(context.peer())[0]
 
 
 def check_protocol(version: int, sender: str) -> None:
@@ -207,7 +200,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
             token = self._token(request.token, context)
             if request.port > 65_535 or (request.port and len(request.nonce) != NONCE_BYTES):
                 raise MalformedMessage(f"probe: expected a port and a nonce of {NONCE_BYTES} bytes")
-        host, port = caller_address(context)
+        host, port = remote_of(context.peer())
         failure = await _dial_back(host, request.port, request.nonce) if request.port else "it does not listen"
         return pb.ReachReply(
             host=host,

@@ -24,9 +24,9 @@ from echo2.broadcast.nat.reach import HostOptions, look_at_own_link
 from echo2.coordinator import learner as learner_door
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet import enrolment
-from echo2.coordinator.fleet.enrolment import caller_address, caller_host
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.trust.identity import Identity, JoinLink, Role
+from echo2.trust.ports import remote_of
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
@@ -144,12 +144,7 @@ async def _reply(call: grpc.aio.UnaryUnaryCall) -> object:
     ],
 )
 def test_where_a_call_comes_from(peer: str, seen: tuple[str, int]) -> None:
-    class Call:
-        def peer(self) -> str:
-            return peer
-
-    assert caller_address(Call()) == seen
-    assert caller_host(Call()) == seen[0]
+    assert remote_of(peer) == seen
 
 
 # ---- a learner that does not answer where it says is reached through byte pipes, and directly again once it does
