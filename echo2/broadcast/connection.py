@@ -70,7 +70,7 @@ class EmulatedLink:
 
 
 class FrameCutter:
-    """Bytes are put where `room` says, and `took` gives the frames that they complete, however they were cut on their way."""
+    """Bytes are put where `room` says, and `take` gives the frames that they complete, however they were cut on their way."""
 
     __slots__ = ("_begin", "_buffer", "_end", "_frame_bytes_max", "_owner")
 

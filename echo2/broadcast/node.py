@@ -116,7 +116,8 @@ class BroadcastNode:
         self._uplink = UplinkWatch(self.meter, self.exchange, self._connections)
         self._is_publisher = credentials.role is Role.LEARNER
         self._is_running = False
-        self._settled_at = float("-inf")
+        self._is_base_sought = False
+        self._settled_at: float | None = None  # when all announcements are in; None: none has come
         self._sizes: dict[int, int] = {}  # bytes of the last artifact published that leads over so many versions
         if self._is_publisher:
             self.exchange.publisher = me
@@ -206,8 +207,8 @@ class BroadcastNode:
     def set_base(self, base: BaseCheckpoint | None, *, is_sought: bool = False) -> None:
         """Sets a version that the consumer got elsewhere. `is_sought`: it is still being looked for, so fetch nothing yet."""
         self.planner.base = base
-        if is_sought or self._settled_at == float("inf"):
-            self._settled_at = float("inf" if is_sought else "-inf")
+        if is_sought or self._is_base_sought:
+            self._is_base_sought, self._settled_at = is_sought, None
         self.exchange.revised.set()
 
     def adopted(self, artifact: ArtifactId) -> None:
@@ -245,10 +246,10 @@ class BroadcastNode:
         if self._is_publisher:
             return
         now = self.exchange.now()
-        if self._settled_at == float("-inf") and self.library.entries:
+        if self._settled_at is None and self.library.entries and not self._is_base_sought:
             self._settled_at = now + SETTLE_S
             asyncio.get_running_loop().call_later(SETTLE_S, self.exchange.revised.set)
-        if now < self._settled_at:
+        if self._is_settling(now):
             return
         route = self.planner.choose(self.reader.version)
         for key in route.keys if route is not None else ():
@@ -256,6 +257,10 @@ class BroadcastNode:
             if artifact is not None and not artifact.is_wanted:
                 self.exchange.act(Wanted(key, is_wanted=True))
         self.exchange.changed.set()
+
+    def _is_settling(self, now: float) -> bool:
+        """Whether it is too early to choose a way."""
+        return self._is_base_sought or (self._settled_at is not None and now < self._settled_at)
 
     async def progress(self) -> AsyncIterator[Progress]:
         """Yields what to decode, in order; waits while nothing new has arrived. For one consumer only."""
@@ -275,7 +280,7 @@ class BroadcastNode:
 
     def _next_step(self) -> Progress | None:
         """The next step for the consumer; refetches an artifact that the disk corrupted."""
-        if self.exchange.now() < self._settled_at:
+        if self._is_settling(self.exchange.now()):
             return None
         try:
             return self.reader.next()

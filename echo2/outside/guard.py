@@ -54,7 +54,7 @@ class Mishaps:
         self._lines = PeerLines()
 
     def note(self, what: str, party: str, error: BaseException) -> None:
-        """Records that `what` was ended by `error`, caused by a message of `whose`."""
+        """Records that `what` was ended by `error`, caused by a message of `party`."""
         self.count += 1
         if (more := self._lines.more(party, type(error).__name__)) is not None:
             self._log.error("%s of %s ended by an unforeseen error%s", what, party, more, exc_info=error)
@@ -131,7 +131,7 @@ def noting(what: str, party: str = "this process") -> Iterator[None]:
 
 @contextmanager
 def handling(what: str, party: str) -> Iterator[None]:
-    """Wraps handling of a message of `whose`: an unexpected exception is recorded and becomes a MalformedMessage."""
+    """Wraps handling of a message of `party`: an unexpected exception is recorded and becomes a MalformedMessage."""
     try:
         yield
     except (EchoError, grpc.aio.AbortError, grpc.aio.AioRpcError, TimeoutError):

@@ -1,6 +1,6 @@
 """Converts broadcast messages and core types. Parses at the edge: the result is within limits, or MalformedMessage.
 
-A chunk frame is encoded once and forwarded unchanged; its route is appended, which protobuf parses as one message. Every node
+A chunk frame is encoded once and forwarded unchanged; its route stands before it, which protobuf parses as one message. Every node
 writes and reads every chunk, and protobuf would copy its payload three times: `chunk_to_bytes` and `chunk_in` do it by hand, with
 the same result. A chunk is taken only as nodes write it: fields in order, each once, the route or answer mark before or after it.
 """

@@ -1,4 +1,4 @@
-"""The embedded engine: PyTorch on one CPU thread, for machines without vLLM. Implements `worker.engine.Engine`.
+"""The embedded engine: PyTorch on one CPU thread, for machines without vLLM. Implements `worker.engines.engine.Engine`.
 
 Models that the fused path does not support run on transformers' own modules, which is slower; a warning says so. Guarantees:
 those of the protocol; weights arrive by `swap` only, so nothing is generated before the first version. The asyncio side refuses
