@@ -240,7 +240,7 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     exchange.stop_timer()
     assert list(held.entries) == [made[1].key]
     publisher = Exchange(LEARNER.peer_id, library(tmp_path / "publisher"), BroadcastSession(ME), Meter(), Bans())
-    publisher.trust(LEARNER.peer_id)
+    publisher.publisher = LEARNER.peer_id
     publisher.on_header(PeerId("peer"), header_of(1))
     assert not publisher.library.entries, "what it has dropped itself is not announced again"
 
