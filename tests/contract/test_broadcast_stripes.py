@@ -63,9 +63,7 @@ async def received(learner: BroadcastNode, worker: BroadcastNode, artifact: Arti
     return await reading
 
 
-async def test_a_link_of_several_connections_delivers_all_once_grows_thinner_where_one_dies_and_is_mended(
-    tmp_path: Path,
-) -> None:
+async def test_a_link_of_several_connections_delivers_all_once_and_is_mended_where_one_dies(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as f:
         learner, worker = await widened(f)
         first, used = links_of(learner, worker), set[int]()

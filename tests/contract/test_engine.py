@@ -124,9 +124,7 @@ def chi_squared_is_small(drawn: Counter[int], expected_V: torch.Tensor) -> bool:
     [{}, {"temperature": 1.7, "top_k": 12}, {"temperature": 0.9, "top_p": 0.6}],
     ids=["plain", "hot", "top-p"],
 )
-def test_tokens_follow_the_sampling_distribution_and_those_of_a_seed_are_picked_by_it_wherever_it_began(
-    rig: Rig, filters: dict[str, float]
-) -> None:
+def test_tokens_follow_the_distribution_and_are_picked_by_their_seed(rig: Rig, filters: dict[str, float]) -> None:
     """What a learner relies on that tests them: the same tokens also for a sequence that goes on elsewhere, beside others."""
     sampling = dataclasses.replace(SHORT, **filters)  # type: ignore[arg-type]
 
@@ -179,9 +177,7 @@ def test_second_tokens_follow_the_distribution_where_the_prompt_invites_a_guess(
     rig.close()
 
 
-def test_greedy_takes_the_likeliest_and_sequences_stop_at_a_stop_token_or_their_budget_which_may_fill_the_context(
-    rig: Rig,
-) -> None:
+def test_greedy_takes_the_likeliest_and_sequences_stop_at_a_stop_token_or_their_budget(rig: Rig) -> None:
     async def body() -> None:
         prompt = prompts(1, seed=5)[0]
         (free,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))

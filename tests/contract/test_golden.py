@@ -85,11 +85,8 @@ def kinds() -> Iterator[tuple[str, Descriptor, str]]:
 KINDS = {name: (kind, alternative) for name, kind, alternative in kinds()}
 
 
-def golden() -> dict[str, str]:
-    return {name: data for name, _, data in (line.partition(" ") for line in FILE.read_text().splitlines())}
-
-
-GOLDEN = golden() if FILE.exists() else {}
+LINES = FILE.read_text().splitlines() if FILE.exists() else []
+GOLDEN = {name: data for name, _, data in (line.partition(" ") for line in LINES)}
 
 
 def test_every_message_has_its_bytes_and_nothing_else_has() -> None:

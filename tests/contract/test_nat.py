@@ -72,9 +72,8 @@ class Run:
         self.nodes[name] = Node(process, log)
         return self.nodes[name]
 
-    def wait(self, what: str, holds: Callable[[], bool], within_s: float = 0.0) -> None:
-        within_s = within_s or WAIT_S
-        until = time.monotonic() + within_s
+    def wait(self, what: str, holds: Callable[[], bool]) -> None:
+        until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
             for node in self.nodes.values():
                 node.look()
@@ -82,7 +81,7 @@ class Run:
                 return
             time.sleep(0.1)
         logs = "\n".join(f"--- {name}\n{node.story()}" for name, node in self.nodes.items())
-        pytest.fail(f"expected {what} within {within_s:.0f} s\n{logs}")
+        pytest.fail(f"expected {what} within {WAIT_S:.0f} s\n{logs}")
 
     def link(self, name: str, peer: str) -> str:
         """How `name` says it is connected to `peer`: kind and reason."""

@@ -62,9 +62,7 @@ def test_a_worker_behind_it_has_every_version_and_meets_a_hidden_one(scene: Scen
 
 
 @pytest.mark.parametrize("scene", params(1))
-def test_a_learner_behind_it_publishes_to_workers_that_can_be_dialled_and_to_hidden_ones(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_a_learner_behind_it_publishes_to_dialled_workers_and_hidden_ones(scene: Scene, tmp_path: Path) -> None:
     is_apart = scene.families.get("learner") is Families.IPV6 and "left" not in scene.families
     with running(tmp_path, **arranged(scene, "left")) as run:  # type: ignore[arg-type]
         if scene.way == DIALLED:

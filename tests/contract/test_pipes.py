@@ -89,9 +89,7 @@ async def exchanged(connection: Connection) -> list[bytes]:
 
 
 @pytest.mark.parametrize("has_splice", [True, False])
-async def test_a_caller_meets_a_member_through_a_pipe_and_each_proves_who_it_is(
-    has_splice: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_caller_and_member_meet_and_prove_who_they_are(has_splice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_splice:
         monkeypatch.setattr(pipes, "_splice", None)
     async with scene() as s:

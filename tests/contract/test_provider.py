@@ -64,9 +64,7 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provide
             yield SkyPilotProvider(sky_offer(), RUN, Sky())
 
 
-async def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_given_back(
-    provider: Provider,
-) -> None:
+async def test_what_is_rented_is_seen_once_however_often_asked_for_until_it_is_given_back(provider: Provider) -> None:
     command = await provider.rent(FIRST, LINK)
     assert await provider.rent(FIRST, LINK) == command
     await provider.rent(SECOND, LINK)
@@ -141,9 +139,7 @@ async def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_mach
         cloud.close()
 
 
-async def test_commands_that_fail_or_hang_are_named_and_end_with_their_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_commands_that_fail_or_hang_end_with_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = CommandCloud(tmp_path / "cloud")
     offer = command_offer(cloud, start="echo no room >&2; exit 3")
     with pytest.raises(ResourceError, match=f"offer one, command start for {FIRST}: .*got 3: no room"):

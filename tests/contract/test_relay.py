@@ -91,9 +91,7 @@ async def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytes
                 assert bool(answer) == (is_answered and protocol != DCUTR), (protocol, is_answered)
 
 
-async def test_members_alone_have_places_and_one_that_is_dialled_back_vouches_for_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_members_alone_have_places_and_vouch_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with lab(monkeypatch) as made:
         own, other, barred = (issued(made.authority) for _ in range(3))
         made.barred.add(barred.peer_id)
@@ -130,9 +128,7 @@ async def claim(relay: PeerId, claimed: PeerId, port: int, host: P2pHost) -> boo
     return int(answer.dialResponse.status) == int(Message.OK)
 
 
-async def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_a_peer_names_is_not_dialled_for_a_stream_or_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identify and hole host leave what a peer says of itself in the library's book of addresses."""
     met = asyncio.Event()
     async with lab(monkeypatch) as made, await asyncio.start_server(lambda *_: met.set(), "127.0.0.1", 0) as victim:

@@ -192,9 +192,7 @@ def test_a_secret_of_another_user_is_named_with_its_owner(tmp_path: Path) -> Non
         os.seteuid(0)
 
 
-async def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_connections_stay(
-    tmp_path: Path,
-) -> None:
+async def test_a_renewed_certificate_is_shown_at_the_next_handshake_and_connections_stay(tmp_path: Path) -> None:
     authority = _authority()
     server_side = tls.coordinator_credentials(authority, "")
     client = tls.coordinator_credentials(authority, "")

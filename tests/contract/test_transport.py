@@ -31,10 +31,6 @@ FRAME_BYTES = 64 << 10
 Scene = Callable[[], Awaitable[None]]
 
 
-def on_sockets(scene: Scene, folder: Path) -> None:
-    asyncio.run(scene())  # type: ignore[arg-type]
-
-
 @dataclass
 class End:
     """One node: what it accepted waits in `accepted`."""
@@ -115,7 +111,10 @@ def play(request: Any, tmp_path: Path) -> Play:
             finally:
                 await world.close()
 
-        (play_on_wires if request.param == "simulator" else on_sockets)(run, tmp_path)
+        if request.param == "simulator":
+            play_on_wires(run, tmp_path)
+        else:
+            asyncio.run(run())
 
     return whole
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from echo2.cli import coordinator, learner, worker
 from echo2.config.load import load_config
 from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 from echo2.learner.rollouts import prompts
+from tests.fork_server import ROOT
+from tests.patience import WAIT_S
+from tests.ports import choose_ports
 
-ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MAINS: dict[str, Callable[[list[str]], int]] = {
     "echo-coordinator": coordinator.main,
@@ -272,3 +276,51 @@ def test_skypilots_tasks_have_the_fields_of_a_task() -> None:
         assert used == {*task["secrets"], *task["envs"]}, f"{path.name}: given and not used, or used and not given"
         checked = subprocess.run(["bash", "-n"], input=task["setup"] + task["run"], text=True, check=False)
         assert checked.returncode == 0
+
+
+# ---- the coordinator's image, built and run where something builds images: docker, podman or buildah. ECHO2_IMAGE_OPTIONS: wh
+
+BUILDERS = ("docker", "podman", "buildah")
+TAG, BASE = "echo2-coordinator-test", "python:3.12-slim"
+CONFIG = "/etc/echo2/run.toml"
+
+
+def _ran(*command: str) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=3 * WAIT_S)
+    if done.returncode and re.search(rf"{BASE}.*(pull|pinging|resolve|registry)", done.stderr):
+        pytest.skip(f"{BASE} cannot be had here: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.soak
+def test_the_coordinators_image_is_built_and_listens(tmp_path: Path) -> None:
+    there = (
+        name
+        for name in BUILDERS
+        if shutil.which(name) and not subprocess.run([name, "info"], check=False, capture_output=True).returncode
+    )
+    builder = next(there, None)
+    if builder is None:
+        pytest.skip(f"nothing that builds images answers: {', '.join(BUILDERS)}")
+    options = shlex.split(os.environ.get("ECHO2_IMAGE_OPTIONS", ""))
+    file = ROOT / "deploy" / "containers" / "coordinator.Containerfile"
+    _ran(builder, "build", *options, "-f", str(file), "-t", TAG, str(ROOT))
+    volume = f"--volume={ROOT / 'deploy' / 'run.toml'}:{CONFIG}:ro"
+    names = ("enrol_port", "port", "dashboard_port")
+    ports = [f"--coordinator.{name}={port}" for name, port in zip(names, choose_ports([0] * len(names)), strict=True)]
+    if builder == "buildah":  # it has no command that runs an image with its entry point
+        name = _ran(builder, "from", TAG)
+        command = [builder, "run", volume, name, "--", "echo-coordinator", "--config", CONFIG, *ports]
+    else:
+        name = TAG
+        command = [builder, "run", "--name", name, volume, TAG, "--config", CONFIG, *ports]
+    log = tmp_path / "log"
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as running:
+        end = time.monotonic() + WAIT_S
+        while "dashboard at" not in log.read_text() and running.poll() is None and time.monotonic() < end:
+            time.sleep(0.5)
+        running.terminate()
+    _ran(builder, "rm", *([] if builder == "buildah" else ["--force"]), name)
+    told = log.read_text()
+    assert "learner.link) made for the role learner" in told and "listening: enrolment at" in told, told

@@ -49,7 +49,7 @@ BY = (  # pattern; the file whose tests run the command; the function in it that
     (r"echo2 run .*", "tests/e2e/test_local_run.py"),
     (r"echo2 publish .*", "tests/e2e/test_serve.py"),
     (r"echo2 serve .*", "tests/unit/cli/test_commands.py"),
-    (r"echo2 plan examples/configs/.*", "tests/unit/cli/test_learner_needs.py"),
+    (r"echo2 plan examples/configs/.*", "tests/unit/cli/test_resolved.py"),
     (r"echo2 ctl .*", "tests/unit/coordinator/test_actions.py"),
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py"),
     (r"echo2 (status|samples) .*", "tests/unit/cli/test_report.py"),
@@ -69,7 +69,7 @@ BY = (  # pattern; the file whose tests run the command; the function in it that
         "_make_base_model",
     ),  # which tests/e2e/conftest.py calls
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py"),
-    (r"python examples/conversations\.py .*", "tests/unit/learner/test_conversations.py"),
+    (r"python examples/conversations\.py .*", "tests/unit/learner/test_prompts.py"),
     (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_said.py"),
     (r"python -m sphinx .*|python docs/generate\.py", "tests/docs/test_docs.py"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import io
@@ -18,8 +19,12 @@ from unittest import mock
 
 import pytest
 
+from benchmarks import bench_audit
+from benchmarks.bench_audit import table_of, write_page
 from echo2.cli import coordinator, learner, main, worker
-from echo2.config.load import option_names
+from echo2.cli.plan import load_catalogue, question_of
+from echo2.cli.plan_text import PlannedRun, hours_of, planned
+from echo2.config.load import load_config, option_names, parse_overrides, read_toml
 from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -241,3 +246,76 @@ def test_the_task_of_the_page_on_ones_own_task_scores_and_its_run_file_loads(tmp
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert said == "True 1.0 0.0\n"
+
+
+# ---- tables of the documentation are those of what a program wrote last, or of what it answers now
+
+
+def test_the_audits_table_is_what_the_benchmark_found(tmp_path: Path) -> None:
+    kept = json.loads(bench_audit.RESULTS.read_text())
+    assert table_of(kept) in bench_audit.PAGE.read_text(), "run `make bench-audit`"
+    page = tmp_path / "security.md"
+    page.write_text(bench_audit.PAGE.read_text())
+    write_page(kept, page)
+    assert page.read_text() == bench_audit.PAGE.read_text()
+
+
+def test_the_benchmarks_figures_say_what_the_page_claims() -> None:
+    kept = json.loads(bench_audit.RESULTS.read_text())
+    values = {row["name"]: row["value"] for row in kept["rows"]}
+    assert kept["honest_accused"] == 0 == values["honest workers accused"]
+    assert sum(kept["honest"].values()) >= 5 and values["bound on false alarms"] == pytest.approx(1e-6)
+    for found in kept["findings"]:
+        if found["noise_nats"] > bench_audit.ALLOWED_NATS:
+            assert len(found["rollouts"]) == found["watched"], found["worker"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what_if", "row"),
+    [
+        ((), (), "takes 5 of the workers: 200 steps in {:.1f} h for {:.0f} USD, .* busy {:.0%} of"),
+        (("--sampling.max_new_tokens=8192",), (), r"`sampling.max_new_tokens` \| 2048 \| 8192: {:.1f}, {:.0f}, {:.0%}"),
+        ((), ("mean", "1400"), "assumed 717 .* `mean=1400`: {:.1f}, {:.0f}, {:.0%}"),
+        (
+            ("--learner.prompts_per_step=64", "--learner.rollouts_per_prompt=16"), (),
+            r"\| 32 x 8 \| 64 x 16: {:.1f}, {:.0f}, {:.0%}",
+        ),
+        ((), ("S", "8"), r"\| 12 \| 8: {:.1f}, {:.0f}, {:.0%};"),
+        ((), ("S", "4"), "; 4: {:.1f}, {:.0f}, {:.0%}"),
+        (("--coordinator.usd_per_hour_cap=1",), (), r"\| 5 \| 1: {:.1f}, {:.0f}, {:.0%}: two workers"),
+    ],
+)  # fmt: skip
+def test_the_first_runs_numbers_are_the_plans(changed: tuple[str, ...], what_if: tuple[str, ...], row: str) -> None:
+    config = load_config([ROOT / "examples" / "first-4b.toml"], None, parse_overrides(changed))
+    question, _ = question_of(config, read_toml(ROOT / "examples" / "first-4b-fleet.toml"), load_catalogue(None))
+    question = question.what_if(*what_if) if what_if else question
+    plan = planned(question)
+    hours = hours_of(question, plan, PlannedRun(config.learner.steps, ""))
+    usd = hours * (plan.usd_per_hour + question.learner.price_usd_per_hour)
+    expected = row.format(hours, usd, plan.predicted_utilisation)
+    page = " ".join((ROOT / "docs" / "first-run.md").read_text().split())
+    assert re.search(expected, page), expected
+    assert changed or what_if or (plan.is_feasible and len(plan.pool) == 5)
+
+
+# ---- the lives of a rollout, a chunk, a plan and a field in ARCHITECTURE.md name functions that exist, and are as short as it
+
+HOP = re.compile(r"^(\d+)\. `([\w/]+\.py):(?:(\w+)\.)?(\w+)` ", re.MULTILINE)
+WALKS = {"rollout": 16, "chunk": 10, "plan": 9, "heartbeat's field": 4}
+
+
+@pytest.mark.parametrize(("what", "count"), WALKS.items())
+def test_a_walk_names_functions_that_exist(what: str, count: int) -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    walk = text.split(f"## Life of a {what}\n", 1)[1].split("\n## ", 1)[0]
+    hops = HOP.findall(walk)
+    assert [int(number) for number, *_ in hops] == list(range(1, count + 1))
+    assert f"{count} hops" in walk
+    for _, file, owner, name in hops:
+        tree = ast.parse((ROOT / "echo2" / file).read_text())
+        scopes = (
+            [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner] if owner else [tree]
+        )
+        nodes = [node for scope in scopes for node in scope.body]
+        functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert name in functions, f"{file} has no {owner}.{name}"

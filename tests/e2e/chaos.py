@@ -10,16 +10,23 @@ import contextlib
 import math
 import os
 import random
+import selectors
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import Rollout
+from echo2.learner.rollouts.journal import read_journal
+from echo2.wire.gen.echo2.v1.journal_pb2 import JournalRecord
+from echo2.wire.rollout import rollout_from_message
 from tests.e2e.cluster import Cluster
-from tests.e2e.cuttable import Forwarder
-from tests.e2e.history import Archive
 
 DISK_FULL_CODE = 6
 
@@ -163,3 +170,166 @@ class Chaos:
         disk.fill()
         self.counts["disk full"] += 1
         self._later(self.rng.uniform(0.5, 3.0), disk.free)
+
+
+# ---- A TCP forwarder between real processes whose links a test may cut, stall or refuse
+
+
+class Forwarder:
+    """Listens on `port` and forwards to `target`; runs in a thread of its own until `close`."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target = ("127.0.0.1", target_port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._is_refusing = self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def cut(self) -> int:
+        """Breaks all connections; returns how many."""
+        with self._lock:
+            ends = list(self._pairs)
+            for end in ends:
+                self._drop(end)
+        return len(ends) // 2
+
+    def refuse(self, is_refusing: bool) -> None:
+        """While refusing, new connections are ended at once."""
+        self._is_refusing = is_refusing
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join(5)
+        self.cut()
+        self._listener.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, _ in self._selector.select(0.2):
+                with self._lock:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pairs:
+                        self._forward(key.fileobj)
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        try:
+            if self._is_refusing:
+                raise ConnectionRefusedError
+            far = socket.create_connection(self._target, timeout=2)
+        except OSError:
+            near.close()
+            return
+        for one, other in ((near, far), (far, near)):
+            one.settimeout(10)
+            self._pairs[one] = other
+            self._selector.register(one, selectors.EVENT_READ)
+
+    def _forward(self, end: socket.socket) -> None:
+        try:
+            data = end.recv(1 << 16)
+            if data:
+                self._pairs[end].sendall(data)
+                return
+        except OSError:
+            pass
+        self._drop(end)
+
+    def _drop(self, end: socket.socket) -> None:
+        for one in (end, self._pairs.get(end)):
+            if one is None:
+                continue
+            self._pairs.pop(one, None)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(one)
+            one.close()
+
+
+# ---- what a run of real processes leaves behind, and what must be true of it
+
+
+class Archive:
+    """Hard links to the journal's segments, made as they appear."""
+
+    def __init__(self, journal: Path, folder: Path) -> None:
+        self.journal, self.folder = journal, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def look(self) -> None:
+        """Call it now and then while the run lasts."""
+        for path in self.journal.glob("segment-*"):
+            with contextlib.suppress(OSError):
+                os.link(path, self.folder / path.name)
+
+    def records(self) -> list[JournalRecord]:
+        return [record for _, record in read_journal(self.folder, Step(0))[0]]
+
+
+@dataclass(slots=True)
+class Judged:
+    """The history of a run, as its journal has it."""
+
+    trained: dict[GroupId, Step] = field(default_factory=dict)
+    groups_of: dict[Step, tuple[GroupId, ...]] = field(default_factory=dict)
+    finished: dict[tuple[GroupId, int], Rollout] = field(default_factory=dict)
+    dropped: set[GroupId] = field(default_factory=set)
+    sizes: dict[GroupId, int] = field(default_factory=dict)
+    fingerprints: dict[Version, str] = field(default_factory=dict)
+    lags: Counter[int] = field(default_factory=Counter)
+
+
+def judge(records: list[JournalRecord], staleness_bound: int) -> Judged:
+    """Puts the records together; fails where one contradicts another."""
+    found = Judged()
+    for record in records:
+        match record.WhichOneof("kind"):
+            case "opened":
+                found.sizes[GroupId(record.opened.group.group_id)] = record.opened.group.rollout_count
+            case "rollout":
+                rollout = rollout_from_message(record.rollout.rollout)
+                name = (rollout.group_id, rollout.index)
+                known = found.finished.setdefault(name, rollout)
+                assert known == rollout, f"rollout {name} was admitted twice, with other tokens"
+            case "batch":
+                step, names = Step(record.batch.step), tuple(GroupId(each.group_id) for each in record.batch.groups)
+                assert found.groups_of.setdefault(step, names) == names, f"step {step} was drawn twice, otherwise"
+                for group_id in names:
+                    at = found.trained.setdefault(group_id, step)
+                    assert at == step, f"group {group_id} was trained at steps {at} and {step}"
+            case "closed":
+                found.dropped.add(GroupId(record.closed.group_id))
+            case "published" if fingerprint := record.published.fingerprint:
+                version = Version(record.published.version)
+                known_print = found.fingerprints.setdefault(version, fingerprint)
+                assert known_print == fingerprint, f"version {version} was published with two fingerprints"
+            case _:
+                pass
+    _judge_tokens(found, staleness_bound)
+    return found
+
+
+def _judge_tokens(found: Judged, staleness_bound: int) -> None:
+    for group_id, step in found.trained.items():
+        assert group_id not in found.dropped, f"group {group_id} was dropped and trained"
+        for index in range(found.sizes[group_id]):
+            rollout = found.finished.get((group_id, index))
+            assert rollout is not None, f"step {step} trained rollout {index} of {group_id}, which was never admitted"
+            for span in rollout.version_spans:
+                lag = step - span.version
+                found.lags[lag] += span.count
+                assert 0 <= lag <= staleness_bound, f"step {step} trained a token of version {span.version}"
+
+
+def nothing_is_lost(found: Judged, still_open: set[GroupId], last_step: int) -> None:
+    """Every admitted rollout was trained, dropped for a stated reason, or was still waiting at the end."""
+    assert sorted(found.groups_of) == list(range(last_step)), "a step is missing from the journal"
+    for group_id, index in found.finished:
+        is_known = group_id in found.trained or group_id in found.dropped or group_id in still_open
+        assert is_known, f"rollout {index} of {group_id} was admitted and is neither trained, dropped nor waiting"

@@ -15,10 +15,8 @@ import pytest
 from echo2.base.errors import Unreachable
 from echo2.base.ids import GroupId, Version
 from echo2.worker.control import ask
-from tests.e2e.chaos import Chaos, SmallDisk
+from tests.e2e.chaos import Archive, Chaos, Forwarder, Judged, SmallDisk, judge, nothing_is_lost
 from tests.e2e.cluster import Cluster
-from tests.e2e.cuttable import Forwarder
-from tests.e2e.history import Archive, Judged, judge, nothing_is_lost
 
 STALENESS_BOUND = 4
 GROUPS_PER_STEP, ROLLOUTS_PER_GROUP = 12, 8

@@ -131,9 +131,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         await page.locator("#metrics summary").click()
         await page.locator("#metrics-rows tr").first.wait_for(timeout=WAIT_MS)
-        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-            "the page is wider than 390 px"
-        )
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than 390 px"
         wide = "[...document.querySelectorAll('main .scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
         assert await page.evaluate(f"{wide}.map((e) => e.textContent.slice(0, 80))") == [], "tables that do not fit"
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 18, 24)"
@@ -398,9 +396,7 @@ async def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path:
             await page.screenshot(path=SCREENSHOTS / "machines-390-dark.png")
 
 
-async def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a_restart_as_well(
-    tmp_path: Path,
-) -> None:
+async def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_restarts(tmp_path: Path) -> None:
     """Who waits for whom; then no error on the console, nothing that is not so, no worker there."""
 
     async def starved(daemon: CoordinatorDaemon, chromium: Any, learner: Node) -> None:

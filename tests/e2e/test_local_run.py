@@ -58,9 +58,7 @@ ENDS = {"hangup": (signal.SIGHUP,), "twice": (signal.SIGINT, signal.SIGINT), "ki
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ENDS)
-def test_a_closed_terminal_a_second_ctrl_c_and_a_kill_end_all_in_silence(
-    tmp_path: Path, base_model: Path, how: str
-) -> None:
+def test_a_closed_terminal_two_ctrl_c_and_a_kill_end_all_in_silence(tmp_path: Path, base_model: Path, how: str) -> None:
     """The kill: nobody trains for a command that is gone; tests/unit/cli/test_commands.py has it of one process."""
     run = subprocess.Popen(
         _command(tmp_path, base_model, 100000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **WHERE

@@ -58,45 +58,31 @@ def test_a_machine_behind_a_nat_learns_how_it_will_be_met(tmp_path: Path, is_sym
                 assert (code, found["reach"]["found"]) == (0, f"direct: others can dial this machine at {where}")
 
 
+LINKS = {
+    ("left", "right"): {"w0": ["direct", "hole-punched"], "w1": ["direct", "hole-punched"]},
+    ("learner", "left"): {"w0": ["direct", "relayed"], "w1": ["reverse", "reverse"]},
+}
+"""By who is hidden: how each worker meets learner and worker."""
+
+
 @pytest.mark.soak  # tests/contract/test_nat.py has the links in the default run
-def test_hidden_workers_join_without_flags_train_and_meet(tmp_path: Path, run_config: str) -> None:
-    with NatLab(("hub", "learner"), ("left", "right")) as lab:
-        config = run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n').replace(
-            "steps = 30", "steps = 400"
-        )
-        with Cluster(tmp_path, config) as cluster:
+@pytest.mark.parametrize("hidden", LINKS)
+def test_all_join_without_flags_train_and_meet(tmp_path: Path, run_config: str, hidden: tuple[str, str]) -> None:
+    """Rollouts, leases' reports and weights of all; the coordinator's relay is killed on the way, and comes back."""
+    with NatLab([name for name in HOSTS.values() if name not in hidden], hidden) as lab:
+        config = run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n')
+        with Cluster(tmp_path, config.replace("steps = 30", "steps = 400")) as cluster:
             cluster.placed = lambda name, argv: lab.command(HOSTS[name], argv)
             cluster.start_all()
             cluster.wait_until(lambda: cluster.step() >= 2, "two steps of training")
-            for name in ("w0", "w1"):
-                cluster.wait_until(lambda n=name: kinds(cluster, n) == ["direct", "hole-punched"], f"links of {name}")  # type: ignore[misc]
-                assert status(cluster, name)["can_be_dialled"] == "no"
-            reached = cluster.step()
-            cluster.kill("coordinator")  # with the relay in it; it comes back
-            cluster.start("coordinator")
-            cluster.wait_until(lambda: cluster.step() >= reached + 3, "three more steps")
-            for name in ("w0", "w1"):
-                cluster.wait_until(lambda n=name: status(cluster, n).get("relays") == 2, f"both relays at {name}")  # type: ignore[misc]
-                assert kinds(cluster, name) == ["direct", "hole-punched"]
-
-
-@pytest.mark.soak
-def test_a_learner_behind_a_nat_trains_on_workers_that_it_can_dial_and_on_hidden_ones(
-    tmp_path: Path, run_config: str
-) -> None:
-    """Rollouts, leases' reports and weights of all three; the coordinator's relay is killed on the way."""
-    with NatLab(("hub", "right"), ("learner", "left")) as lab:
-        config = run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n').replace(
-            "steps = 30", "steps = 400"
-        )
-        with Cluster(tmp_path, config) as cluster:
-            cluster.placed = lambda name, argv: lab.command(HOSTS[name], argv)
-            cluster.start_all()
-            cluster.wait_until(lambda: cluster.step() >= 2, "two steps of training")
-            assert "through the byte pipes of this coordinator" in cluster.log("coordinator")
-            cluster.wait_until(lambda: kinds(cluster, "w0") == ["direct", "relayed"], "links of the hidden worker")
-            cluster.wait_until(lambda: kinds(cluster, "w1") == ["reverse", "reverse"], "links of the open one")
+            assert ("through the byte pipes of this coordinator" in cluster.log("coordinator")) == ("learner" in hidden)
+            for name, wanted in LINKS[hidden].items():
+                cluster.wait_until(lambda n=name, w=wanted: kinds(cluster, n) == w, f"links of {name}")  # type: ignore[misc]
+                assert (status(cluster, name)["can_be_dialled"] == "no") == (HOSTS[name] in hidden)
             reached = cluster.step()
             cluster.kill("coordinator")
             cluster.start("coordinator")
             cluster.wait_until(lambda: cluster.step() >= reached + 3, "three more steps")
+            for name in LINKS[hidden] if "learner" not in hidden else ():
+                cluster.wait_until(lambda n=name: status(cluster, n).get("relays") == 2, f"both relays at {name}")  # type: ignore[misc]
+                assert kinds(cluster, name) == LINKS[hidden][name]

@@ -94,9 +94,7 @@ def echo2(folder: Path, *words: str) -> str:
     return " ".join(done.stdout.split())
 
 
-def test_a_rented_machine_gets_the_runs_own_wheel_joins_trains_and_is_given_back(
-    tmp_path: Path, base_model: Path
-) -> None:
+def test_a_rented_machine_gets_the_runs_wheel_joins_trains_and_is_given_back(tmp_path: Path, base_model: Path) -> None:
     offers = tmp_path / "offers.toml"
     cloud = CommandCloud(tmp_path / "cloud", fresh_machine(tmp_path))
     offers.write_text(offers_of(cloud, tmp_path / "runs" / "trial" / "run.toml"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_coordinator
+from benchmarks.bench_coordinator import RECOVERY_S_MAX, Outcome, measure
 from echo2.cli import learner
 from echo2.cli.demo.model import ModelRecipe, make_model
 from tests.e2e.cluster import Cluster, error_line, trained_groups
@@ -136,3 +139,19 @@ def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(t
         cluster.start("learner")
         assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
         assert_run_ended_well(cluster, 8)
+
+
+# ---- kill -9 of the coordinator's process under a load of real streams, judged by the history checker
+
+
+def test_kills_under_load_lose_no_join_no_lease_and_no_group_and_double_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_coordinator, "HEARTBEAT_S", 1.0)  # the load is settled after three
+    monkeypatch.setattr(bench_coordinator, "STATES", 0)  # nobody asks for the page
+    outcome = Outcome()
+    asyncio.run(
+        asyncio.wait_for(measure(outcome, workers=16, seconds=2, groups_per_s=10, kills=2, doing=print), WAIT_S)
+    )
+    assert outcome.violations == []
+    assert max(outcome.recovery_s) < RECOVERY_S_MAX
+    assert max(outcome.streams_back_s) < RECOVERY_S_MAX
+    assert outcome.grants_after > 0

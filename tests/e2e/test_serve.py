@@ -84,9 +84,7 @@ def test_an_outside_trainer_gets_tokens_of_the_versions_it_names(tmp_path: Path,
         cluster.kill("learner")
         cluster.start("learner")
         cluster.wait_until(trainer.is_up, "the gateway again")
-        assert {version for choice in trainer.ask() for version in choice["versions"]} == {3}, (
-            "what was published stays"
-        )
+        assert {version for choice in trainer.ask() for version in choice["versions"]} == {3}, "that stays"
         assert main([*typed[1:], "4", "--last"]) == 0
         assert cluster.wait("learner") == 0 and cluster.wait("w1") == 0, cluster.log("learner")[-2000:]
     assert_sampled(trainer.told, {0: base_model, 3: tmp_path / "first"})

@@ -169,8 +169,9 @@ async def _peer(scene: Scene, target: Target, until: float, is_flood: bool) -> i
                 await connection.send(wire.hello(tls.PROTOCOL_VERSION, scene.run_id))
                 hearing = asyncio.create_task(_hear(connection, grammar))  # a read that is given up would end the call
                 await asyncio.wait({hearing}, timeout=HEAR_S)
+                dear = wire.control_frame(Have(PEER, ArtifactKey(grammar.keys[-1]), (1 << CHUNKS_MAX) - 1, False))
                 for number in range(STREAM_MESSAGES):
-                    await connection.send(_dear(grammar.keys[-1]) if is_flood else _peer_message(grammar, number))
+                    await connection.send(dear if is_flood else _peer_message(grammar, number))
                     sent += 1
             await connection.close()
     return sent
@@ -194,10 +195,6 @@ def _peer_message(grammar: Any, number: int) -> bytes:
     elif number < STREAM_MESSAGES - 1 and message.WhichOneof("kind") in ("hello", "chunk", "seal", "header"):
         data = wire.control_frame(RelayAck(PEER, ArtifactKey(grammar.keys[-1]), grammar.rng.randrange(CHUNKS_MAX), 3))
     return data
-
-
-def _dear(key: bytes) -> bytes:
-    return wire.control_frame(Have(PEER, ArtifactKey(key), (1 << CHUNKS_MAX) - 1, False))
 
 
 @attacker("peer messages by grammar, to a worker")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.redteam.target import Target, coordinator
+from tests.redteam.hostile import Target, coordinator
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,8 @@ import ssl
 import time
 from collections.abc import Callable
 
-from tests.redteam.hostile import HEADERS, RST_STREAM, Stalled, frame, head_of, is_open, tls_to
+from tests.redteam.hostile import ELSEWHERE, HEADERS, RST_STREAM, Stalled, frame, head_of, is_open, tls_to
 from tests.redteam.scene import Scene, attacker
-from tests.redteam.target import ELSEWHERE
 
 IDLE = 600
 OPENED_AT_ONCE = 60
@@ -57,7 +56,7 @@ PORTS: dict[str, Callable[[Scene], int]] = {
     "learner": lambda scene: _port(scene.learner.address),
     "worker": lambda scene: _port(scene.worker.address),
 }
-"""Of a run on one machine, which starts no relay (tests/redteam/test_relay_floods.py has that one)."""
+"""Of a run on one machine, which starts no relay (tests/redteam/test_pipes.py has that one)."""
 for _name, _port_of in PORTS.items():
     _flood_of_idle_connections(_name, _port_of)
 

@@ -25,8 +25,8 @@ from typing import Any
 from tests.e2e.cluster import Cluster, small_run
 from tests.redteam.attacking import ATTACKERS
 from tests.redteam.cost import DAEMONS, Cost, attacking, cost_of, held_bytes
+from tests.redteam.hostile import DESCRIPTORS
 from tests.redteam.scene import scene_of
-from tests.redteam.target import DESCRIPTORS
 from tests.unit.learner.tiny import make_tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "redteam.json"

@@ -141,9 +141,7 @@ class Watch:
         monkeypatch.setattr(TlsStream, "buffer_updated", timed)
 
 
-async def test_new_keys_again_and_again_end_the_connection_and_are_the_peers_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_new_keys_again_and_again_are_the_peers_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with receiving(tmp_path) as received:
         await received.connection
         watch = Watch(monkeypatch)
@@ -165,9 +163,7 @@ async def test_a_few_new_keys_and_data_in_between_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["records", "frames"])
-async def test_records_and_frames_of_a_byte_take_the_peers_share_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+async def test_records_of_a_byte_take_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     async with receiving(tmp_path) as received:
         await received.connection
         made = received.records
@@ -186,9 +182,7 @@ async def test_records_and_frames_of_a_byte_take_the_peers_share_and_no_more(
         await sending
 
 
-async def test_what_waits_is_counted_with_what_it_takes_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_waits_is_counted_as_it_lies_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of two bytes take twenty times as much while they wait."""
     monkeypatch.setattr(FairShare, "pause_s", lambda *_: 0.0)  # it would stop such a sender before memory does
     async with receiving(tmp_path, reads=False) as received:

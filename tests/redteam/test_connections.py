@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
+import sys
 import time
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from echo2.trust import tls
 from tests.patience import WAIT_S
-from tests.redteam.hostile import Stalled, idle_connections, still_open, tls_to, varint
-from tests.redteam.target import ELSEWHERE, Target
+from tests.redteam.hostile import ELSEWHERE, Stalled, Target, coordinator, idle_connections, still_open, tls_to, varint
 
 LOG_BYTES_MAX = 64 << 10
 MEMORY_MAX = 64 << 20
@@ -21,17 +25,14 @@ REFUSED_MAX = 32 << 20  # two such messages; with what the process makes once
 MESSAGE = 15 << 20
 
 
-def page_answers(target: Target) -> bool:
-    with urllib.request.urlopen(f"http://127.0.0.1:{target.port('dashboard_port')}/healthz", timeout=WAIT_S) as answer:
-        return bool(answer.status == 200)
-
-
 @pytest.mark.parametrize("port", ["enrol_port", "port", "dashboard_port"])
 def test_more_idle_connections_than_descriptors_end_nothing_and_lock_nobody_out(target: Target, port: str) -> None:
     logged = len(target.log())
     with idle_connections(target.port(port), 1100, ELSEWHERE) as held:
         target.join()  # within the time that a newcomer waits, on the ports that everybody uses
-        assert page_answers(target)
+        page = f"http://127.0.0.1:{target.port('dashboard_port')}/healthz"
+        with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
+            assert answer.status == 200
         deadline = time.monotonic() + 20
         while still_open(held) > 64 and time.monotonic() < deadline:
             time.sleep(0.1)  # a real process has no virtual clock
@@ -94,3 +95,60 @@ def test_a_message_of_empty_submessages_is_refused_before_anything_is_made_of_it
     assert kept < REFUSED_MAX, f"{kept >> 20} MiB"
     assert target.cpu_seconds() - cpu < 3.0
     assert target.is_alive()
+
+
+# ---- A hostile client meets the page of a real coordinator
+
+
+def asked(target: Target, path: str, body: dict[str, Any] | None = None, csrf: str = "") -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{target.port('dashboard_port')}{path}"
+    request = urllib.request.Request(url, data, {"x-echo2-csrf": csrf})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        return json.loads(answer.read())
+
+
+def test_the_state_that_every_page_hears_holds_no_join_link(target: Target) -> None:
+    csrf = asked(target, "/api/session")["csrf"]
+    offers = asked(target, "/api/state")["machines"]["offers"]
+    manual = next(offer["name"] for offer in offers if offer["provider"] == "manual")
+    rented = asked(target, "/api/machines", {"offer": manual}, csrf)
+    assert "echo2://" in rented["command"]
+    assert "echo2://" not in json.dumps(asked(target, "/api/state"))
+    told = asked(target, "/api/machines/command", {"machine_id": rented["machine_id"]}, csrf)
+    assert told["command"] == rented["command"]
+
+
+def test_off_loopback_the_log_does_not_hold_the_access_token(tmp_path: Path) -> None:
+    with coordinator(tmp_path, 'dashboard_host = "0.0.0.0"\n') as target:
+        token = (target.links / "dashboard.token").read_text().strip()
+        assert token not in target.log()
+        assert "dashboard.token" in target.log()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="filters of sockets are Linux's")
+def test_a_host_whose_connections_ask_nothing_is_shut_out_for_a_while_and_others_are_not(target: Target) -> None:
+    port = target.port("dashboard_port")
+
+    def is_shut_out() -> bool:
+        socket.create_connection(("127.0.0.1", port), WAIT_S).close()  # the queue is not full
+        try:
+            socket.create_connection(("127.0.0.1", port), 0.5, (ELSEWHERE, 0)).close()
+        except TimeoutError:
+            return True
+        return False
+
+    for _ in range(10):  # so few that it is not shut out for its pace
+        with idle_connections(port, 8, ELSEWHERE):
+            pass
+        if is_shut_out():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("it is not shut out")
+    assert asked(target, "/api/session")["csrf"]
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0, (ELSEWHERE, 0)):
+            return
+    pytest.fail("it stays shut out")

@@ -110,9 +110,7 @@ BEYOND: tuple[dict[str, int], ...] = (
 )
 
 
-async def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session_and_are_not_kept(
-    tmp_path: Path,
-) -> None:
+async def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
         learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
         await learner.hello(open_groups=[group("g1")])

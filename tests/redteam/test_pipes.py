@@ -14,16 +14,18 @@ from echo2.base.ids import PeerId
 from echo2.base.units import address_of
 from echo2.broadcast import connection
 from echo2.broadcast.connection import Connection
-from echo2.broadcast.nat import pipes
+from echo2.broadcast.nat import access, host, pipes
 from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.transport import Transport
 from echo2.trust.identity import Role, dns_name_of
 from echo2.trust.ports import PIPES
+from tests.certificates import issued
 from tests.contract.fleet import until
 from tests.contract.test_connections import TlsByHand
 from tests.contract.test_pipes import FRAMES, HOST, Scene, exchanged, scene
+from tests.contract.test_relay import lab
 from tests.patience import WAIT_S
-from tests.redteam.target import ELSEWHERE
+from tests.redteam.hostile import ELSEWHERE, idle_connections, still_open
 from tests.unit.broadcast.test_frames import tls_hello
 
 GARBAGE = b"no record of TLS"
@@ -75,9 +77,7 @@ def with_limits(s: Scene, limits: RelayLimits) -> RelayBook:
 
 
 @pytest.mark.parametrize("has_splice", [True, False])
-async def test_a_caller_that_stays_behind_the_members_end_holds_no_pipe(
-    has_splice: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_that_stays_behind_holds_no_pipe(has_splice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipes, "ENDING_S", 0.2)
     if not has_splice:
         monkeypatch.setattr(pipes, "_splice", None)
@@ -167,3 +167,33 @@ async def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeyp
             await until(lambda: not s.relay.holds(mine.peer_id), "it has lost it", 5.0)
             assert s.relay.holds(s.member.peer_id), "that one says it is still here"
             assert await is_served(s)
+
+
+# ---- floods of connections to a relay's libp2p listener. Real libp2p on loopback
+
+
+async def test_idle_connections_keep_no_member_out_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "STRANGER_S", 2.0)
+    async with lab(monkeypatch) as made:
+        port = int(made.address.rpartition(":")[2])
+        with idle_connections(port, 300, ELSEWHERE) as held:
+            async with asyncio.timeout(6.0):  # before the library's own deadline for a handshake
+                await until(lambda: still_open(held) <= access.STRANGERS_PER_HOST, "an address's share")
+            member = made.member(issued(made.authority))
+            await until(lambda: member.facts.relays, "a place for a member beside them")
+            await until(lambda: not still_open(held), "the end of those that prove nothing")
+            await asyncio.sleep(2.0)
+            assert member.facts.relays, "members stay"
+
+
+async def test_a_relay_that_had_as_many_callers_as_places_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PEERS_MAX", 4)
+    async with lab(monkeypatch) as made:
+        p2p = made.relay._p2p
+        assert p2p is not None
+        for _ in range(6):
+            member = made.member(issued(made.authority))
+            await until(lambda member=member: member.facts.relays, "a place")  # type: ignore[misc]
+            await member.close()
+            made.transports.remove(member)
+            await until(lambda: len(p2p._host.accepted.places) == 0, "its connection to be forgotten")

@@ -23,9 +23,8 @@ from tests.e2e.cluster import ROOT, Cluster
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.redteam.cost import idle_run
-from tests.redteam.hostile import HEADERS, RST_STREAM, Stalled, idle_connections, still_open, tls_to
+from tests.redteam.hostile import ELSEWHERE, HEADERS, RST_STREAM, Stalled, idle_connections, still_open, tls_to
 from tests.redteam.scene import Scene, scene_of
-from tests.redteam.target import ELSEWHERE
 
 DEADLINE_S = 25.0
 """For a caller of no proof. A unary call's message has 20 s, all else less."""
@@ -146,9 +145,7 @@ def ends_a_call(data: bytes) -> bool:
     return False
 
 
-def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_another_and_who_works_stays(
-    cluster: Cluster, scene: Scene
-) -> None:
+def test_each_port_ends_who_says_nothing_or_little_and_who_works_stays(cluster: Cluster, scene: Scene) -> None:
     """Strangers at every port, a member without a call, and one whose call has no message."""
     every = all_of(cluster)
     by_daemon = {name: sum(one.startswith(name) for one in every) for name in cluster.processes}

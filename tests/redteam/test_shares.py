@@ -139,9 +139,7 @@ async def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered
         assert service._share_of(PeerIdentity(PeerId("learner"), Role.LEARNER, "x"), own) is own
 
 
-def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
     true = ingest_module.rollout_to_message
 

@@ -22,11 +22,6 @@ ELEMENTS = 1000
 BOMB_BYTES = 1 << 28
 
 
-def planes(frame: bytes) -> bytes:
-    """The payload of a block of planes, the first of which is `frame`."""
-    return struct.pack("<BI", 1, len(frame)) + frame
-
-
 def understated(frame: bytes, size: int) -> bytes:
     """The same zstd frame with another content size in its header."""
     descriptor = frame[4]
@@ -52,7 +47,9 @@ def test_a_compressed_block_that_would_grow_past_its_tensor_is_refused_before_it
     first = next(encode_keyframe({"w": torch.zeros(ELEMENTS).bfloat16()}, header))
     decoder = ContainerDecoder(HostWeights.empty())
     decoder.feed(first)
-    frame = encode_block_frame(container_id_of(first), 0, ELEMENTS, 1, Method.PLANES, planes(bomb))
+    frame = encode_block_frame(
+        container_id_of(first), 0, ELEMENTS, 1, Method.PLANES, struct.pack("<BI", 1, len(bomb)) + bomb
+    )
     tracemalloc.start()
     try:
         with pytest.raises(DeltaFormatError):

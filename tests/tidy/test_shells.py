@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -101,3 +102,16 @@ def test_no_function_is_hung_on_an_object_after_it_was_made() -> None:
         if name in functions and not is_self(value)
     ]
     assert not hung
+
+
+# ---- one name for one idea: no class of the product shares its name with another
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sources():
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert len(places) > 500, "the classes of the product are read"
+    assert not {name: where for name, where in places.items() if len(where) > 1}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from echo2.cli.learner import learner_options
@@ -23,6 +26,7 @@ from echo2.cost_model.sizing import Fit
 from echo2.learner.training import loss
 from echo2.worker.engines import making as make_engine
 from echo2.worker.options import WorkerOptions
+from tests.lock import ROOT, oldest_python, pin
 from tests.unit.coordinator.test_daemon import options
 
 FIT = Fit(1, 1, sequences=4, sequence_tokens=64, cache_tokens=256, reason="a trial")
@@ -84,3 +88,32 @@ def test_former_import_paths_are_the_modules_themselves() -> None:
         "tasks.runtime.rewards": "tasks.rewards",
     }.items():
         assert importlib.import_module(f"echo2.{former}") is importlib.import_module(f"echo2.{now}")
+
+
+# ---- the constraints that a clone installs from
+
+
+def test_a_release_for_a_newer_python_is_pinned_for_that_python_alone() -> None:
+    assert pin("soupsieve", "4.1.3", ">=3.11.5") == 'soupsieve==4.1.3 ; python_full_version >= "3.11.5"'
+    assert pin("torch", "2.13.0+cpu", ">=3.10") == "torch==2.13.0"
+    assert (
+        pin("odd", "1", "!=3.11.0,>=3.9") == 'odd==1 ; python_full_version != "3.11.0" and python_full_version >= "3.9"'
+    )
+
+
+def test_the_oldest_python_can_install_what_is_pinned() -> None:
+    """Debian 12 has Python 3.11.2: one pin for 3.11.5 stopped every installation there."""
+    oldest = f"{oldest_python()}.0"
+    wrong = []
+    for line in (ROOT / "constraints.txt").read_text().splitlines()[1:]:
+        wanted = Requirement(line)
+        if wanted.marker and not wanted.marker.evaluate({"python_full_version": oldest}):
+            continue
+        try:
+            installed = metadata.distribution(wanted.name)
+        except metadata.PackageNotFoundError:
+            continue
+        asks = installed.metadata["Requires-Python"]
+        if installed.version.partition("+")[0] in wanted.specifier and asks and oldest not in SpecifierSet(asks):
+            wrong.append(line)
+    assert not wrong

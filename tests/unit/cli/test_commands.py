@@ -125,9 +125,7 @@ def test_a_mapped_port_is_named_by_an_ip_address_and_a_port_that_peers_may_dial(
             worker_options(own, load_config())
 
 
-def test_a_single_rollout_of_each_prompt_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_rollout_of_each_prompt_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         f'[run]\nfolder = "{tmp_path}/runs"\n[model]\npath = "nowhere"\n[learner]\nrollouts_per_prompt = 1\n'
@@ -153,9 +151,7 @@ def test_only_rank_0_needs_the_file_with_the_link(
     assert "expected a file with a link" in capsys.readouterr().err
 
 
-def test_rewards_that_cannot_work_end_the_learner_before_it_joins_or_loads_anything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewards_that_cannot_work_end_the_learner_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     arguments = ["join", "echo2://nobody", "--folder", str(folder), "--model.path", "nobody/no-model"]
     assert learner.main([*arguments, "--task.name", "tests.unit.tasks.naughty:Always"]) == TaskError.exit_code
@@ -297,7 +293,7 @@ def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monk
     ]  # fmt: skip
 
 
-def test_a_demo_goes_on_with_its_own_run_also_for_other_steps_and_with_no_other_model(
+def test_a_demo_goes_on_with_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def made(*how: object) -> None:

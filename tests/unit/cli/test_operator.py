@@ -15,9 +15,7 @@ from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 
 
-async def test_a_link_that_is_made_has_what_was_asked_for_and_what_is_refused_is_said_as_the_error_that_it_is(
-    tmp_path: Path,
-) -> None:
+async def test_a_link_has_what_was_asked_for_and_what_is_refused_is_the_error_that_it_is(tmp_path: Path) -> None:
     async with running(options(tmp_path / "run")) as daemon:
         async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
             body = {"role": "worker", "lifetime_s": 60.0, "use_limit": 2, "label": "for one"}

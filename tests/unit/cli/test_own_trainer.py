@@ -31,9 +31,7 @@ def begin(run: echo2.Run) -> None:
     echo2.Publisher(run).publish(0, {name: torch.zeros(shape) for name, shape in run.trainer.model.shapes.items()})
 
 
-def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last_and_a_run_never_begun_is_closed_in_silence(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
     with run_of(tmp_path) as run:
         assert run.checkpoint_every_steps == 20
     config = run.options.config

@@ -27,7 +27,7 @@ from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
 from echo2.cost_model.solver import Solver
 from tests.patience import WAIT_S
 from tests.unit.cost_model.fleets import learner
-from tests.unit.cost_model.test_question import question
+from tests.unit.cost_model.test_planner import question
 
 EXAMPLE_8B = Path(__file__).parents[3] / "examples" / "configs" / "math-qwen3-8b.toml"
 LONG = "--sampling.max_new_tokens=8192"
@@ -55,9 +55,7 @@ def fleet(tmp_path: Path) -> tuple[str, ...]:
     return (*EIGHT, LONG, "--learner.prompts_per_step=128", "--fleet", str(path))
 
 
-def test_the_answer_names_the_pool_the_alternatives_and_the_whole_price(
-    fleet: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_names_pool_others_and_price(fleet: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     asked = (*fleet, "--what-if", "uplink=1gbit,S=4", "--learner.steps=100")
     found = told(capsys, *asked)
     assert found["is_feasible"] and found["staleness_bound"] == 4
@@ -85,9 +83,7 @@ def test_the_answer_names_the_pool_the_alternatives_and_the_whole_price(
     assert "1 step: about" in printed and re.search(r"\(\$\d+\.\d\d to \$\d+\.\d\d at such prices\)", printed), printed
 
 
-def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(
-    fleet: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_counts_what_is_tried_and_saved(fleet: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """In the utilisation that it tells, in what workers have to make, and in the hours."""
     seldom = ("--staleness.bound=8", "--task.eval_prompts=0", "--learner.checkpoint_every_steps=100000")
     often = ("--task.eval_prompts=512", "--task.eval_every_steps=4", "--learner.checkpoint_every_steps=1")
@@ -99,9 +95,7 @@ def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(
     assert full["run"]["hours"] > plain["run"]["hours"] * (1 + 0.9 * share)
 
 
-def test_the_budget_is_judged_by_the_whole_runs_cost(
-    fleet: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_budget_is_judged_by_the_runs_cost(fleet: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     def budget_of(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = told(capsys, *fleet, *more)
         return found, next(term for term in found["terms"] if term["limit_kind"] == "usd_budget")
@@ -191,7 +185,7 @@ def test_the_audit_costs_what_it_reads_and_nothing_where_it_is_off() -> None:
     assert audit_s(audit_share=0) is None and audit_s(rank=8) is None
 
 
-def test_the_models_size_is_read_where_it_lies_and_never_guessed(
+def test_the_models_size_is_never_guessed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -217,9 +211,7 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
         run("plan")
 
 
-def test_recomputed_caches_enlarge_the_pool_and_an_option_takes_them_off(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_recomputed_caches_enlarge_the_pool_unless_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text('[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n')
     asked = ("--learner.drop_equal_groups=false", "--staleness.kappa=1", "--coordinator.usd_per_hour_cap=inf")
@@ -236,9 +228,7 @@ def test_recomputed_caches_enlarge_the_pool_and_an_option_takes_them_off(
     assert "prefill 2xRTX3090: 3506 tokens/s read" in printed and "again at each version, 31.7 s" in printed
 
 
-def test_the_share_of_groups_that_dynamic_sampling_throws_away_is_said_and_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_share_of_groups_thrown_away_by_sampling_is_said_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--task.eval_prompts=0", "--learner.drop_equal_groups=true")
     plain = told(capsys, asked[0])
     half = told(capsys, *asked, "--what-if", "dropped=0.5")
@@ -284,9 +274,7 @@ def test_single_cards_stand_beside_machines_of_two_and_assumed_prices_make_a_ran
         assert (costs["usd_low"], costs["usd_high"]) == (low * costs["usd"], high * costs["usd"])
 
 
-def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_machines_that_cannot_hold_the_model_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = ("--model.path=Qwen/Qwen3-32B",)
     with pytest.raises(ResourceError, match=r"no machine on offer holds the model.* 1 x RTX4090: .*such GPUs"):
         planned_for(SINGLE, tmp_path, capsys, *large)
@@ -294,9 +282,7 @@ def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
     assert set(found["pool_by_kind"]) == {"H200"} and "such GPUs" in found["left_out"]["1 x RTX4090"]
 
 
-def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_learners_gpus_of_the_file_reach_memory_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.toml"
 
     def printed(count: int) -> str:

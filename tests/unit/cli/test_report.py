@@ -80,9 +80,7 @@ def test_the_page_shows_rollouts_token_by_token_by_the_dashboards_own_code(finis
     kept = json.loads(re.findall(r'id="rollouts-kept">(.*?)</script>', text)[0])
     assert [row["id"] for row in kept["/api/rollouts"]["rollouts"]] == ["g1/0"]
     first, rest = (kept[f"/api/rollout?id=g1%2F0&offset={offset}"] for offset in (0, 2))
-    assert [token["worker"] for token in first["tokens"]] == ["berlin", "p2"], (
-        "of a worker without a name, its id's end"
-    )
+    assert [token["worker"] for token in first["tokens"]] == ["berlin", "p2"], "without a name, its id's end"
     assert (first["prompt"], first["reward"], first["said"][0]["position"]) == ("</script>", 0.5, 1)
     assert (rest["offset"], rest["tokens"][0]["id"], rest["tokens"][0]["version"]) == (2, 2, 3)
     assert text.count("</script>") == 2 and not re.search(r"^(import|export) ", text, re.MULTILINE)
@@ -90,7 +88,7 @@ def test_the_page_shows_rollouts_token_by_token_by_the_dashboards_own_code(finis
         assert text.count(f'id="{name}"') == 1
 
 
-def test_status_of_a_finished_run_shows_its_report_until_it_trains_on(
+def test_status_of_a_finished_run_shows_its_report(
     finished: Path, without_plots: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_report(finished, status_of(4))
@@ -111,9 +109,7 @@ def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, w
     assert "the last 3 steps had none" in write_report(finished, status).problems[0]
 
 
-def test_a_run_at_rest_says_so_and_one_started_by_hand_where_its_logs_are(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (finished / "run.lock").write_text("echo2 999999999\n")
     assert main(["status", str(finished)]) == Unreachable.exit_code
     said = capsys.readouterr().err
@@ -126,9 +122,7 @@ def test_a_run_at_rest_says_so_and_one_started_by_hand_where_its_logs_are(
     assert "programs started by hand log to their own terminals" in capsys.readouterr().err
 
 
-def test_a_run_stopped_after_a_restart_claims_no_model_no_comparison_and_all_that_it_encoded(
-    finished: Path, without_plots: None
-) -> None:
+def test_a_run_stopped_after_a_restart_claims_no_model_and_no_comparison(finished: Path, without_plots: None) -> None:
     (finished / "learner" / "evaluations.jsonl").unlink()
     counts = (100, 300, None, 40, 90)  # the third step was made up; the process after it counts from 0
     rows = [
@@ -158,9 +152,7 @@ def test_a_run_stopped_after_a_restart_claims_no_model_no_comparison_and_all_tha
     assert f"model {finished / 'learner' / 'model'}" in text
 
 
-def test_the_lines_that_all_held_out_prompts_begin_with_are_shown_once(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_all_held_out_prompts_begin_with_is_shown_once(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     system = "system\nYou are helpful.\nuser\n"
     rows = [
         {"step": step, "prompt": f"{system}{asked}", "answer": answer, "completion": said, "reward": 1.0}
@@ -175,7 +167,7 @@ def test_the_lines_that_all_held_out_prompts_begin_with_are_shown_once(
     assert told.count("before 'one' (1.00), after 'new' (1.00)") == 4 and "other" not in told, "each prompt once"
 
 
-def test_a_coordinator_that_is_away_is_named_in_words_with_what_to_do(
+def test_a_coordinator_that_is_away_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("echo2.cli.operator.OPERATOR_FOLDER", tmp_path / "me")

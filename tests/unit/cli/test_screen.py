@@ -102,9 +102,7 @@ def test_a_run_is_given_up_for_standing_still_and_not_for_being_slow() -> None:
 
 
 @pytest.mark.parametrize("workers", [[], ["w1"]])
-async def test_plain_lines_come_seldom_and_a_run_without_workers_here_goes_on_to_its_end(
-    workers: list[str], tmp_path: Path
-) -> None:
+async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(workers: list[str], tmp_path: Path) -> None:
     """`echo2 serve` starts none unless it is told to."""
     looks, learner_runs, children = 0, [True, True, False], mock.AsyncMock()
     children.run_folder, children.processes = tmp_path, {}

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import sys
 import tomllib
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, TaskError
 from echo2.base.units import LinkShape
+from echo2.cli.learner import learner_options
+from echo2.cli.options import add_config_arguments, parse
 from echo2.config.load import FORMER, PRESETS, load_config, option_names, parse_overrides, to_toml
 from echo2.config.run import RunConfig
+from echo2.tasks.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.task import TaskSpec
 
 OPTIONS = Path(__file__).with_name("options.txt")
 
@@ -76,9 +82,7 @@ def test_bad_value_is_refused_by_name(name: str, text: str, words: str) -> None:
         load_config((), None, {name: text})
 
 
-def test_a_file_with_an_option_that_became_a_rule_loads_and_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_whose_option_became_a_rule_loads_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[coordinator]\nport = 7\nrelay_port = 0\n[agent]\nrestarts = 0\n")
     config = load_config([file])
@@ -128,3 +132,38 @@ def test_any_override_text_gives_a_config_or_a_config_error(name: str, text: str
         load_config((), None, {name: text})
     except ConfigError as error:
         assert name.split(".", maxsplit=1)[0] in str(error)
+
+
+# ---- the run files of examples/ are what the programs take, and their tasks exist
+
+ROOT = Path(__file__).parents[3]
+RUNS = sorted((ROOT / "examples" / "configs").glob("*.toml"))
+
+
+def parsed(path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """As the programs take it, with its folder on the module path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parser = ArgumentParser()
+    add_config_arguments(parser)
+    return parse(parser, ["--config", str(path)])[1]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_a_run_file_gives_options_and_a_task(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parsed(path, monkeypatch)
+    assert config.run.name in path.read_text()
+    made_of = learner_options(config, "", tmp_path).config  # with what "auto" means of the training step
+    assert made_of.model_copy(update={"learner": config.learner}) == config
+    spec = TaskSpec(config.task.name, config.task.args, seed=0)
+    if config.task.name == "math":
+        with pytest.raises(TaskError, match=r"data/math\.parquet"):
+            make_task(spec)  # the data is yours to bring
+        return
+    made = make_environment_source(spec) if is_environment(spec) else make_task(spec)
+    assert made.name
+
+
+def test_page_lists_every_run_file() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    for path in RUNS:
+        assert path.stem.removeprefix("math-qwen3") in page, path.name

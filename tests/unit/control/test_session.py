@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from echo2.base.clock import Backoff, Waits
+from echo2.base.clock import FLOOR_SHARE, Backoff, Waits
 from echo2.base.errors import LimitExceeded, StateError
 from echo2.control.session import OUTBOX_MESSAGES_MAX, ControlSession, Party, unless
 from echo2.outside import SteadyClock
-from echo2.trust.identity import Identity, Role
+from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.certificates import issued
 from tests.patience import WAIT_S
-from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
+from tests.unit.learner.fleet import RUN, Coordinator, new_authority
 
 Message = coordinator_pb2.LearnerMessage
 
@@ -61,7 +64,7 @@ class Bench:
 
     async def __aenter__(self) -> Bench:
         await self.coordinator.start()
-        credentials = issue(self.coordinator.authority, Identity.generate(), Role.LEARNER, self.coordinator.address)
+        credentials = issued(self.coordinator.authority, Role.LEARNER, self.coordinator.address)
         self.session = ControlSession[Message](credentials, self.waits, self.backoff)
         self.task = asyncio.create_task(self.session.run(self._party()))
         return self
@@ -180,3 +183,40 @@ async def test_an_enrolment_ends_with_the_start_that_waits_for_it() -> None:
         (result,) = await asyncio.gather(starting, return_exceptions=True)
         assert ended.is_set() and (result is None if is_stopped else isinstance(result, asyncio.CancelledError))
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody waits for the stop any more"
+
+
+# ----
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+
+def test_all_waits_are_told_and_the_longest_comes_first() -> None:
+    clock = _Clock()
+    waits = Waits(clock)
+    assert waits.longest() == ("", 0.0) and waits.by_age() == []
+    waits.begin("learner", "the learner to join the run")
+    clock.time_s = 5.0
+    waits.begin("coordinator", "a connection to the coordinator")
+    clock.time_s = 7.0
+    assert waits.by_age() == [("the learner to join the run", 7.0), ("a connection to the coordinator", 2.0)]
+    waits.begin("learner", "a connection to the learner")
+    assert waits.longest() == ("a connection to the learner", 7.0), "another text is the same wait"
+    waits.end("learner")
+    assert waits.longest() == ("a connection to the coordinator", 2.0)
+
+
+@given(seed=st.integers(), failures=st.integers(0, 200))
+def test_pauses_grow_to_the_longest_and_start_over_after_success(seed: int, failures: int) -> None:
+    backoff = Backoff(random.Random(seed), first_s=0.2, longest_s=5.0)
+    pauses = [backoff.next_pause_s() for _ in range(failures)]
+    for i, pause in enumerate(pauses):
+        ceiling = min(5.0, 0.2 * 2.0 ** min(i, 30))
+        assert FLOOR_SHARE * ceiling <= pause <= ceiling
+    backoff.succeeded()
+    assert backoff.next_pause_s() <= 0.2

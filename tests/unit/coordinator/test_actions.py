@@ -11,11 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from echo2.base.errors import ConfigError, EchoError, NotAllowed
+from echo2.base.errors import ConfigError, EchoError
 from echo2.cli.main import main
 from echo2.cli.operator import OperatorClient, advice_lines, request_of
 from echo2.config.run import RunConfig
-from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Activation, Liveness, OperatorSetting
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.planning.telemetry import plan_config
@@ -36,14 +35,6 @@ class Ctl:
 
     async def __call__(self, *words: str) -> dict[str, Any]:
         return await self._operator.act(*request_of(list(words)))
-
-
-async def joined(daemon: CoordinatorDaemon, role: Role, **fields: Any) -> Node:
-    node = await Node.join(daemon, role)
-    answer = await node.hello(**fields)
-    if answer.WhichOneof("kind") == "refusal":
-        raise NotAllowed(answer.refusal.message)
-    return node
 
 
 def activation_of(hub: Hub, node: Node) -> Activation:
@@ -109,11 +100,11 @@ async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restar
         OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
     ):
         hub, ctl = daemon.hub, Ctl(operator)
-        node = await joined(daemon, Role.WORKER)
+        node = await Node.joined(daemon, Role.WORKER)
         await until(lambda: activation_of(hub, node) is Activation.ACTIVE, "it works")
         await ctl("pause", "the", "power", "is", "out")
         assert activation_of(hub, node) is Activation.STANDBY
-        late = await joined(daemon, Role.WORKER, name="late")
+        late = await Node.joined(daemon, Role.WORKER, name="late")
         assert activation_of(hub, late) is Activation.STANDBY
         told = await ctl("advice")
         assert "Resume the run" in told["steps"][0]["text"] and "the power is out" in "\n".join(advice_lines(told))
@@ -135,15 +126,15 @@ async def test_a_stopped_run_sends_workers_home_and_only_the_operator_lets_it_go
         OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
     ):
         hub, ctl = daemon.hub, Ctl(operator)
-        worker = await joined(daemon, Role.WORKER)
-        learner = await joined(daemon, Role.LEARNER)
+        worker = await Node.joined(daemon, Role.WORKER)
+        learner = await Node.joined(daemon, Role.LEARNER)
         await until(lambda: hub.learner.session is not None, "the learner is here")
         await ctl("stop", "enough")
         assert (await worker.until("refusal")).code == "RunFinished"
         assert (await learner.until("refusal")).code == "RunFinished"
         assert "stopped by the operator: enough" in hub.ending.text
         with pytest.raises(EchoError):
-            await joined(daemon, Role.LEARNER)
+            await Node.joined(daemon, Role.LEARNER)
         await ctl("resume")
         assert hub.ending.finish is None
         with pytest.raises(EchoError, match="expected one of"):
@@ -183,12 +174,10 @@ TEXT = "audit: its log-probabilities are 0.08 nats off, 0.05 are allowed"
 PATIENT = {"suspect_after": 30.0, "gone_after": 60.0, "lease_timeout": 60.0}
 
 
-async def test_an_accused_worker_is_set_aside_until_the_operator_releases_it_and_one_surely_guilty_is_banned(
-    tmp_path: Path,
-) -> None:
+async def test_an_accused_worker_is_set_aside_until_it_is_released_and_a_guilty_one_is_banned(tmp_path: Path) -> None:
     async with running(options(tmp_path, **PATIENT)) as daemon:
-        hub, learner = daemon.hub, await joined(daemon, Role.LEARNER, open_groups=[group("g1")])
-        worker = await joined(daemon, Role.WORKER)
+        hub, learner = daemon.hub, await Node.joined(daemon, Role.LEARNER, open_groups=[group("g1")])
+        worker = await Node.joined(daemon, Role.WORKER)
         peer_id = worker.credentials.peer_id
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         assert (await worker.until("lease_grant")).ticket.attempt == 1
@@ -224,9 +213,7 @@ async def test_an_accused_worker_is_set_aside_until_the_operator_releases_it_and
         assert hub.membership.members[peer_id].setting is OperatorSetting.BANNED, "a lesser finding softens no ban"
 
 
-async def test_groups_of_a_worker_that_says_good_bye_or_will_lose_its_machine_go_to_another_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_groups_of_a_worker_that_leaves_or_will_lose_its_machine_go_to_another_at_once(tmp_path: Path) -> None:
     async with running(options(tmp_path, **PATIENT)) as daemon:
         hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
         first, second = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
@@ -251,8 +238,8 @@ async def test_groups_of_a_worker_that_says_good_bye_or_will_lose_its_machine_go
 
 async def test_a_worker_that_its_record_bars_is_not_planned_for_while_there_is_another(tmp_path: Path) -> None:
     async with running(options(tmp_path, plan_interval=0.1, **PATIENT)) as daemon:
-        hub, learner = daemon.hub, await joined(daemon, Role.LEARNER)
-        barred, other = [await joined(daemon, Role.WORKER) for _ in range(2)]
+        hub, learner = daemon.hub, await Node.joined(daemon, Role.LEARNER)
+        barred, other = [await Node.joined(daemon, Role.WORKER) for _ in range(2)]
         for worker in (barred, other):
             await worker.say(heartbeat=beat())
         await learner.say(report=pb.LearnerReport(step=1, train_s=1.0, eval_reward=-1.0))

@@ -108,6 +108,14 @@ class Node:
         link = JoinLink.parse(daemon.links[role.value])
         return cls(await enrol(link, identity or Identity.generate(), role))
 
+    @classmethod
+    async def joined(cls, daemon: CoordinatorDaemon, role: Role, **hello: Any) -> Node:
+        node = await cls.join(daemon, role)
+        answer = await node.hello(**hello)
+        if answer.WhichOneof("kind") == "refusal":
+            raise NotAllowed(answer.refusal.message)
+        return node
+
     async def hello(self, **fields: Any) -> Any:
         stub = coordinator_pb2_grpc.CoordinatorStub(self.channel)
         if self.credentials.role is Role.WORKER:
@@ -154,9 +162,7 @@ def group(name: str, consume_step: int = 0) -> rollout_pb2.GroupSpec:
     )
 
 
-async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_check_and_goes_on_where_that_is_lost(
-    tmp_path: Path,
-) -> None:
+async def test_a_group_travels_with_a_ticket_that_the_learner_can_check_and_goes_on_elsewhere(tmp_path: Path) -> None:
     async def beat(node: Node) -> None:
         while True:
             await node.say(heartbeat=pb.Heartbeat())
@@ -186,8 +192,7 @@ async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_ch
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         assert (await worker.until("lease_grant")).group.group_id == "g2"
         await worker.close()
-        other = await Node.join(daemon, Role.WORKER)
-        await other.hello()
+        other = await Node.joined(daemon, Role.WORKER)
         beats = asyncio.create_task(beat(other))
         await other.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         grant = await other.until("lease_grant")
@@ -195,13 +200,10 @@ async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_ch
         beats.cancel()
 
 
-async def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens_where_it_did(
-    tmp_path: Path,
-) -> None:
+async def test_a_restarted_coordinator_knows_leases_members_and_tokens_and_listens_where_it_did(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
-        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-        await learner.hello(open_groups=[group("g1"), group("g2")])
-        await worker.hello()
+        learner = await Node.joined(daemon, Role.LEARNER, open_groups=[group("g1"), group("g2")])
+        worker = await Node.joined(daemon, Role.WORKER)
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         ticket = (await worker.until("lease_grant")).ticket
         await worker.close()
@@ -216,13 +218,10 @@ async def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_l
         assert renewed.ticket.deadline_unix_s > ticket.deadline_unix_s
 
 
-async def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_asked_for_and_no_banned_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_certificate_is_renewed_for_the_key_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     issue = RunAuthority.issue
     async with running(options(tmp_path)) as daemon:
-        worker = await Node.join(daemon, Role.WORKER)
-        await worker.hello()
+        worker = await Node.joined(daemon, Role.WORKER)
         before = worker.credentials.certificate
         await renew(worker.credentials)
         after = worker.credentials.certificate
@@ -242,9 +241,7 @@ async def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_ask
         assert worker.credentials.certificate.pem == after.pem
 
 
-async def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_words_that_the_operator_reads(
-    tmp_path: Path,
-) -> None:
+async def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_operators_words(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
         barred, other = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
         for worker in (barred, other):
@@ -366,9 +363,7 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
             await enrol(link, worker.credentials.identity, Role.WORKER)
 
 
-async def test_a_start_that_cannot_go_on_names_the_port_or_the_folder_in_one_line_and_writes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_start_that_cannot_go_on_names_port_or_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(options(tmp_path / "a")) as daemon:
         port = int(daemon.services_address.rpartition(":")[2])
         for name in ("port", "enrol_port", "dashboard_port"):
@@ -440,9 +435,7 @@ def knot() -> Knot:
     return made
 
 
-def test_young_garbage_goes_at_the_next_tick_older_when_the_process_has_grown_and_all_is_as_before_on_leaving(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_young_garbage_goes_at_the_next_tick_older_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     before, peak = sys.getswitchinterval(), SimpleNamespace(ru_maxrss=1000)
     monkeypatch.setattr(resource, "getrusage", lambda _: peak)
     with collected_garbage() as tick:
@@ -476,17 +469,14 @@ async def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, h
         link = JoinLink.parse(daemon.links[Role.WORKER.value])
         host_told = "127.0.0.1" if host == "::" else "::1"  # `::` takes both, and every machine has the former
         assert link.host == host_told and f"echo2://{address_of(host_told, link.port)}/" in str(link)
-        node = await Node.join(daemon, Role.WORKER)
-        await node.hello()
+        node = await Node.joined(daemon, Role.WORKER)
         await node.close()
         with pytest.raises(PortBusy, match=r"\[::1?\]:"):
             async with running(options(tmp_path / "second", host=host, enrol_port=link.port)):
                 pass
 
 
-def test_hosts_are_joined_with_brackets_once_and_a_worker_listens_where_a_coordinator_on_its_machine_does(
-    tmp_path: Path,
-) -> None:
+def test_hosts_have_brackets_once_and_a_worker_listens_where_its_coordinator_does(tmp_path: Path) -> None:
     assert address_of("::1", 7) == address_of("[::1]", 7) == "[::1]:7"
     assert address_of("10.0.0.1", 7) == "10.0.0.1:7" and address_of("host.example", 7) == "host.example:7"
     hosts = {"::1": "::1", "127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "2001:db8::1": "::"}
@@ -513,16 +503,11 @@ class Disk(SqlStore):
 PATIENT = {"suspect_after": 30.0, "gone_after": 60.0}
 
 
-async def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attempt_than_before(
-    tmp_path: Path,
-) -> None:
+async def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attempt(tmp_path: Path) -> None:
     async with running(options(tmp_path, **PATIENT)) as daemon:
         store, attempts = daemon.hub.state.store, dict.fromkeys((f"g{number}" for number in range(GROUPS)), 0)
-        learner = await Node.join(daemon, Role.LEARNER)
-        await learner.hello(open_groups=[group(name) for name in attempts])
-        workers = [await Node.join(daemon, Role.WORKER) for _ in range(WORKERS)]
-        for worker in workers:
-            await worker.hello()
+        await Node.joined(daemon, Role.LEARNER, open_groups=[group(name) for name in attempts])
+        workers = [await Node.joined(daemon, Role.WORKER) for _ in range(WORKERS)]
 
         async def work(worker: Node) -> None:
             """Hands back each first attempt and finishes each second one, until cancelled."""
@@ -544,16 +529,12 @@ async def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_
         await asyncio.wait(tasks)
 
 
-async def test_when_the_state_cannot_be_saved_nothing_is_told_nothing_later_is_saved_and_the_process_ends(
-    tmp_path: Path,
-) -> None:
+async def test_when_the_state_cannot_be_saved_nothing_is_told_and_the_process_ends(tmp_path: Path) -> None:
     refused: list[str] = []
     is_granted = True
     with pytest.raises(DiskFull):  # of the process, whatever is raised inside: so all is looked at behind it
         async with running(options(tmp_path, **PATIENT), open_store=Disk) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello()
-            await worker.hello()
+            learner, worker = await Node.joined(daemon, Role.LEARNER), await Node.joined(daemon, Role.WORKER)
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
             store, commands = daemon.hub.state.store, Commands(daemon.hub, "h", 1, [], {})
             while not daemon.hub.book.wanting:

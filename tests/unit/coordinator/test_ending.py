@@ -20,12 +20,6 @@ from tests.unit.coordinator.test_provisioner import OFFER, Cloud, Scene
 DONE = f"run {RUN} is finished after 20 steps; no work is left for workers"
 
 
-async def learner_of(daemon: CoordinatorDaemon, step: int = 0, limit: int = 20) -> Node:
-    learner = await Node.join(daemon, Role.LEARNER)
-    await learner.hello(step=step, step_limit=limit)
-    return learner
-
-
 async def finish(daemon: CoordinatorDaemon, learner: Node, reason: str = "finished") -> None:
     """As the learner's daemon leaves: its last report, then the reason."""
     await learner.say(report=pb.LearnerReport(step=20, is_finished=True, train_s=1.0, reward_mean=0.75, eval_reward=-1))
@@ -35,13 +29,10 @@ async def finish(daemon: CoordinatorDaemon, learner: Node, reason: str = "finish
         await asyncio.sleep(0.02)
 
 
-async def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused_also_after_a_restart(
-    tmp_path: Path,
-) -> None:
+async def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused(tmp_path: Path) -> None:
     async with running(options(tmp_path, steps=20)) as daemon:
         hub = daemon.hub
-        worker, learner = await Node.join(daemon, Role.WORKER), await learner_of(daemon)
-        await worker.hello()
+        worker, learner = await Node.joined(daemon, Role.WORKER), await Node.joined(daemon, Role.LEARNER, step_limit=20)
         await finish(daemon, learner, "stopped")
         again = Node(learner.credentials)
         await again.hello(step_limit=20)
@@ -74,7 +65,7 @@ async def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused_
 
 async def test_a_learner_with_more_steps_opens_the_run_again_and_one_of_another_model_does_not(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
-        learner, worker = await learner_of(daemon), await Node.join(daemon, Role.WORKER)
+        learner, worker = await Node.joined(daemon, Role.LEARNER, step_limit=20), await Node.join(daemon, Role.WORKER)
         await finish(daemon, learner)
         again, foreign = Node(learner.credentials), Node(learner.credentials)
         await again.hello(step=20, step_limit=20)  # the same command: nothing is left to do
@@ -91,16 +82,14 @@ async def test_a_coordinator_ends_with_its_run_where_it_is_told_to(tmp_path: Pat
     daemon = CoordinatorDaemon(options(tmp_path, exit_when_finished=True))
     task = asyncio.create_task(daemon.run())
     await asyncio.wait_for(daemon.started.wait(), WAIT_S)
-    learner = await learner_of(daemon)
+    learner = await Node.joined(daemon, Role.LEARNER, step_limit=20)
     assert not task.done()
     await finish(daemon, learner)
     await asyncio.wait_for(task, WAIT_S)
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
-async def test_rented_machines_are_given_back_whatever_the_planner_may_do_and_as_soon_as_the_provider_answers(
-    tmp_path: Path, mode: str
-) -> None:
+async def test_rented_machines_are_given_back_as_soon_as_the_provider_answers(tmp_path: Path, mode: str) -> None:
     run = Scene(tmp_path, Cloud(), planner_mode=mode)
     for _ in range(2):
         await run.provisioner.rent(OFFER.name, "", "because")
@@ -118,9 +107,8 @@ async def test_rented_machines_are_given_back_whatever_the_planner_may_do_and_as
 
 async def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
-        idle, busy = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-        await idle.hello(name="idle")
-        await busy.hello(name="busy")
+        idle = await Node.joined(daemon, Role.WORKER, name="idle")
+        await Node.joined(daemon, Role.WORKER, name="busy")
         commands = Commands(daemon.hub, "h", 1, [], {})
         daemon.hub.set_worker(idle.credentials.peer_id, OperatorSetting.STANDBY, "too many")
         assert commands.dismiss_idle() == 0, "it may be between two plans"

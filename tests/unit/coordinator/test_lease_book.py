@@ -34,9 +34,8 @@ def spec(name: str, consume_step: int = 0, rollouts: int = 4, prompt: int = 1, l
     return GroupSpec(GroupId(name), (prompt, 2, 3), rollouts, SamplingParams(max_new_tokens=limit), consume_step)
 
 
-def exam(name: str, version: int, rollouts: int = 4) -> GroupSpec:
-    sampling = SamplingParams(max_new_tokens=8)
-    return GroupSpec(GroupId(name), (1, 2, 3), rollouts, sampling, version, Work.EVALUATE, Version(version))
+def exam(name: str, version: int) -> GroupSpec:
+    return replace(spec(name, version), work=Work.EVALUATE, exact_version=Version(version))
 
 
 def book(*groups: GroupSpec) -> LeaseBook:
@@ -455,7 +454,7 @@ def test_everybody_evaluates_where_nothing_is_open_to_train_on_and_a_fast_worker
     assert chosen == [FLEET[0]]
 
 
-def test_a_question_that_a_worker_holds_far_longer_than_leases_take_goes_to_another_at_its_version_although_tokens_come(
+def test_a_question_held_far_longer_than_leases_take_goes_to_another(
 ) -> None:  # fmt: skip
     def takes_s(version_of_other: int) -> float:
         """When the slow worker's question goes to the other, which needs five seconds for each of its leases."""

@@ -126,9 +126,7 @@ async def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
 @pytest.mark.parametrize("has_plan", [True, False])
-async def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(
-    tmp_path: Path, mode: str, has_plan: bool
-) -> None:
+async def test_a_spent_budget_stops_all_spending_and_is_said(tmp_path: Path, mode: str, has_plan: bool) -> None:
     fleet = Fleet(tmp_path, 1.0, 1.0, 1.0, 1.0, usd_per_hour_cap=math.inf, usd_budget=8.0, planner_mode=mode)
     hub = fleet.hub
     if has_plan:

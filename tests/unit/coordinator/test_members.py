@@ -61,9 +61,7 @@ def state_at(fleet: Membership, now: float) -> Liveness:
 
 
 @given(cut_s=st.none() | st.floats(0, 2.9), later_s=st.floats(0, 100))
-def test_silence_makes_suspect_then_gone_and_a_broken_stream_does_so_sooner(
-    cut_s: float | None, later_s: float
-) -> None:
+def test_silence_makes_suspect_then_gone_a_broken_stream_sooner(cut_s: float | None, later_s: float) -> None:
     fleet = membership()
     join(fleet)
     if cut_s is None:
@@ -237,7 +235,7 @@ def limit_of(
         (None, "A100", 5.0, 3.0, 3.0), (None, "H100", 5.0, 30.0, 2.0), (None, "H100", NONE, 0.0, 0.0),
     ],
 )  # fmt: skip
-def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
+def test_a_price_is_bounded_by_offers(
     machine: float | None, gpu: str, cap: float, budget: float, expected: float
 ) -> None:
     fleet = membership()

@@ -56,9 +56,7 @@ def test_large_fleets_work_is_done_in_one_other_process_and_small_ones_here(proc
     assert run(process, make_plan, snapshot, PlanConfig(4), None) == first, "the same plan there as here"
 
 
-def test_work_of_a_process_that_dies_or_cannot_be_started_is_done_here_and_the_next_has_a_new_one(
-    process: PlanProcess, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_work_of_a_process_that_dies_is_done_here(process: PlanProcess, caplog: pytest.LogCaptureFixture) -> None:
     async def without_descriptors() -> int:
         free = os.dup(0)
         os.close(free)  # the lowest one that is free
@@ -112,9 +110,7 @@ def test_the_process_ends_with_one_that_is_killed() -> None:
         child.wait(10)
 
 
-def test_what_is_written_below_python_goes_to_standard_error_in_whatever_order_threads_leave(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_written_below_python_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     entered, left = threading.Event(), threading.Event()
 
     def solve() -> None:

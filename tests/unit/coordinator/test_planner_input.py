@@ -111,9 +111,7 @@ def test_what_the_learner_reports_of_rewards_lengths_and_discarded_groups_is_in_
 @pytest.mark.parametrize(
     ("counts", "dropped"), [((0, 32, 64, 96, 0, 32, 64, 96, 128), 32), ((0, 10**6, 2 * 10**6, 3 * 10**6), 127)]
 )
-def test_a_learner_that_begins_anew_and_one_that_claims_too_much_change_the_plan_within_bounds(
-    counts: tuple[int, ...], dropped: int
-) -> None:
+def test_what_a_learner_discards_changes_the_plan_within_bounds(counts: tuple[int, ...], dropped: int) -> None:
     """A new process counts what it discards from 0 again; no claim makes it more than two thirds of what is generated."""
     known = board(10.0)
     for step, count in enumerate(counts, start=2):
@@ -248,9 +246,7 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     idle.is_wanted = True
     membership.change_of(idle, 2.0)
     needs = needs_of(nodes, members, None)
-    assert not is_worth_sending(known, weighted_plan(nodes, needs, 2, 10**8), needs), (
-        "it is served late at work as well"
-    )
+    assert not is_worth_sending(known, weighted_plan(nodes, needs, 2, 10**8), needs), "it is served late at work too"
 
 
 def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_a_second_of_the_pool_does() -> None:

@@ -34,7 +34,7 @@ from tests.unit.coordinator.test_daemon import Node, options, running
 from tests.unit.coordinator.test_rpc_fuzz import enrolment_channel, fingerprint
 
 
-async def test_reach_clock_and_rates_are_found_with_a_token_that_may_be_used_up_and_nothing_is_joined(
+async def test_reach_clock_and_rates_are_found_and_nothing_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reachability, "TRANSFER_BYTES", 4 << 20)
@@ -94,9 +94,7 @@ async def test_only_the_callers_own_address_is_dialled_and_the_nonce_is_read(tmp
                     await stub.Reach(request)
 
 
-async def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stalls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_transfers_take_turns_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enrolment, "TRANSFER_S", 0.2)
     monkeypatch.setattr(enrolment, "TURN_S", 0.1)
     monkeypatch.setattr(enrolment, "CALLS_BURST", 7)
@@ -198,9 +196,7 @@ async def dialled(worker: Node, wanted: tuple[str, ...]) -> None:
         pass
 
 
-async def test_a_learner_that_does_not_answer_is_reached_by_pipes_and_directly_once_it_does(
-    tmp_path: Path, answers: Answers
-) -> None:
+async def test_a_learner_that_does_not_answer_is_reached_by_pipes(tmp_path: Path, answers: Answers) -> None:
     async with relaying(tmp_path) as daemon:
         learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
         welcome = (await learner.hello(address=AT, chunk_address=CHUNKS)).welcome
@@ -218,12 +214,9 @@ async def test_a_learner_that_does_not_answer_is_reached_by_pipes_and_directly_o
         await dialled(worker, (CHUNKS,))
 
 
-async def test_a_learner_without_a_place_is_left_where_it_says_and_the_operator_is_told_once(
-    tmp_path: Path, answers: Answers
-) -> None:
+async def test_a_learner_without_a_place_is_left_and_told_of_once(tmp_path: Path, answers: Answers) -> None:
     async with relaying(tmp_path, has_place=False) as daemon:
-        learner = await Node.join(daemon, Role.LEARNER)
-        await learner.hello(address=AT, chunk_address=CHUNKS)
+        await Node.joined(daemon, Role.LEARNER, address=AT, chunk_address=CHUNKS)
         while len(answers.asked) < 3:
             await asyncio.sleep(0.02)
         (text,) = complaints(daemon)
@@ -242,9 +235,7 @@ async def test_one_dial_that_fails_moves_nobody(tmp_path: Path, answers: Answers
         assert daemon.hub is not None and not daemon.hub.board.pipe_address and not complaints(daemon)
 
 
-async def test_the_relay_serves_who_is_not_banned_and_says_where_it_met_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_relay_serves_who_is_not_banned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[HostOptions] = []
 
     class Relaying:

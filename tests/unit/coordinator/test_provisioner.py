@@ -121,9 +121,7 @@ class Scene:
         return [(one.action, round(one.usd_spent, 4)) for one in self.hub.state.paid]
 
 
-async def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_costs_money_or_bars_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[StateChanges] = []
 
     def kinds(changes: StateChanges) -> set[str]:
@@ -254,9 +252,7 @@ async def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_an
     assert run.cloud.there == {}
 
 
-async def test_what_takes_long_goes_on_and_what_fails_owes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_takes_long_goes_on_and_failures_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.coordinator.money.provisioner.ANSWER_S", 0.01)
     run = Scene(tmp_path, Cloud())
     run.cloud.answers.clear()
@@ -269,11 +265,6 @@ async def test_what_takes_long_goes_on_and_what_fails_owes_nothing(
     run.cloud.answers.set()
     while machine.state is MachineState.WANTED:
         await asyncio.sleep(0)
-    run.cloud.problem = ResourceError("no H100 in any zone")
-    with pytest.raises(ResourceError):
-        await run.provisioner.rent("gpu", "", "because")
-    assert run.journal()[-1] == ("rent failed", 0.0)
-    assert run.hub.state.paid[-1].reason == "no H100 in any zone"
 
 
 async def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for(tmp_path: Path) -> None:
@@ -290,6 +281,7 @@ async def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_ask
         await renting
     assert run.hub.money.sums().usd_spent == 0
     assert run.journal() == [("rent", 0.0), ("rent failed", 0.0)]
+    assert run.hub.state.paid[-1].reason == "no H100 in any zone"
     run.clock.time += 1800
     run.begin()  # and so it is kept
     assert run.hub.money.sums().usd_spent == 0
@@ -370,9 +362,7 @@ async def test_while_the_run_is_paused_no_machine_is_proposed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
-async def test_once_the_budget_is_spent_machines_are_given_back_in_every_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+async def test_a_spent_budget_gives_machines_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
     run = Scene(tmp_path, Cloud(), usd_budget=4.0, planner_mode=mode)
     machine = await run.provisioner.rent("gpu", "", "because")
@@ -389,9 +379,7 @@ async def test_once_the_budget_is_spent_machines_are_given_back_in_every_mode(
     loop.cancel()
 
 
-async def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_provider_that_breaks_does_not_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
     run = Scene(tmp_path, Cloud())
     run.cloud.problem = RuntimeError("a bug in a cloud's library")
@@ -406,9 +394,7 @@ async def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
     loop.cancel()
 
 
-async def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_would_cost(
-    tmp_path: Path,
-) -> None:
+async def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_would_cost(tmp_path: Path) -> None:
     for name in ("unbounded", "bounded", "capped"):
         (tmp_path / name).mkdir()
     unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=math.inf)

@@ -58,9 +58,7 @@ async def undeclared_body(length: int, beyond_s: float) -> AsyncIterator[bytes]:
     await asyncio.sleep(beyond_s)
 
 
-async def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they_expect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_actions_need_our_header_origin_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_page, "BODY_S", 0.2)
     async with page(tmp_path, model_path="org/base") as (daemon, web):
         good, wish = await acting(web), {"role": "worker", "lifetime_s": 60}
@@ -110,9 +108,7 @@ async def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they
 
 async def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
-        workers = [await Node.join(daemon, Role.WORKER) for _ in range(3)]
-        for worker in workers:
-            await worker.hello()
+        workers = [await Node.joined(daemon, Role.WORKER) for _ in range(3)]
         good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
         assert {row["activation"] for row in (await web.get("/api/state")).json()["workers"].values()} == {"active"}
         body: dict[str, object] = {"peer_ids": [*ids[:2], ids[0]], "activation": "draining"}
@@ -131,9 +127,7 @@ async def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) 
             assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
 
 
-async def test_the_stream_sends_all_at_first_and_then_what_has_changed_though_another_program_holds_sixty(
-    tmp_path: Path,
-) -> None:
+async def test_the_stream_sends_all_and_then_what_has_changed_though_others_hold_sixty(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
         where, worker = urlsplit(daemon.dashboard_url), await Node.join(daemon, Role.WORKER)
         await worker.hello(name="berlin")
@@ -158,9 +152,7 @@ async def test_the_stream_sends_all_at_first_and_then_what_has_changed_though_an
             writer.close()
 
 
-async def test_a_large_fleet_is_shown_whole_and_no_look_at_it_holds_up_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_fleet_is_shown_whole_without_a_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row, turns, rows_of_turn = StateView.worker, 0, Counter[int]()
 
     def counted(self: StateView, member: Member) -> dict[str, Any]:
@@ -274,8 +266,7 @@ async def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_
     nobody has measured is no point."""
     for evaluated_before in (None, 0.75):
         async with page(tmp_path) as (daemon, web):
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(step_limit=8, step=6)
+            learner = await Node.joined(daemon, Role.LEARNER, step_limit=8, step=6)
             assert (await web.get("/api/state")).json()["learner"]["eval_reward"] == evaluated_before
             await learner.say(report=pb.LearnerReport(step=6))
             for step, reward, evaluated in ((7, 0.6, -1.0), (8, 0.6, -1.0), (8, 0.9, -1.0), (8, 0.9, 0.75)):
@@ -291,11 +282,9 @@ async def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_
 
 async def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
-        learner = await Node.join(daemon, Role.LEARNER)
-        await learner.hello()
-        workers = [await Node.join(daemon, Role.WORKER) for _ in range(2)]
+        learner = await Node.joined(daemon, Role.LEARNER)
+        workers = [await Node.joined(daemon, Role.WORKER, price_usd_per_hour=3600.0) for _ in range(2)]
         for worker in workers:
-            await worker.hello(price_usd_per_hour=3600.0)
             daemon.hub.set_worker(worker.credentials.peer_id, OperatorSetting.ACTIVE, "its price is agreed")
             await worker.say(heartbeat=pb.Heartbeat(tokens_per_s=1e6, rollouts_per_s=1e3))
         ids = [worker.credentials.peer_id for worker in workers]
@@ -327,12 +316,9 @@ async def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(
 HOSTILE = "=HYPERLINK(<script>)"
 
 
-async def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_and_exported_as_no_formula(
-    tmp_path: Path,
-) -> None:
+async def test_a_workers_warnings_and_place_are_shown_kept_and_exported_as_no_formula(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
-        worker = await Node.join(daemon, Role.WORKER)
-        await worker.hello(name=HOSTILE, provider="runpod", region="EU-NL-1")
+        worker = await Node.joined(daemon, Role.WORKER, name=HOSTILE, provider="runpod", region="EU-NL-1")
         lines = [pb.LogLine(unix_s=5, text=HOSTILE), pb.LogLine(unix_s=6, is_error=True, text="the engine failed")]
         lines.append(pb.LogLine(unix_s=7, text="trying again"))
         await worker.say(heartbeat=pb.Heartbeat(log=pb.LogTail(lines=lines)))
@@ -354,8 +340,7 @@ async def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_
 async def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
         assert "not connected" in (await web.get("/api/rollouts")).json()["problem"]
-        learner = await Node.join(daemon, Role.LEARNER)
-        await learner.hello()
+        learner = await Node.joined(daemon, Role.LEARNER)
         one = pb.RolloutSummary(
             rollout_id="g1/0",
             step=4,
@@ -395,12 +380,9 @@ async def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_pa
             assert (await web.get(f"/api/rollout?{query}")).status_code == 400
 
 
-async def test_questions_for_rollouts_are_bounded_and_who_waits_while_the_coordinator_stops_is_told_so(
-    tmp_path: Path,
-) -> None:
+async def test_questions_for_rollouts_are_bounded_and_who_waits_at_the_end_is_told_so(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
-        learner = await Node.join(daemon, Role.LEARNER)
-        await learner.hello(step_limit=9)
+        learner = await Node.joined(daemon, Role.LEARNER, step_limit=9)
         asked = [asyncio.create_task(web.get(f"/api/rollout?id=g1/{number}")) for number in range(8)]
         wanted = [await learner.until("wanted") for _ in asked]
         assert "at most 8 questions" in (await web.get("/api/rollout?id=g1/8")).json()["error"]

@@ -12,9 +12,7 @@ from echo2.cost_model.relations import WINDOW, DeltaSizeEstimator, RobustEstimat
 
 
 @given(st.floats(0.1, 1e6), st.sampled_from([0.5, 0.7, 1.4, 2.0]), st.integers(0, 10**6))
-def test_outliers_do_not_move_the_estimate_and_a_change_is_followed_within_three_observations(
-    truth: float, factor: float, seed: int
-) -> None:
+def test_outliers_do_not_move_the_estimate_and_changes_are_followed(truth: float, factor: float, seed: int) -> None:
     rng, one = random.Random(seed), RobustEstimator("train_s")
     for index in range(40):
         one.observe(truth * (1000.0 if index % 7 == 3 else rng.uniform(0.95, 1.05)))

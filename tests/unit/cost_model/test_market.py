@@ -4,6 +4,10 @@ the same of hundreds of fleets."""
 from __future__ import annotations
 
 import dataclasses
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +23,29 @@ from benchmarks.bench_market import (
 )
 from benchmarks.market_fleets import told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
+from echo2.base.errors import ConfigError
+from echo2.coordinator.money.market import Catalogue, built_in_catalogue, built_in_models, keep, kept
+from echo2.cost_model.machines import (
+    BANDWIDTH_SHARE,
+    DECODE_FLOPS_SHARE,
+    NO_FILTER,
+    STEP_S,
+    MarketOffer,
+    OfferFilter,
+    Ranked,
+    Roofline,
+    kind_of,
+    kind_of_name,
+    prefill_cost,
+    ranked,
+    train_s_prior,
+    useful_share,
+    worker_prior,
+)
 from echo2.cost_model.planner import plan
+from echo2.cost_model.question import PlanQuestion
+from echo2.cost_model.sizing import Quantisation, RunLengths, spread_speed
+from tests.unit.cost_model.test_planner import question
 
 USUAL = Machine(8, 30.0, 0.4, 5e7, 2e8)
 TRAIN_S = 60.0
@@ -105,3 +131,150 @@ def test_a_slow_uplink_gets_the_period_that_keeps_the_learner_busiest() -> None:
     pool = machines[: len(made.pool)]
     by_period = [simulate(slow, machines, kappa, usual_cap(slow, machines)) for kappa in range(1, 7)]
     assert simulate(slow, pool, made.kappa, made.in_flight_cap_rollouts) >= 0.95 * max(by_period) > 1.3 * by_period[5]
+
+
+# ---- offers ranked for a run: the unit price, kinds by name and memory, filters, what does not fit, measured kinds
+
+CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
+RUN = RunLengths(2560)
+RTX4090 = MarketOffer("runpod", "a", "eu-cz", "RTX4090", 1, 24, 0.34, False)
+SPOT = dataclasses.replace(RTX4090, instance="b", is_spot=True, usd_per_hour=0.20)
+H100 = MarketOffer("aws", "p5", "us-east-1", "H100", 8, 80, 40.0, False)
+OLD = MarketOffer("aws", "g4", "us-east-1", "T4", 1, 16, 0.5, False)
+
+
+def for_model(model: str, *offers: MarketOffer, wish: OfferFilter = NO_FILTER) -> list[Ranked]:
+    return ranked(offers, MODELS[model], RUN, CATALOGUE, wish=wish)
+
+
+def test_the_unit_price_is_the_hours_over_what_they_bring() -> None:
+    found = {one.offer.instance: one for one in for_model("qwen3-4b", RTX4090, SPOT, H100)}
+    prior = worker_prior(CATALOGUE["RTX4090"], MODELS["qwen3-4b"], RUN)
+    assert prior.gpu_count == 1 and found["a"].tokens_per_s == pytest.approx(prior.tokens_per_s)
+    assert found["a"].usd_per_million == pytest.approx(0.34 / (prior.tokens_per_s * 3600) * 1e6)
+    assert found["b"].usd_per_million == pytest.approx(
+        0.20 / (prior.tokens_per_s * 3600 * useful_share(0.05, 300)) * 1e6
+    )
+    assert found["p5"].sequences == 8 * 256 and found["p5"].egress_usd_per_gib > 0
+
+
+def test_the_cheapest_tokens_come_first_and_what_cannot_serve_last_with_its_reason() -> None:
+    large = for_model("qwen3-32b", RTX4090, OLD, H100, SPOT)
+    assert large[0].offer is H100 and not large[0].refusal
+    assert all(one.refusal and math.isinf(one.usd_per_million) for one in large[1:])
+    assert any("data sheet" in one.refusal for one in large)
+    small = for_model("qwen3-4b", RTX4090, SPOT, H100)
+    assert [one.usd_per_million for one in small] == sorted(one.usd_per_million for one in small)
+
+
+def test_kinds_are_told_apart_by_memory() -> None:
+    a100 = MarketOffer("gcp", "a2", "europe-west4", "A100", 1, 40, 1.8, False)
+    assert kind_of(a100, CATALOGUE) == "A100-40G"
+    assert kind_of(dataclasses.replace(a100, gpu_memory_gib=80), CATALOGUE) == "A100-80G"
+    assert kind_of(dataclasses.replace(a100, gpu="NVIDIA RTX 4090", gpu_memory_gib=24), CATALOGUE) == "RTX4090"
+    assert kind_of(dataclasses.replace(a100, gpu_memory_gib=16), CATALOGUE) == ""
+
+
+@pytest.mark.parametrize(
+    ("wish", "left"),
+    [
+        (OfferFilter(), 4), (OfferFilter(providers=("aws",)), 2), (OfferFilter(gpus=("rtx4090",)), 2),
+        (OfferFilter(region="EU"), 2), (OfferFilter(is_spot=True), 1), (OfferFilter(is_spot=False), 3),
+        (OfferFilter(usd_per_hour_max=0.3), 1), (OfferFilter(providers=("lambdalabs",)), 0),
+    ],
+)  # fmt: skip
+def test_filters(wish: OfferFilter, left: int) -> None:
+    assert len(for_model("qwen3-4b", RTX4090, SPOT, H100, OLD, wish=wish)) == left
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("gpu_count", 0), ("usd_per_hour", math.nan), ("usd_per_hour", -1.0), ("gpu_memory_gib", 0.0)]
+)
+def test_offers_that_cannot_be_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        dataclasses.replace(RTX4090, **{name: value})
+
+
+def test_a_kept_catalogue_goes_there_and_back_and_a_field_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    made, path = Catalogue((H100, SPOT), 5.0, "a test"), tmp_path / "kept" / "offers.json"
+    keep(made, path)
+    assert kept(path) == made and kept(tmp_path / "none") is None
+    path.write_text(path.read_text().replace('"is_spot":true', '"is_spot":1'))
+    with pytest.raises(ConfigError, match="is_spot"):
+        kept(path)
+
+
+# ---- what a machine does before it is measured: its kind by name, the roofline's sides, and what prefill costs
+
+FIRST_CARD, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "count"),
+    [
+        ("1 x NVIDIA GeForce RTX 4090", "RTX4090", 1),
+        ("2 x NVIDIA H100 80GB HBM3", "H100", 2),
+        ("8 x NVIDIA A100-SXM4-80GB", "A100-80G", 8),
+        ("NVIDIA RTX A6000", "A6000", 1),
+        ("1 x NVIDIA RTX 6000 Ada Generation", "RTX6000Ada", 1),
+        ("NVIDIA A100", "", 1),  # of which size?
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "", 1),
+        ("1 x NVIDIA L4 + 1 x NVIDIA H100", "", 1),
+        ("0 x NVIDIA L4", "", 1),
+        ("cpu", "cpu", 1),
+    ],
+)
+def test_a_name_gives_its_kind_and_how_many(text: str, kind: str, count: int) -> None:
+    assert kind_of_name(text, CATALOGUE) == (kind, count)
+
+
+def test_a_decode_step_takes_the_longer_of_reading_and_multiplying() -> None:
+    def step_s(sequences: int, quantisation: Quantisation = Quantisation.NONE) -> float:
+        return Roofline(FIRST_CARD, SIZE, quantisation=quantisation).step_s(sequences, 0.0)
+
+    bandwidth = BANDWIDTH_SHARE * FIRST_CARD.bandwidth_gb_per_s * 1e9
+    assert step_s(1) == pytest.approx(SIZE.gpu_weight_bytes / bandwidth + STEP_S)
+    computing_s = 2 * 4096 * SIZE.parameters / (DECODE_FLOPS_SHARE * FIRST_CARD.train_tflops * 1e12)
+    assert step_s(4096) == pytest.approx(computing_s + STEP_S)
+    assert step_s(1) - step_s(1, Quantisation.FP8) == pytest.approx(SIZE.linear_parameters / bandwidth)
+    assert step_s(4096, Quantisation.FP8) == step_s(4096), "rounded weights are multiplied no faster"
+    short, long = (Roofline(FIRST_CARD, SIZE).tokens_per_s(64, tokens) for tokens in (256, 16_384))
+    cache_s = 64 * (16_384 - 256) * 2 * SIZE.kv_values_per_token / bandwidth
+    assert 64 / long - 64 / short == pytest.approx(cache_s)
+
+
+def test_rates_follow_sequences_experts_and_gpus() -> None:
+    rates = [Roofline(CATALOGUE["RTX4090"], SIZE).tokens_per_s(count, 1280.0) for count in range(1, 512)]
+    assert all(after >= before for before, after in pairwise(rates))
+    experts = replace(SIZE, parameters=30_500_000_000, idle_parameters=27_200_000_000)
+    dense = replace(experts, idle_parameters=0)
+    assert Roofline(FIRST_CARD, experts).tokens_per_s(4096, 0.0) > 4 * Roofline(FIRST_CARD, dense).tokens_per_s(
+        4096, 0.0
+    )
+    one, two = (Roofline(FIRST_CARD, SIZE, spread_speed(count)).step_s(64, 1280.0) - STEP_S for count in (1, 2))
+    assert 1.0 < one / two < 2.0
+    small, large = (worker_prior(CATALOGUE["RTX4090"], MODELS[n], RunLengths(4096)) for n in ("qwen3-4b", "qwen3-32b"))
+    assert small.gpu_count == 1 < large.gpu_count
+    assert small.tokens_per_s > large.tokens_per_s / large.gpu_count
+    assert train_s_prior(FIRST_CARD, 4, 8.0, 1e6) == pytest.approx(0.1 + 48e15 / (4 * 990e12 * 0.23))
+
+
+def asked(*, recomputes: bool) -> PlanQuestion:
+    """Two RTX3090, a card with much bandwidth for its arithmetic."""
+    found = question()
+    return replace(found, offers=(replace(found.offers[0], gpu="RTX3090", gpus=2),), recomputes_caches=recomputes)
+
+
+def test_what_is_prefilled_beside_sampling_is_in_a_prior_rate_once_and_in_a_measured_one_not_again() -> None:
+    told = asked(recomputes=True)
+    prior, cost = told.prior(told.offers[0]), told.prefill_cost(told.offers[0])
+    assert cost.recompute_tokens == pytest.approx(44 * told.tokens_in_cache)
+    assert cost.recompute_s == pytest.approx(cost.recompute_tokens / prior.prefill_tokens_per_s)
+    worker, plain = told.worker(told.offers[0], 0), asked(recomputes=False).worker(told.offers[0], 0)
+    assert worker.swap_s == cost.recompute_s > 0.0 == plain.swap_s
+    assert worker.tokens_per_s == plain.tokens_per_s == prior.tokens_per_s
+    measured = replace(told, offers=(replace(told.offers[0], tokens_per_s=1000.0),)).worker
+    worker = measured(replace(told.offers[0], tokens_per_s=1000.0), 0)
+    assert (worker.tokens_per_s, worker.swap_s) == (1000.0, 0.0)
+    full = prefill_cost(prior, 1e9, recomputes=True)
+    assert full.recompute_tokens == prior.fit.engine_count * prior.fit.cache_tokens, "the cache holds no more"

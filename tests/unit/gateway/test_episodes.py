@@ -178,9 +178,7 @@ async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -
 
 
 @pytest.mark.parametrize("is_part", [False, True])
-async def test_a_reward_that_cannot_be_averaged_loses_the_episode(
-    is_part: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reward_without_an_average_loses_the_episode(is_part: bool, caplog: pytest.LogCaptureFixture) -> None:
     for number in (math.nan, math.inf, -math.inf, 1e300, 10**400):
         world, session = begun(restarts_max=0)
         world.ask(session, "hi")

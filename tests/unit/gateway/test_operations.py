@@ -36,9 +36,7 @@ async def test_operations_run_in_the_order_of_their_numbers_one_at_a_time_and_a_
     assert ran == [f"{number} {what}" for number in (1, 2, 3, 4) for what in ("begins", "ends")]
 
 
-async def test_a_result_is_waited_for_kept_for_a_second_poll_and_forgotten_when_newer_ones_need_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_result_is_kept_for_a_second_poll_until_newer_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "RESULTS_MAX", 4)
     monkeypatch.setattr(operations, "READ_MAX", 2)
     asked, going_on = Operations[str](), asyncio.Event()

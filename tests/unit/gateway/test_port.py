@@ -147,7 +147,7 @@ HALF = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
     ],
     ids=["content", "low half", "raw bytes", "stop", "key", "arguments", "deep", "function"],
 )  # fmt: skip
-def test_what_no_tokenizer_or_template_takes_is_refused_by_name(
+def test_what_no_tokenizer_takes_fails(
     gateway: Served, body: bytes, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -181,9 +181,7 @@ def test_an_episodes_key_opens_no_other_episode() -> None:
         assert gateway.post({"reward": 1.0}, path, other.key)[0] == 200
 
 
-def test_an_error_that_nobody_foresaw_is_one_answer_and_nothing_stays_behind(
-    gateway: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_that_nobody_foresaw_is_one_answer_alone(gateway: Served, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(20):
         gateway.fleet.broken = ValueError("the journal took no such number")
         status, told = gateway.post({"messages": [{"role": "user", "content": f"hi {number}"}]})
@@ -205,9 +203,7 @@ class Parts:
             yield part
 
 
-async def test_bodies_take_time_by_their_length_alone_and_together_and_of_one_episode_hold_so_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_bodies_take_time_by_length_and_of_all_and_one_hold_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     async def read(bodies: Bodies, caller: str, *parts: bytes) -> int:
         async with bodies.read(Parts(*parts), caller) as data:  # type: ignore[arg-type]
             await asyncio.sleep(0.05)

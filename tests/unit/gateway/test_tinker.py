@@ -173,9 +173,7 @@ async def test_a_training_client_whose_place_was_taken_is_not_made_again_under_i
         (datum([5, 6], target_tokens=[1, 2]), "custom", "loss_fn: expected one of cross_entropy"),
     ],
 )  # fmt: skip
-async def test_a_wrong_example_is_refused_by_name_and_no_step_is_made_of_what_is_left(
-    example: types.Datum, loss: str, told: str
-) -> None:
+async def test_a_wrong_example_is_refused_and_no_step_is_made_of_it(example: types.Datum, loss: str, told: str) -> None:
     async with played() as (post, driven):
         model_id = await model_of(post)
         await post("forward_backward", passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])]))

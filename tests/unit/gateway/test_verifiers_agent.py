@@ -226,9 +226,7 @@ def test_a_taskset_with_tools_is_played_as_it_is_and_its_rewards_are_its_own() -
 
     fleet = asyncio.run(scene())
     assert [end.reward for end in fleet.ends] == [1.0, 0.0], "1+1 is 2"
-    assert [lease.chain for lease in fleet.leases.values()] == [None, 0, None, 1], (
-        "the tool's answer goes on token for token"
-    )
+    assert [lease.chain for lease in fleet.leases.values()] == [None, 0, None, 1], "it goes on token for token"
     first, second = list(fleet.leases.values())[:2]
     assert second.prompt_token_ids[: len(first.prompt_token_ids) + 1] == (*first.prompt_token_ids, *CALLS_THE_TOOL)
     assert "[tool]" in "".join(map(chr, second.prompt_token_ids)) and "2" in "".join(map(chr, second.prompt_token_ids))

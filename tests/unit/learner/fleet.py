@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
+
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict, VersionSpan
 from echo2.broadcast.artifact import ArtifactId
@@ -27,10 +29,9 @@ from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.rollouts.prompts import Prompts
 from echo2.learner.startup import Prepared, prepare
 from echo2.trust.calls import GatedServer
-from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, Role, RunAuthority
 from echo2.trust.ports import LEARNER
 from echo2.trust.tls import (
-    Credentials,
     bind_server,
     coordinator_credentials,
     load_or_create_identity,
@@ -43,6 +44,7 @@ from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeight
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import Ticket, group_from_message, rollout_to_message, sign_ticket, verdicts_from_message
+from tests.certificates import issued
 from tests.patience import WAIT_S
 from tests.unit.learner.made import RESOLVED
 
@@ -51,15 +53,6 @@ RUN = RunId("test-run")
 
 def new_authority() -> RunAuthority:
     return RunAuthority.create(Identity.generate(), RUN, time.time())
-
-
-def issue(authority: RunAuthority, identity: Identity, role: Role, coordinator_address: str) -> Credentials:
-    key = TlsKey.generate()
-    certificate = authority.issue(certificate_request(identity, key), role, time.time())
-    return Credentials(
-        identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id,
-        authority.identity.peer_id, coordinator_address,
-    )  # fmt: skip
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -215,7 +208,7 @@ class RandomWorker:
     def __init__(self, coordinator: Coordinator, learner_address: str, learner: Identity, vocabulary: int) -> None:
         self.coordinator = coordinator
         self.identity = Identity.generate()
-        self.credentials = issue(coordinator.authority, self.identity, Role.WORKER, coordinator.address)
+        self.credentials = issued(coordinator.authority, Role.WORKER, coordinator.address, identity=self.identity)
         self.learner_address = learner_address
         self.learner = learner
         self.vocabulary = vocabulary
@@ -271,13 +264,6 @@ class RandomWorker:
         return [0, *told, *(published.version for published in self.coordinator.published)]
 
 
-def prepare_node(folder: Path, authority: RunAuthority, coordinator_address: str) -> Identity:
-    """Credentials of the run in the learner's folder, as enrolment would leave them."""
-    identity = load_or_create_identity(folder / "node")
-    save_credentials(folder / "node", issue(authority, identity, Role.LEARNER, coordinator_address))
-    return identity
-
-
 def options_for(
     folder: Path, path: Path, metrics_port: int = 0, turns_max: int = 1,
     limits: LearnerLimits | None = None, **sections: dict[str, Any],
@@ -330,7 +316,9 @@ class Run:
 
     async def finish(self, worker_count: int = 2, lag: int = 0) -> RunSummary:
         await self.coordinator.start()
-        learner = prepare_node(self.options.folder, self.authority, self.coordinator.address)
+        node = self.options.folder / "node"
+        learner = load_or_create_identity(node)  # and its credentials, as enrolment would leave them
+        save_credentials(node, issued(self.authority, Role.LEARNER, self.coordinator.address, identity=learner))
         running = asyncio.get_running_loop().create_task(self.daemon.run())
         while self.daemon.learner is None and not running.done():
             await asyncio.sleep(0.01)
@@ -376,11 +364,10 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
 
 
-def crash_image(run: Run, target: Path) -> dict[str, Any]:
+def crash_image(run: Run, target: Path) -> list[torch.Tensor]:
     """What a kill would leave on the disk at this very instant, and the weights that are lost with the process."""
     shutil.copytree(run.options.folder, target, ignore=shutil.ignore_patterns("learner.lock", "*.partial"))
-    loop = run.learner.loop
-    return {"step": loop.step, "masters": [master.clone() for master in loop.p.model.masters]}
+    return [master.clone() for master in run.learner.loop.p.model.masters]  # type: ignore[attr-defined]
 
 
 def prepared_from(options: LearnerOptions) -> Prepared:

@@ -51,9 +51,7 @@ def break_weights(trainer: Trainer) -> None:
         pytest.param("bfloat16", "8bit", marks=pytest.mark.extras),
     ],
 )
-def test_checkpoints_resume_bit_equal(
-    model_path: Path, tmp_path: Path, weights_dtype: str, optimizer_state: str
-) -> None:
+def test_checkpoints_resume_equal(model_path: Path, tmp_path: Path, weights_dtype: str, optimizer_state: str) -> None:
     if optimizer_state == "8bit":
         pytest.importorskip("bitsandbytes")
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
@@ -61,9 +59,7 @@ def test_checkpoints_resume_bit_equal(
     straight = new_trainer(model_path, **how)
     train(straight, 2)
     checkpoint = checkpoint_of(straight)
-    assert (checkpoint.lent is not None) == (weights_dtype == "bfloat16"), (
-        "masters that audits change are copied at once"
-    )
+    assert (checkpoint.lent is not None) == (weights_dtype == "bfloat16"), "what audits change is copied at once"
     expected = {key: tensor.clone() for key, tensor in checkpoint.shards.items()}
     train(straight, 3)
     store.begin(checkpoint)
@@ -207,9 +203,7 @@ def test_a_kill_at_any_byte_leaves_the_checkpoint_before(model_path: Path, two: 
         assert again.newest() == 1 and again.steps() == [0, 1]
 
 
-def test_rot_in_an_older_one_costs_no_journal(
-    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rot_in_an_old_one_costs_no_journal(model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     trainer = new_trainer(model_path)
     saved(store, trainer, journal_from=0)

@@ -8,17 +8,14 @@ import json
 import shutil
 import threading
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, RunFinished, StateError, TaskError, TrainingError
-from echo2.base.ids import PeerId, Step, Version
-from echo2.broadcast.artifact import ArtifactId
+from echo2.base.ids import PeerId, Step
 from echo2.cli.main import main
 from echo2.learner.learner import LearnerDaemon, RunSummary
 from echo2.learner.loop import keep_for_inspection
@@ -31,6 +28,7 @@ from echo2.trust.identity import Identity, JoinLink, Role
 from echo2.trust.tls import Credentials
 from echo2.weights import HostWeights, fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from tests.certificates import issued
 from tests.ports import choose_ports
 from tests.unit.learner.fleet import (
     RUN,
@@ -39,7 +37,6 @@ from tests.unit.learner.fleet import (
     crash_image,
     evaluations_of,
     go,
-    issue,
     new_authority,
     options_for,
     prepared_from,
@@ -162,9 +159,7 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
     run.coordinator.reports = Reports()
     summary = go(run.finish())
     coordinator = run.coordinator
-    assert has_model and all(has_model) and max(summary.evaluations) == 5, (
-        "the last version is evaluated whenever it comes"
-    )
+    assert has_model and all(has_model) and max(summary.evaluations) == 5, "the last version is evaluated, too"
     (hello,) = coordinator.hellos
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
@@ -213,56 +208,30 @@ def test_coordinator_and_deltas_may_be_lost(model_path: Path, tmp_path: Path, mo
 # ---- kills: all of one run, whose folder is copied as a kill at that moment would leave it
 
 
-@dataclass
-class Killed:
-    """`folders`: by step, before the delta of version 4 was sent (`cut`), before the last version was (`last`)."""
-
-    folders: dict[int | str, Path]
-    masters: dict[int, list[torch.Tensor]]
-    summary: RunSummary
+Killed = tuple[Path, dict[int, list[torch.Tensor]]]
 
 
 @pytest.fixture(scope="module")
 def killed(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    folder = tmp_path_factory.mktemp("killed")
+    """A folder with what kills left of it, by step, and the weights that were lost with them."""
+    folder, masters = tmp_path_factory.mktemp("killed"), dict[int, list[torch.Tensor]]()
     run = Run(options_for(folder / "run", model_path, staleness=RESTARTS))
-    folders: dict[int | str, Path] = {}
-    masters: dict[int, list[torch.Tensor]] = {}
 
-    def kill(name: int | str) -> dict[str, Any]:
-        folders[name] = folder / str(name)
-        return crash_image(run, folders[name])
-
-    def kill_at(step: int) -> None:
-        masters[step] = kill(step)["masters"]
-        if step == 5:
-            run.learner.loop.publisher.publish_soon = before_the_last  # type: ignore[method-assign]
-
-    async def before_the_last(version: Version, tensors: Mapping[str, torch.Tensor]) -> float:
-        kill("last")
-        return await type(run.learner.publisher).publish_soon(run.learner.publisher, version, tensors)
-
-    original = run.follower.publish
-
-    async def cut(artifact: ArtifactId, *rest: Any, is_pushed: bool) -> int:
-        if artifact.version == 4 and is_pushed:
-            kill("cut")
-        return await original(artifact, *rest, is_pushed=is_pushed)
-
-    run.follower.publish = cut  # type: ignore[method-assign]
     for step in (1, 3, 5):
-        run.at_step[step] = lambda step=step: kill_at(step)
-    return Killed(folders, masters, go(run.finish()))
+        run.at_step[step] = lambda step=step: masters.update({step: crash_image(run, folder / str(step))})
+    go(run.finish())
+    return folder, masters
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, killed: Killed, at: int) -> None:
     base = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0)
-    moved = [not torch.equal(one, other) for one, other in zip(killed.masters[at], base.masters, strict=True)]
+    folder, masters = killed
+    moved = [not torch.equal(one, other) for one, other in zip(masters[at], base.masters, strict=True)]
     assert all(moved), "there was something to lose"
-    again = prepared_from(options_for(killed.folders[at], model_path, staleness=RESTARTS))
+    again = prepared_from(options_for(folder / str(at), model_path, staleness=RESTARTS))
     assert again.team.step_count == at
-    for ours, theirs in zip(again.team.model.masters, killed.masters[at], strict=True):  # type: ignore[attr-defined]
+    for ours, theirs in zip(again.team.model.masters, masters[at], strict=True):  # type: ignore[attr-defined]
         assert torch.equal(ours, theirs)
     trained = again.groups.ledger.trained
     assert len(trained) == 2 * at and not set(trained) & set(again.groups.groups)
@@ -342,13 +311,11 @@ def test_a_start_that_cannot_work_says_so_at_once(model_path: Path, tmp_path: Pa
         go(daemon.run())
 
 
-def test_a_join_link_of_another_run_is_refused(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_runs_join_link_is_refused(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = new_authority()
 
     async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
-        return issue(authority, identity, role, "127.0.0.1:1")
+        return issued(authority, role, "127.0.0.1:1", identity=identity)
 
     monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
     link = str(JoinLink("127.0.0.1", 1, authority.identity.peer_id, "a-token"))
@@ -361,7 +328,7 @@ def test_a_join_link_of_another_run_is_refused(
 # ---- ends that somebody must mend
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_the_runs_error(
+def test_a_last_checkpoint_without_room_fails(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(store: CheckpointStore, checkpoint: Checkpoint) -> Step:

@@ -19,8 +19,9 @@ from echo2.trust.ports import LEARNER
 from echo2.trust.tls import bind_server, new_server, open_channel, server_credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import rollout_to_message, rollouts_from_partials, verdicts_from_message
+from tests.certificates import issued
 from tests.patience import WAIT_S
-from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, issue, new_authority
+from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, new_authority
 from tests.unit.learner.stage import Stage
 
 Scene = Callable[[Stage, RandomWorker, ingest_pb2_grpc.IngestStub], Awaitable[None]]
@@ -35,7 +36,7 @@ def play(scene: Scene, *, requires_seeds: bool = False) -> None:
         owner = coordinator.authority.identity.peer_id
         service = IngestService(stage.pool, RunId(RUN), owner, stage.fail, requires_seeds=requires_seeds)
         ingest_pb2_grpc.add_IngestServicer_to_server(service, server)
-        credentials = issue(coordinator.authority, learner, Role.LEARNER, "127.0.0.1:1")
+        credentials = issued(coordinator.authority, Role.LEARNER, "127.0.0.1:1", identity=learner)
         port = bind_server(server, "127.0.0.1:0", server_credentials(credentials))
         await server.start()
         worker = RandomWorker(coordinator, f"127.0.0.1:{port}", learner, 45)
@@ -123,9 +124,7 @@ def test_another_workers_ticket_a_forged_one_another_runs_and_a_barred_workers_a
     play(scene)
 
 
-def test_who_continues_a_group_gets_its_tokens_and_the_one_before_is_closed_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_continues_a_group_gets_its_tokens_the_one_before_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(stage: Stage, worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
         stream, report = stub.Report(), report_of(stage, worker)
         first = ingest_pb2.RolloutReport(sequence=1, ticket=report.ticket, segments=report.segments[:2])

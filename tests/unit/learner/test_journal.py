@@ -86,9 +86,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(whole=st.integers(1, len(RECORDS)), stored=st.integers(0, 9200), is_zeroed=st.booleans())
-def test_a_torn_end_is_cut_off(
-    tmp_path_factory: pytest.TempPathFactory, whole: int, stored: int, is_zeroed: bool
-) -> None:
+def test_a_torn_end_is_cut(tmp_path_factory: pytest.TempPathFactory, whole: int, stored: int, is_zeroed: bool) -> None:
     """A kill leaves fewer bytes of the last record; a power cut may leave zeros in its last sectors."""
     folder = tmp_path_factory.mktemp("journal")
     path = written(folder, RECORDS[:whole])

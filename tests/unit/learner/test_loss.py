@@ -276,9 +276,7 @@ def formula(rewards: list[float], weights: list[float], name: str) -> list[float
 @settings(max_examples=100, deadline=None)
 @given(REWARDS, ESTIMATORS, st.sampled_from([0.0, 1000.0]))
 @example([[0.3, 0.3, 0.3], [1.0], [1.0, 1.0, 1.0, 0.0, 0.5]], "mc_grpo", 0.0)
-def test_advantages_are_those_of_the_formulas_in_any_order_of_rollouts(
-    groups: list[list[float]], name: str, offset: float
-) -> None:
+def test_advantages_are_those_of_the_formulas_in_any_order(groups: list[list[float]], name: str, offset: float) -> None:
     rewards_R, group_R = rewarded([[reward + offset for reward in group] for group in groups])
     weight_R = torch.linspace(0.5, 1.5, rewards_R.numel())
     of_groups = [(rewards_R[group_R == g].tolist(), weight_R[group_R == g].tolist()) for g in range(len(groups))]

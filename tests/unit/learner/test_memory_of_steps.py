@@ -107,9 +107,7 @@ def main() -> None:
         pytest.param("float32", "nf4", 16, 2048, marks=pytest.mark.soak),  # a minute
     ],
 )
-def test_steps_take_the_memory_told(
-    tmp_path: Path, optimizer_state: str, precision: str, rank: int, budget: int
-) -> None:
+def test_steps_take_memory_told(tmp_path: Path, optimizer_state: str, precision: str, rank: int, budget: int) -> None:
     if optimizer_state == "8bit":
         pytest.importorskip("bitsandbytes")
     if not Path("/proc/self/clear_refs").exists():

@@ -295,9 +295,7 @@ def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
         folder.check_identity({"seed": 1})
 
 
-def test_an_optimiser_of_another_state_is_refused(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_optimisers_state_is_refused(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "refuse_optimizer", lambda *_: None)  # the package for 8 bits may be missing
     monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
 
@@ -310,9 +308,7 @@ def test_an_optimiser_of_another_state_is_refused(
 
     begin("one", "host")
     kept = json.loads((tmp_path / "one" / "run.json").read_text())
-    assert kept["lora"] == [0, 0] and {"model_path", "weights_dtype"} <= kept.keys(), (
-        "export reads these of older folders too"
-    )
+    assert kept["lora"] == [0, 0] and {"model_path", "weights_dtype"} <= kept.keys(), "export reads these"
     begin("one", "float32")
     with pytest.raises(StateError, match='expected optimizer_state "float32" as when the run began, got "8bit"'):
         begin("one", "8bit")
@@ -349,9 +345,7 @@ def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(model_path: Pat
         folder.release()
         drawn = [prompts.draw(cursor) for cursor in range(3)]
         seeds.append([sampling.seed for _, sampling in drawn])
-    assert seeds[0] == seeds[1] and len({*seeds[0], *seeds[2]}) == 6, (
-        "the same after a restart, new ones for another run"
-    )
+    assert seeds[0] == seeds[1] and len({*seeds[0], *seeds[2]}) == 6, "the same after a restart, new for another"
     secret = tmp_path / "one" / "sampling.secret"
     assert secret.stat().st_mode & 0o077 == 0
     secret.write_bytes(b"short")

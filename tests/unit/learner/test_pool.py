@@ -268,39 +268,31 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_coordinator_knows_every_group_and_its_step(self) -> None:
-        if hasattr(self, "stage"):
-            groups, offered = self.stage.pool.groups, self.stage.offered
-            self.attempts = {name: attempt for name, attempt in self.attempts.items() if name in groups.groups}
-            assert offered.keys() <= groups.groups.keys()
-            for group in groups.lacking:
-                assert offered[group.spec.group_id] == group.spec
+        groups, offered = self.stage.pool.groups, self.stage.offered
+        self.attempts = {name: attempt for name, attempt in self.attempts.items() if name in groups.groups}
+        assert offered.keys() <= groups.groups.keys()
+        assert all(offered[group.spec.group_id] == group.spec for group in groups.lacking)
 
     @invariant()
     def as_many_groups_are_in_flight_as_the_cap_allows(self) -> None:
-        if hasattr(self, "stage") and self.stage.pool.exhausted is None:
+        if self.stage.pool.exhausted is None:
             in_flight = self.stage.pool.groups.in_flight_groups
             assert in_flight >= cap_groups(self.stage.config, self.stage.pool.cap_rollouts)
 
     @invariant()
     def the_journal_gives_back_what_is_held(self) -> None:
-        if not hasattr(self, "stage"):
-            return
         held = self.stage.pool.groups
         groups, history = self.stage.restored()
         assert groups.next_step == held.next_step and history.cursor == self.stage.pool.cursor
         assert held.groups.keys() <= groups.groups.keys()
         extra = groups.groups.keys() - held.groups.keys()
-        assert all(evaluated_version(name) is not None for name in extra), (
-            "answers are kept until the evaluation is over"
-        )
+        assert all(evaluated_version(name) is not None for name in extra), "answers stay until it is over"
         for group_id, group in held.groups.items():
             finished = [rollout if rollout.is_finished else None for rollout in group.rollouts]
             assert [r if r.is_finished else None for r in groups.groups[group_id].rollouts] == finished
 
     @invariant()
     def what_was_acknowledged_is_trained_dropped_or_held(self) -> None:
-        if not hasattr(self, "stage"):
-            return
         stage = self.stage
         trained = {group.spec.group_id for batch in stage.batches for group in batch.groups}
         dropped = {name for name, reason in stage.closed if reason != "complete"}
@@ -319,8 +311,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_trained_twice_and_answers_count_once(self) -> None:
-        if not hasattr(self, "stage"):
-            return
         trained = [group.spec.group_id for batch in self.stage.batches for group in batch.groups]
         assert len(set(trained)) == len(trained) and self.stage.pool.groups.ledger.over_stale_tokens() == 0
         for group in self.stage.answered:
@@ -698,9 +688,7 @@ def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_
     stage.tell(stage.pool.accuse, BOB, "planted", is_certain=True)
     assert set(stage.questions) == {f"{first}r1", *others}
     stage.start()
-    assert len(stage.prompts.due) == 1 and set(stage.questions) == {f"{first}r1", *others}, (
-        "only ALICE's is scored again"
-    )
+    assert len(stage.prompts.due) == 1 and set(stage.questions) == {f"{first}r1", *others}, "only ALICE's is due"
     stage.reward(0.0)
     for group_id in stage.questions:
         stage.answer(group_id, 0.0)

@@ -146,7 +146,7 @@ def last_published(options: LearnerOptions) -> int:
 
 
 @pytest.mark.parametrize(("at", "kappa", "checkpoint_at"), [(3, 1, 0), (5, 1, 2), (6, 4, 0), (6, 1, 0)])
-def test_a_killed_learner_whose_replay_differs_goes_on_from_what_is_published(
+def test_a_killed_learner_goes_on(
     kill: Kill, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int, kappa: int, checkpoint_at: int
 ) -> None:
     crashed, before = kill(tmp_path, at, checkpoint_at, kappa=kappa)

@@ -223,9 +223,7 @@ def test_a_step_is_adamw_s_with_the_clipped_gradient_at_the_schedule_s_rate(mode
             assert result.grad_norm > bound and math.sqrt(norm_sq) == pytest.approx(bound, rel=1e-3)
 
 
-def test_vcpo_weighs_its_baseline_by_ratios_and_gradients_and_its_rate_by_the_effective_rollouts(
-    model_path: Path,
-) -> None:
+def test_vcpo_weighs_its_baseline_by_ratios_and_gradients_its_rate_by_effective_rollouts(model_path: Path) -> None:
     """Against a client's step with the advantages of the formulas; a token that is not believed counts in neither."""
     options = {**PLAIN, "token_budget": 60}
     groups = forged(own_logprobs(model_path, random_groups(14)), 1, 3.5)
@@ -300,9 +298,7 @@ def test_the_ratio_of_later_updates_starts_from_the_policy_before_the_batch(mode
     trainer.learner = trainer.learner.model_copy(update={"lr": 0.05})
     result = trainer.step(Batch(Step(0), half + half))
     assert result.metrics is not None
-    assert 0.0 < result.metrics["clip_fraction"] <= 0.5, (
-        "the first update clips nothing, the second what the first moved"
-    )
+    assert 0.0 < result.metrics["clip_fraction"] <= 0.5, "the first update clips nothing"
 
 
 def test_vcpo_and_several_updates_share_one_pass(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,7 @@ def test_secrets_and_checkpoints_are_synced_before_they_have_their_names_and_the
     ("error", "kind"),
     [(0, DiskFull), (errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EACCES, PermissionError)],
 )
-def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(
-    tmp_path: Path, error: int, kind: type[Exception]
-) -> None:
+def test_a_secret_not_taken_whole_replaces_no_old_one(tmp_path: Path, error: int, kind: type[Exception]) -> None:
     class Full:
         def write(self, handle: int, data: bytes | memoryview) -> int:
             if error:

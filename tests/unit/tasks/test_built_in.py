@@ -200,9 +200,7 @@ def test_weights_with_a_short_common_cycle_are_kept_exactly() -> None:
     st.lists(st.tuples(st.one_of(st.none(), st.integers(5, 40)), st.integers(0, 4), st.floats(0.2, 5)), min_size=1, max_size=4),
     st.integers(0, 50),
 )  # fmt: skip
-def test_each_task_comes_in_the_order_that_it_has_alone_and_its_held_out_instances_never_do(
-    told: list[tuple[int | None, int, float]], seed: int
-) -> None:
+def test_each_task_comes_in_its_own_order(told: list[tuple[int | None, int, float]], seed: int) -> None:
     alone = [TaskSplit(size, held_out, seed) for size, held_out, _ in told]
     weights = tuple(weight for *_, weight in told)
     mixed, turns = MixedSplit(tuple(alone), weights), places(weights)

@@ -77,9 +77,7 @@ def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is
     assert (row.prompt, row.answer) == ("yes", "2")
 
 
-def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_trained_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_problem_that_comes_again_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows: list[dict[str, object]] = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(12)]
     spaced: list[dict[str, object]] = [{**row, "question": f" {row['question']}\n", "answer": "?"} for row in rows]
     names: list[dict[str, object]] = [

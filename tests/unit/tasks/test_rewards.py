@@ -50,9 +50,7 @@ def opened(spec: TaskSpec, limits: Limits = LIMITS, containment: Containment | N
     [(SPEC, None), (SPEC, TRUSTED), (CHEAP_SPEC, None), (CHEAP_SPEC, TRUSTED)],
     ids=["contained", "trusted pool", "cheap but contained", "in process"],
 )
-def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(
-    spec: TaskSpec, containment: Containment | None
-) -> None:
+def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, containment: Containment | None) -> None:
     with opened(spec, containment=containment) as scorer:
         futures = [scorer.submit(index, text) for index, text in enumerate(["fine", "raise", "nan", "chatter", "fine"])]
         results = [future.result(WAIT_S) for future in futures]
@@ -74,9 +72,7 @@ def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None
 
 
 @pytest.mark.parametrize("containment", [None, TRUSTED], ids=["contained", "trusted"])
-def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the_pool_goes_on(
-    containment: Containment | None,
-) -> None:
+def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing(containment: Containment | None) -> None:
     """A trusted one has the learner's rights, so that what it does to its process may be the machine's fault."""
     expected = {
         "hang": (RewardFailure.TIMED_OUT, None),
@@ -205,9 +201,7 @@ def own_task(folder: Path, monkeypatch: pytest.MonkeyPatch, **args: object) -> T
     return TaskSpec(f"{name}:Own", args, seed=0)
 
 
-def test_a_task_in_several_files_is_scored_contained_and_sees_the_files_that_its_arguments_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_in_several_files_sees_what_its_arguments_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = own_task(tmp_path, monkeypatch, words=str(tmp_path / "words.txt"))
     check_rewards(spec)
     with opened(spec) as scorer:
@@ -215,9 +209,7 @@ def test_a_task_in_several_files_is_scored_contained_and_sees_the_files_that_its
         assert [r.reward.value if r.reward else r.message for r in results] == [1.0, 1.0, 0.0]
 
 
-def test_what_a_reward_lacks_is_named_before_the_run_with_what_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = own_task(tmp_path, monkeypatch, hidden=True)
     module = spec.name.partition(":")[0]
     with pytest.raises(TaskError) as told:
@@ -236,9 +228,7 @@ def test_what_a_reward_lacks_is_named_before_the_run_with_what_shows_it(
             check_rewards(TaskSpec(f"tests.unit.tasks.naughty:{name}", {}, seed=3))
 
 
-def test_references_that_cannot_be_judged_are_told_with_their_rows_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_references_that_cannot_be_judged_are_told_with_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         ("3 + 4", "7"),
         ("a tower", "9^{9^{9^{9^{9}}}}"),

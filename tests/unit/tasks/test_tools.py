@@ -185,9 +185,7 @@ def test_mistakes_are_answered_and_the_episode_goes_on() -> None:
     assert [message.content.split(":")[0] for message in observation.messages] == ["error"] * 5
     assert "expected a tool among calculator, got 'telephone'" in observation.messages[0].content
     assert "as JSON in <tool_call>, got 'not json'" in observation.messages[1].content
-    assert [environment.step(call("1+1")).is_done for _ in range(2)] == [False, True], (
-        "the last turn is scored as it stands"
-    )
+    assert [environment.step(call("1+1")).is_done for _ in range(2)] == [False, True], "the last is scored as it stands"
     assert len(answers_to(call("1") * 40)) == 16
     assert SOURCE.open(5).reset() == SOURCE.open(5).reset() != SOURCE.open(6).reset()
 

@@ -89,9 +89,7 @@ async def run(line: str) -> int:
     return await asyncio.to_thread(worker.main, words)
 
 
-async def test_the_only_worker_is_found_and_of_several_one_is_chosen_by_name_or_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_worker_is_found_alone_by_name_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * 12)}):
         for line in ("echo-worker status", "echo-worker drain", "echo-worker leave"):
             assert await run(line) == 0
@@ -109,7 +107,7 @@ async def test_the_only_worker_is_found_and_of_several_one_is_chosen_by_name_or_
         assert "found none; others run: berlin in " in capsys.readouterr().err
 
 
-def test_a_killed_workers_socket_is_no_worker_one_that_hangs_is_listed_and_without_the_table_the_folder_is_asked_for(
+def test_a_killed_workers_socket_is_no_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX) as killed:

@@ -203,9 +203,7 @@ class Surroundings:
             verdict = Verdict.RESEND
         else:
             overlap = len(tokens) - segment.offset
-            assert tuple(tokens[segment.offset : segment.end]) == segment.token_ids[:overlap], (
-                "held tokens never change"
-            )
+            assert tuple(tokens[segment.offset : segment.end]) == segment.token_ids[:overlap], "held ones never change"
             tokens.extend(segment.token_ids[overlap:])
             if segment.is_finished:
                 self.finished.add(key)
@@ -549,9 +547,7 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
     ],
     ids=["alone", "a turn", "late", "never"],
 )  # fmt: skip
-def test_a_version_waits_for_evaluations_and_an_agents_next_call_but_not_for_ever(
-    name: str, ends_at: float, expected: float
-) -> None:
+def test_a_version_waits_for_evaluations_and_next_calls_awhile(name: str, ends_at: float, expected: float) -> None:
     it = Surroundings().begin(has_learner=False)
     it.leases.on_coordinator_lost()
     it.grant(L1, group(name, 1, version=3))
@@ -637,9 +633,7 @@ def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_b
 
 
 @pytest.mark.parametrize(("gap_s", "wanted"), [(0.25, 5), (0.01, 6)])
-def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead_and_lengths_are_guessed_from_the_last(
-    gap_s: float, wanted: int
-) -> None:
+def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead(gap_s: float, wanted: int) -> None:
     it = Surroundings().begin(4)
     it.time = 0.5  # a lease travels half a second
     for number in range(4):
@@ -654,9 +648,7 @@ def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead_and_leng
 
 
 @given(rate=st.floats(1, 1000), idle_s=st.floats(0, 100), busy_s=st.floats(1, 15))
-def test_rates_are_those_of_busy_time_however_long_the_worker_stood_idle(
-    rate: float, idle_s: float, busy_s: float
-) -> None:
+def test_rates_are_those_of_busy_time_however_long_it_stood_idle(rate: float, idle_s: float, busy_s: float) -> None:
     window, now, steps = RateWindow(), idle_s, 50
     window.busy(True, now)
     each = round(rate * busy_s / steps)

@@ -131,9 +131,7 @@ async def test_reports_that_are_ended_just_as_a_connection_stands_end(monkeypatc
         assert task.cancelled() or is_too_late, turns
 
 
-async def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the_group_is_finished(
-    tmp_path: Path,
-) -> None:
+async def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them(tmp_path: Path) -> None:
     async with working(tmp_path) as (run, bench):
         bench.grant("1", 2)
         bench.sample("l1/0", 3, 4)
@@ -154,9 +152,7 @@ async def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_unt
         await second.close()
 
 
-async def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_doubled_when_it_is_back(
-    tmp_path: Path,
-) -> None:
+async def test_nothing_is_lost_while_the_learner_is_away_nor_doubled_when_it_is_back(tmp_path: Path) -> None:
     async with working(tmp_path) as (run, bench):
         bench.grant("1", 1)
         bench.sample("l1/0", 3)
@@ -186,9 +182,7 @@ async def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tm
         assert ("g1", 0) not in run.learner.held
 
 
-async def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_report_without_a_verdict_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "VERDICT_S", 0.2)
 
     async with working(tmp_path) as (run, bench):
@@ -201,9 +195,7 @@ async def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
         assert run.learner.finished[("g1", 0)].token_ids == (3, STOP)
 
 
-async def test_a_lease_under_anothers_ticket_is_refused_and_a_renewal_of_one_that_has_ended_leaves_nothing_behind(
-    tmp_path: Path,
-) -> None:
+async def test_a_lease_under_anothers_ticket_is_refused_and_a_late_renewal_leaves_nothing(tmp_path: Path) -> None:
     """The coordinator renewed it before it had heard of the end."""
 
     async with working(tmp_path) as (_, bench):

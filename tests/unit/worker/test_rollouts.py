@@ -30,9 +30,7 @@ TAKEN = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["take", "ta
 
 
 @given(st.lists(TAKEN, max_size=40))
-def test_no_token_of_wrong_weights_passes_sequences_have_no_gaps_and_others_do_not_wait(
-    steps: list[tuple[int, bool, str]],
-) -> None:
+def test_no_token_of_wrong_weights_passes_and_sequences_have_no_gaps(steps: list[tuple[int, bool, str]]) -> None:
     """Of weights that are not proven yet tokens wait; of wrong ones they are thrown away with all that follows in their sequences,
     whose leases are told, and whose end is an abort. Three sequences, each of a lease of its own, one after another."""
     passed: list[TokenChunk] = []
@@ -84,7 +82,7 @@ LENGTHS = st.lists(st.integers(0, 500), max_size=20)
 
 
 @given(length=st.integers(0, 600), room=st.integers(1, 600), siblings=LENGTHS, others=LENGTHS)
-def test_siblings_weigh_more_than_strangers_only_longer_ones_count_and_the_guess_is_within_the_room(
+def test_siblings_weigh_more_and_only_longer_ones_count(
     length: int, room: int, siblings: list[int], others: list[int]
 ) -> None:
     assert 1 <= expected_remaining(length, length + room, siblings, others) <= room
@@ -167,7 +165,7 @@ class Fake:
         (1e9, 0.0, 2e3, 0.1),  # done at the first look
     ],
 )
-def test_the_rate_is_measured_without_the_wait_for_the_first_token_in_a_bounded_time(
+def test_the_rate_is_measured(
     monkeypatch: pytest.MonkeyPatch, tokens_per_s: float, starts_after_s: float, expected: float, within_s: float
 ) -> None:
     loop = VirtualLoop()
@@ -181,9 +179,7 @@ def test_the_rate_is_measured_without_the_wait_for_the_first_token_in_a_bounded_
     loop.close()
 
 
-async def test_what_is_open_in_an_engine_of_wrong_weights_is_thrown_away_and_nothing_begins_before_they_are_replaced() -> (
-    None
-):
+async def test_what_is_open_under_wrong_weights_is_thrown_away_and_nothing_begins_before_new_ones() -> None:
     """Also a token of the right version's number that comes only after the proof of the second swap."""
     loop = VirtualLoop()
     engine, ports = Fake(loop, 0.0, 0.0), Surroundings()

@@ -198,9 +198,7 @@ def test_the_next_turn_computes_only_what_is_new_and_nothing_of_other_weights() 
     before = table.prefilled_tokens
     second = GenerateRequest("second", (*said, 50, 51), (), SamplingParams(max_new_tokens=2), "other")
     said = said_by(table, second, [1, 2])
-    assert (table.prefilled_tokens - before, table.shared_prompt_tokens) == (2, 73), (
-        "the last sampled, never fed, and the next"
-    )
+    assert (table.prefilled_tokens - before, table.shared_prompt_tokens) == (2, 73), "the last sampled and the next"
     table.weights_changed(keep_kv=True)
     third = GenerateRequest("third", (*said, 52), (), SamplingParams(max_new_tokens=2), "other")
     mixed, shared = said_by(table, third, [1, 2], swaps=True), table.shared_prompt_tokens

@@ -176,9 +176,7 @@ TWO_ROPES = {
     ],
     ids=lambda config: str(config["model_type"]),
 )
-def test_forward_agrees_with_transformers_for_sequences_of_several_lengths_beside_each_other(
-    config: dict[str, object],
-) -> None:
+def test_forward_agrees_with_transformers_for_sequences_of_several_lengths(config: dict[str, object]) -> None:
     weights, model = weights_of(config)
     model.set_attn_implementation("eager")
     decoder = GeneralDecoder(weights, full_blocks(3, 128))
@@ -204,7 +202,7 @@ def test_forward_agrees_with_transformers_for_sequences_of_several_lengths_besid
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_attends_in_another_way_is_refused_by_name_and_slower_ways_are_told(
+def test_what_attends_otherwise_is_refused(
     config: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -214,9 +212,7 @@ def test_what_attends_in_another_way_is_refused_by_name_and_slower_ways_are_told
     assert "slower than the fused path" in caplog.text and "gemma3_text" in caplog.text
 
 
-def test_a_model_whose_attention_does_more_than_it_says_is_refused_at_the_first_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_whose_attention_does_more_than_it_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of transformers may hand over what we know nothing of: here the heads' weights for attending to nothing."""
     known = ALL_ATTENTION_FUNCTIONS[ATTENTION]
     monkeypatch.setitem(

@@ -39,9 +39,7 @@ def options(folder: Path, **worker: object) -> WorkerOptions:
     return WorkerOptions("", folder, RunConfig.model_validate({"worker": worker}))
 
 
-def test_engines_are_by_gpus_and_sequences_by_memory_and_what_does_not_fit_is_refused_before_anything_is_fetched(
-    tmp_path: Path,
-) -> None:
+def test_engines_are_by_gpus_and_sequences_by_memory_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """8B in bf16: 21.8 GB while a keyframe is taken, 16.4 GB of a base."""
 
     def fit(machine: WorkerMachine, config: dict[str, object] = QWEN3_8B, length: int = 2560, **worker: object) -> Fit:
@@ -126,9 +124,7 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
         refuse_unsupported(CONFIG | taken, Quantisation.NONE, None)
 
 
-def test_what_vllms_kernels_for_cpus_do_not_compute_is_refused_before_a_base_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_vllms_kernels_for_cpus_do_not_compute_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.worker.engines.vllm.vllm_engine.is_cpu", lambda: True)
     base = BaseOfAdapter(AdapterSpec(4, 1.0, "bfloat16", "0123456789abcdef"), "/nowhere")
     for more in ({"text_config": {"layer_types": ["linear_attention"]}}, {"attn_logit_softcapping": 3.0}):
@@ -157,9 +153,7 @@ def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 4.0])
-def test_a_worker_told_to_be_slower_takes_that_many_times_as_long_for_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowdown: float
-) -> None:
+def test_a_slowed_worker_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slowdown: float) -> None:
     """By a clock that only its passes and its pauses move."""
     now, asked, decode = [0.0], options(tmp_path, slowdown=slowdown), CachedDecoder.decode
 

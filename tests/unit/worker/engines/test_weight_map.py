@@ -293,9 +293,7 @@ def test_after_many_changes_codes_and_scales_are_those_of_fresh_rounding(count: 
 
 
 @pytest.mark.parametrize("rounding", [to_fp8, to_fp8_whole])
-def test_only_what_a_change_touches_is_rounded_what_is_taken_back_leaves_no_trace_and_codes_prove_their_masters(
-    rounding: Rounding,
-) -> None:
+def test_only_what_a_change_touches_is_rounded_and_what_is_taken_back_leaves_no_trace(rounding: Rounding) -> None:
     """Taken back before it was rounded, half rounded, and after, as where another process failed; also a whole keyframe."""
     served, tensors = Served(rounding), random_weights(torch.Generator().manual_seed(5), SHAPES)
     served.take(whole(tensors))
