@@ -390,7 +390,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "        if self._unread_bytes > self._unread_bytes_max:\n            self.stream.pause_reading()\n", "",
            ("tests/contract/test_connections.py::test_what_a_peer_sends_waits_in_its_own_machine_while_nobody_takes_it",)),
     Mutant("half handshakes of one host are not bounded", "broadcast/transport.py",
-           "        if len(shaking) >= BULK.strangers_per_host:", "        if False:", ("tests/contract/test_connections.py::test_of_too_many_half_handshakes_the_oldest_ends",)),
+           "        if len(shaking) >= BULK.strangers_per_host:", "        if False:", ("tests/contract/test_connections.py::test_of_too_many_half_handshakes_of_one_host_the_oldest_gives_way",)),
     Mutant("a rent that failed is owed until it is told", "coordinator/money/provisioner.py",
            "            machine.rented_at = self._hub.clock.now()  # there was no machine, so it costs nothing\n", "",
            (_UNIT + "coordinator/test_provisioner.py::test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for",)),
@@ -415,7 +415,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            missing_bytes -= body - TAG_BYTES\n", "", ("tests/contract/test_connections.py::test_the_end_of_a_frame_arrives_wherever_the_link_cut_it",)),
     Mutant("a peer that said farewell keeps its connection", "outside/tls_streams.py",
            "        self._flush()\n        self._end_soon()\n        if", "        self._flush()\n        if",
-           ("tests/contract/test_connections.py::test_who_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection",)),
+           ("tests/contract/test_connections.py::test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection",)),
     # the audit: who is looked at, how much, what is granted, and what an accusation needs
     Mutant("a newcomer's rollouts are not all audited", _AUDIT, "account.tokens < NEWCOMER_TOKENS or ", "", _AUDITED),
     Mutant("who cannot draw by its seeds is audited no more than others", _AUDIT,
