@@ -10,13 +10,21 @@ from unittest import mock
 
 import pytest
 
-from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, Unreachable
+from echo2.base.errors import (
+    CorruptChunk,
+    DiskFull,
+    EchoError,
+    LimitExceeded,
+    MalformedMessage,
+    Unreachable,
+    VersionMismatch,
+)
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast import connection
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.connection import CLOSE_S, HEAD, Connection
 from echo2.broadcast.events import Have, SendChunk
-from echo2.broadcast.exchange import Exchange
+from echo2.broadcast.exchange import Exchange, deserves_ban
 from echo2.broadcast.link import CONTROL_FRAMES_MAX, FINISH_S, PeerLink, greet
 from echo2.outside.guard import FairShare
 from echo2.sim.virtual_loop import VirtualLoop
@@ -78,6 +86,11 @@ def test_whoever_does_not_greet_as_a_peer_of_the_run_gets_no_link(frames: tuple[
             await greet(cast(Connection, Hung(*frames)), RUN)
 
     run(scene())
+
+
+def test_whoever_breaks_the_protocol_is_banned_and_nobody_for_another_release_or_for_what_we_lack() -> None:
+    errors = MalformedMessage(""), CorruptChunk(""), VersionMismatch(""), LimitExceeded(""), DiskFull(""), KeyError("")
+    assert [deserves_ban(error, PeerId("peer")) for error in errors] == [True, True, False, False, False, False]
 
 
 def linked(line: Hung) -> PeerLink:

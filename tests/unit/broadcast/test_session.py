@@ -13,6 +13,7 @@ from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
     ChunkSent,
+    Emptied,
     Event,
     Have,
     HeaderSeen,
@@ -23,6 +24,8 @@ from echo2.broadcast.events import (
     Request,
     SealSeen,
     SendChunk,
+    SendHeader,
+    SendSeal,
     UplinkSeen,
     Woken,
 )
@@ -192,6 +195,28 @@ def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
         seen = ChunkSeen(PeerId("bad"), KEY, 0, 1000)
         accused += [a.peer for a in session.handle(seen, 0.01 * turn) if isinstance(a, Accuse)]
     assert accused == [PeerId("bad")]
+
+
+def test_a_header_and_the_first_seal_go_on_to_whoever_has_not_told_of_them() -> None:
+    session, told = session_with("a"), HeaderSeen(PeerId("a"), ArtifactKey(b"k" * 16), is_wanted=True)
+    for name in ("b", "c"):
+        session.handle(PeerUp(PeerId(name)), 0.0)
+    actions = session.handle(told, 0.0) + session.handle(Have(PeerId("c"), told.key, 1, is_sealed=True), 0.0)
+    actions += session.handle(SealSeen(PeerId("a"), told.key, 1), 0.0) + session.handle(
+        SealSeen(PeerId("b"), told.key, 9), 0.0
+    )
+    sent = [(type(action), action.peer) for action in actions if isinstance(action, SendHeader | SendSeal)]
+    assert sent == [(SendHeader, PeerId("b")), (SendHeader, PeerId("c")), (SendSeal, PeerId("b"))]
+    assert session.artifacts[told.key].chunk_count == 1, "the first was verified"
+
+
+def test_what_the_disk_lost_is_asked_for_again_at_once() -> None:
+    session, peer = session_with("a"), PeerId("a")
+    session.handle(Have(peer, KEY, 0b11, True), 0.0)
+    for event in (SealSeen(peer, KEY, 2), ChunkSeen(peer, KEY, 0, 1000), ChunkSeen(peer, KEY, 1, 1000)):
+        session.handle(event, 0.1)
+    asked = [action.indices for action in session.handle(Emptied(KEY), 0.2) if isinstance(action, Request)]
+    assert asked == [(0, 1)]
 
 
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:
