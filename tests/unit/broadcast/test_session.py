@@ -188,13 +188,17 @@ def publishing(uplink_bytes_per_s: float = 0.0) -> BroadcastSession:
     return made
 
 
-def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
-    session, accused = session_with("bad"), list[PeerId]()
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_chunk_sent_twice_unasked_is_held_against_the_peer(is_asked: bool) -> None:
+    session, bad, accused = session_with("bad"), PeerId("bad"), list[PeerId]()
+    if is_asked:
+        session.handle(Have(bad, KEY, 0b1, True), 0.0)
+        assert any(isinstance(action, Request) for action in session.handle(Woken(), 10.0))
     for turn in range(REPLAYS_MAX + 1):
         assert not accused
-        seen = ChunkSeen(PeerId("bad"), KEY, 0, 1000)
-        accused += [a.peer for a in session.handle(seen, 0.01 * turn) if isinstance(a, Accuse)]
-    assert accused == [PeerId("bad")]
+        seen = ChunkSeen(bad, KEY, 0, 1000)
+        accused += [a.peer for a in session.handle(seen, 10.0 + 0.01 * turn) if isinstance(a, Accuse)]
+    assert accused == ([] if is_asked else [bad])
 
 
 def test_a_header_and_the_first_seal_go_on_to_whoever_has_not_told_of_them() -> None:
