@@ -44,11 +44,15 @@ def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -
     assert slow.metrics == quick.metrics
 
 
+def applied(trainer: Trainer) -> list[torch.Tensor]:
+    """The gradient of the first step, read back from AdamW's first moment."""
+    return [trainer.optimiser.state[master]["exp_avg"] / (1 - BETAS[0]) for master in trainer.model.masters]
+
+
 def gradient_of(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
-    """The gradient that one step applied, read back from AdamW's first moment after its first step."""
     result = trainer.step(batch)
     assert result.grad_norm and sum(result.left_out) == 0, "nothing to compare"
-    return [trainer.optimiser.state[master]["exp_avg"] / (1 - BETAS[0]) for master in trainer.model.masters]
+    return applied(trainer)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +252,7 @@ def test_vcpo_weighs_its_baseline_by_ratios_and_gradients_its_rate_by_effective_
     result = trainer.step(Batch(Step(0), groups))
     effective = sum(ratios) ** 2 / len(ratios) / sum(ratio**2 for ratio in ratios)
     assert result.lr == pytest.approx(1e-3 * math.sqrt(effective), rel=1e-4) and effective < 0.99
-    own = [trainer.optimiser.state[master]["exp_avg"] / (1 - BETAS[0]) for master in trainer.model.masters]
+    own = applied(trainer)
     client = new_trainer(model_path, **options)
     examples = examples_of(groups, advantages)
     for example, rollout, left_out in zip(examples, rollouts, result.left_out, strict=True):
@@ -334,8 +338,8 @@ def test_what_was_cut_off_counts_in_the_baseline_and_is_not_trained_on(model_pat
     client = new_trainer(model_path, **PLAIN)
     examples = examples_of(cut, [float(v) * share * (k % 4 > 0) for k, v in enumerate(values)])
     client.forward_backward(examples, ClientLoss("ppo", 0.8, 1.28))
-    for master, gradient in zip(trainer.model.masters, gradient_that_was_applied(client), strict=True):
-        assert torch.allclose(trainer.optimiser.state[master]["exp_avg"] / (1 - BETAS[0]), gradient, atol=1e-6)
+    for one, other in zip(applied(trainer), gradient_that_was_applied(client), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_a_batch_that_was_cut_off_throughout_changes_nothing(model_path: Path) -> None:
@@ -426,9 +430,8 @@ def examples_of(groups: tuple[TrainGroup, ...], given: Sequence[float] = ()) -> 
 
 
 def gradient_that_was_applied(trainer: Trainer) -> list[torch.Tensor]:
-    _, is_made = trainer.optim_step(ADAM)
-    assert is_made
-    return [trainer.optimiser.state[master]["exp_avg"] / (1 - ADAM.beta1) for master in trainer.model.masters]
+    assert trainer.optim_step(ADAM)[1]
+    return applied(trainer)
 
 
 @pytest.mark.parametrize("calls", [1, 3])
