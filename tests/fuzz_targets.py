@@ -31,14 +31,7 @@ from echo2.config.load import load_config
 from echo2.learner.rollouts.journal import framed, read_journal
 from echo2.outside.tls_streams import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, TAG_BYTES, RecordCutter
 from echo2.trust.identity import Identity, JoinLink
-from echo2.weights import (
-    ContainerDecoder,
-    DeltaHeader,
-    FrameReader,
-    HostWeights,
-    encode_delta,
-    encode_keyframe,
-)
+from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeights, encode_delta, encode_keyframe
 from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
 from echo2.wire import rollout as rw

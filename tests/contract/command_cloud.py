@@ -35,7 +35,6 @@ class CommandCloud:
         }  # fmt: skip
 
     def started(self) -> list[str]:
-        """The ids that `start` was called with."""
         path = self.folder / "started"
         return path.read_text().split() if path.exists() else []
 

@@ -229,7 +229,6 @@ class Rig:
         return self._collected[request.request_id]
 
     async def wait(self, is_so: Callable[[], bool]) -> None:
-        """Until the tokens that came make it so."""
         while not is_so():
             self._news.clear()
             await self._news.wait()

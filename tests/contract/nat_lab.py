@@ -175,10 +175,6 @@ class NatLab:
         _run(*self.command(f"{host}-nat", ["nft", "-f", "-"]), text=rules)
         return f"10.90.{number}.2:{port}"
 
-    def cut(self, host: str) -> None:
-        """The host's cable is pulled."""
-        self._ip(host, "link", "set", "uplink", "down")
-
     def _build(self) -> None:
         self._namespace("wan")
         self._forwards("wan")

@@ -29,11 +29,7 @@ class Scene:
 
 ALL_6 = dict.fromkeys(("hub", "learner", "left", "right"), Families.IPV6)
 MIXED = {"hub": Families.BOTH, "learner": Families.BOTH, "left": Families.IPV6}
-WORDS = {
-    PUNCHED: "hole-punched",
-    RELAYED: "byte pipe",
-    DIALLED: "direct",
-}
+WORDS = {PUNCHED: "hole-punched", RELAYED: "byte pipe", DIALLED: "direct"}
 LEARNER_HIDDEN = "dials one; the other and rollouts by byte pipe"
 ROWS: dict[str, tuple[Scene, Scene]] = {
     "nothing (open port)": (Scene("left", DIALLED), Scene("learner", DIALLED)),
@@ -78,7 +74,6 @@ def cell(scene: Scene) -> str:
 
 
 def table() -> str:
-    """As the page has it."""
     rows = [f"| {name} | {cell(worker)} | {cell(learner)} |" for name, (worker, learner) in ROWS.items()]
     return "\n".join((*HEAD, *rows))
 

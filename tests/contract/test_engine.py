@@ -20,15 +20,7 @@ from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.engine import Engine, SwapMode
-from tests.contract.engine_rig import (
-    CONTEXT_TOKENS,
-    VOCAB_COUNT,
-    Collected,
-    Rig,
-    Staged,
-    refused,
-    tiny_config,
-)
+from tests.contract.engine_rig import CONTEXT_TOKENS, VOCAB_COUNT, Collected, Rig, Staged, refused, tiny_config
 
 TOLERANCE = 1e-4
 RECOMPUTED_TOLERANCE = 1e-5

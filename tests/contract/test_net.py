@@ -37,7 +37,6 @@ def play_on_grpc(scene: Callable[[], Awaitable[None]], tmp_path: Any) -> None:
 
 
 def play_on_wires(scene: Callable[[], Awaitable[None]], tmp_path: Any) -> None:
-    """In the simulator, on one machine."""
     loop = VirtualLoop()
     wires = Wires(loop, derived_rng(1, "network"))
     broke: list[BaseException] = []
@@ -78,7 +77,6 @@ class Servicer:
             yield request
 
     async def hold(self, _: AsyncIterator[bytes], context: Any) -> None:
-        """Reads one message, then no more."""
         try:
             await context.read()
             await asyncio.sleep(60.0)

@@ -191,7 +191,6 @@ class Forwarder:
         self._thread.start()
 
     def cut(self) -> int:
-        """Breaks all connections; returns how many."""
         with self._lock:
             ends = list(self._pairs)
             for end in ends:

@@ -148,7 +148,6 @@ class Cluster:
             self.processes[name].wait(WAIT_S)
 
     def wait(self, name: str) -> int:
-        """The exit code of `name`."""
         return self.processes[name].wait(WAIT_S)
 
     def wait_until(self, condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
@@ -169,7 +168,6 @@ class Cluster:
         return self._lines("metrics.jsonl")
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Those of its evaluations.jsonl."""
         return self._lines("evaluations.jsonl")
 
     def _lines(self, name: str) -> list[dict[str, Any]]:

@@ -55,7 +55,6 @@ def command(cluster: Cluster, host: str, program: str, *words: str) -> subproces
 
 
 def echo2(cluster: Cluster, *words: str) -> str:
-    """What the command printed."""
     done = command(cluster, "here", "echo2.cli.main", *words)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -23,7 +23,6 @@ def steps_of(run: Path) -> list[int]:
 
 
 def trains(process: subprocess.Popen[str], run: Path, beyond: int = 1) -> None:
-    """Waits until it has trained."""
     until = time.monotonic() + WAIT_S
     while len(steps_of(run)) <= beyond + 1:
         assert process.poll() is None, process.communicate()[0]

@@ -30,7 +30,6 @@ def status(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 def kinds(cluster: Cluster, name: str) -> list[str]:
-    """How its links came about, such as `hole-punched`."""
     links = status(cluster, name).get("links", [])
     return sorted(link.split(" ")[1].rstrip(":") for link in links)
 

@@ -56,7 +56,6 @@ def reinforced(client: Any, steps: int) -> list[float]:
 
 
 def told(ask: Any) -> str:
-    """Why it is refused."""
     try:
         ask().result()
     except Exception as error:  # noqa: BLE001 - the SDK's many

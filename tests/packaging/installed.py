@@ -44,11 +44,7 @@ class Environment:
 
     def variables(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        return kept | {
-            "HOME": str(self.home),
-            "PATH": f"{self.scripts}:/usr/bin:/bin",
-            "HF_HUB_OFFLINE": "1",
-        }
+        return kept | {"HOME": str(self.home), "PATH": f"{self.scripts}:/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         name, *rest = command

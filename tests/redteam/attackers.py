@@ -178,7 +178,6 @@ async def _peer(scene: Scene, target: Target, until: float, is_flood: bool) -> i
 
 
 async def _hear(connection: Any, grammar: Grammar) -> None:
-    """What it says of its artifacts."""
     while (frame := await connection.receive()) is not None:
         message = broadcast_pb2.PeerMessage.FromString(frame)
         kind = message.WhichOneof("kind")

@@ -30,7 +30,6 @@ INSIDE = Path(__file__).parent / "inside"
 
 
 def held_bytes(cluster: Cluster) -> dict[str, int]:
-    """In RAM, by daemon."""
     return {
         name: resident_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None
     }
@@ -100,7 +99,6 @@ class Cost:
         return max(0.0, self.cpu_s[daemon] - honest_s) / self.passed_s
 
     def __add__(self, other: Cost) -> Cost:
-        """Of two windows."""
         return Cost(
             self.messages + other.messages,
             {name: size + other.kept_bytes.get(name, 0) for name, size in self.kept_bytes.items()},
@@ -125,7 +123,6 @@ class Attacking:
         self._process.stdin.flush()
 
     async def count(self) -> int:
-        """Messages that it sent, once it has ended."""
         return int(await asyncio.to_thread(self.line) or "0")
 
     def line(self) -> str:

@@ -20,10 +20,7 @@ from echo2.wire.gen.echo2.v1 import rollout_pb2
 
 MESSAGE_BYTES_MAX = 96 << 10
 """Larger ones are for the clients that flood; here many count."""
-_INTEGERS = {
-    FieldDescriptor.TYPE_UINT32: (1 << 32) - 1,
-    FieldDescriptor.TYPE_UINT64: (1 << 64) - 1,
-}
+_INTEGERS = {FieldDescriptor.TYPE_UINT32: (1 << 32) - 1, FieldDescriptor.TYPE_UINT64: (1 << 64) - 1}
 _REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 

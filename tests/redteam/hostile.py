@@ -47,12 +47,10 @@ def idle_connections(port: int, count: int, source: str = "127.0.0.1") -> Iterat
 
 
 def still_open(sockets: list[socket.socket]) -> int:
-    """How many of them the other side has not ended."""
     return sum(is_open(one) for one in sockets)
 
 
 def is_open(one: socket.socket) -> bool:
-    """Whether the other side has not ended it."""
     one.setblocking(False)
     try:
         return one.recv(1 << 16) != b""
@@ -90,7 +88,6 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def head_of(path: str) -> bytes:
-    """Of a call."""
     return b"".join(
         b"\x00" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
         for name, value in (
@@ -174,12 +171,10 @@ class Stalled:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that lies in RAM."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

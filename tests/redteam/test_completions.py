@@ -89,7 +89,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def descendants_of(root: int) -> set[int]:
-    """Its children, theirs, and so on."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):

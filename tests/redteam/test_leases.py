@@ -48,10 +48,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     "another run's": (lambda w, c: [sign_ticket(ticket_of(w, run_id=RunId("another")), c)], "NotAllowed"),
     "one twice": (lambda w, c: [sign_ticket(ticket_of(w), c)] * 2, "MalformedMessage"),
     "too many": (lambda w, c: [raw(ticket_of(w, lease_id=LeaseId(f"l{n}"))) for n in range(1025)], "MalformedMessage"),
-    "deadline that is no number": (
-        lambda w, c: [raw(ticket_of(w, deadline_unix_s=float("nan")))],
-        "MalformedMessage",
-    ),
+    "deadline that is no number": (lambda w, c: [raw(ticket_of(w, deadline_unix_s=float("nan")))], "MalformedMessage"),
 }
 
 

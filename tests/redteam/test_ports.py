@@ -69,8 +69,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = idle_run(folder)
     metrics, gateway = choose_ports((0, 0))
     config = config.replace(
-        "[coordinator]",
-        f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"',
+        "[coordinator]", f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"'
     )
     config += f'[agent]\nharness = "agent:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:

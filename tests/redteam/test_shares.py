@@ -20,19 +20,8 @@ from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.streams import CoordinatorService
 from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares
-from echo2.trust import calls, tls
+from echo2.trust import calls, ports, tls
 from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
-from echo2.trust.ports import (
-    CALL_S,
-    HANDSHAKE_S,
-    IN_FLIGHT_OF_TRUSTED,
-    LEARNER,
-    MESSAGE_S,
-    SERVICES,
-    Caller,
-    PortLimits,
-    overweight,
-)
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
@@ -50,7 +39,9 @@ MIB = 1 << 20
 
 
 @contextlib.asynccontextmanager
-async def served(limits: PortLimits, method: grpc.RpcMethodHandler[ProbeBlock, ProbeBlock]) -> AsyncIterator[Served]:
+async def served(
+    limits: ports.PortLimits, method: grpc.RpcMethodHandler[ProbeBlock, ProbeBlock]
+) -> AsyncIterator[Served]:
     """A server of one call, `/test.Service/Call`, for members of a run; opens channels of new members to it."""
     authority = RunAuthority.create(Identity.generate(), RunId("run"), time.time())
     server = tls.new_server(limits)
@@ -83,12 +74,12 @@ def test_a_new_name_for_each_connection_brings_no_new_burst() -> None:
 
 
 def test_a_caller_is_charged_for_its_handshake_its_calls_and_bytes_that_no_message_accounts_for() -> None:
-    now, caller = 100.0, Caller(1, ("10.0.0.1", 1), 0.0, "w")
-    assert caller.charge_s() == HANDSHAKE_S and caller.charge_s() == 0.0
+    now, caller = 100.0, ports.Caller(1, ("10.0.0.1", 1), 0.0, "w")
+    assert caller.charge_s() == ports.HANDSHAKE_S and caller.charge_s() == 0.0
     caller.received_bytes = 100 * MIB  # of calls that were aborted, say
     assert FairShare().pause_s(caller.charge_s(), now) >= 5.0
     caller.taken_bytes, caller.messages, caller.calls = 100 * MIB, 1000, 100
-    assert caller.charge_s() == pytest.approx(1000 * MESSAGE_S + 100 * CALL_S), "a byte is charged once"
+    assert caller.charge_s() == pytest.approx(1000 * ports.MESSAGE_S + 100 * ports.CALL_S), "a byte is charged once"
 
 
 def test_calls_beyond_the_pace_wait_behind_one_another_and_those_too_late_take_nobodys_turn() -> None:
@@ -206,7 +197,7 @@ async def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> N
         return request
 
     method = grpc.unary_unary_rpc_method_handler(wait, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-    async with served(replace(LEARNER, streams=2 * calls.CALLS_PER_CALLER), method) as channel:
+    async with served(replace(ports.LEARNER, streams=2 * calls.CALLS_PER_CALLER), method) as channel:
         async with channel() as first, channel() as second:
             held = [first.unary_unary("/test.Service/Call")(b"") for _ in range(calls.CALLS_PER_CALLER)]
             await until(lambda: running == calls.CALLS_PER_CALLER, "as many calls as it may have")
@@ -220,13 +211,13 @@ async def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> N
 
 
 async def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> None:
-    assert LEARNER.idle_s <= 30 and SERVICES.idle_s <= 60, "each keeps memory"
+    assert ports.LEARNER.idle_s <= 30 and ports.SERVICES.idle_s <= 60, "each keeps memory"
 
     async def echo(messages: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
         await context.write(await context.read())
 
     method = grpc.stream_stream_rpc_method_handler(echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-    async with served(replace(LEARNER, idle_s=1.0), method) as open_channel, open_channel() as channel:
+    async with served(replace(ports.LEARNER, idle_s=1.0), method) as open_channel, open_channel() as channel:
         for _ in range(2):
             call = channel.stream_stream("/test.Service/Call")()
             said = ProbeBlock(data=b"x").SerializeToString()
@@ -239,10 +230,13 @@ async def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> No
 
 
 def test_a_workers_unfinished_messages_to_the_coordinator_hold_four_mib_and_the_learners_more() -> None:
-    def caller(peer: str, size: int, limit: int) -> Caller:
-        return Caller(1, ("10.0.0.1", hash(peer) % 60_000), 0.0, peer, received_bytes=size, in_flight_max=limit)
+    def caller(peer: str, size: int, limit: int) -> ports.Caller:
+        return ports.Caller(1, ("10.0.0.1", hash(peer) % 60_000), 0.0, peer, received_bytes=size, in_flight_max=limit)
 
-    worker = [caller("w", 3 * MIB, SERVICES.in_flight_bytes), caller("w", 3 * MIB, SERVICES.in_flight_bytes)]
-    learner = caller("l", 30 * MIB, IN_FLIGHT_OF_TRUSTED)
-    small = caller("v", 3 * MIB, SERVICES.in_flight_bytes)
-    assert overweight([*worker, learner, small], 1.0) == worker
+    worker = [
+        caller("w", 3 * MIB, ports.SERVICES.in_flight_bytes),
+        caller("w", 3 * MIB, ports.SERVICES.in_flight_bytes),
+    ]
+    learner = caller("l", 30 * MIB, ports.IN_FLIGHT_OF_TRUSTED)
+    small = caller("v", 3 * MIB, ports.SERVICES.in_flight_bytes)
+    assert ports.overweight([*worker, learner, small], 1.0) == worker

@@ -110,10 +110,7 @@ async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restar
         assert "Resume the run" in told["steps"][0]["text"] and "the power is out" in "\n".join(advice_lines(told))
         await ctl("worker", "late", "drain", "for", "good")
         assert activation_of(hub, late) is Activation.DRAINING
-    async with (
-        running(chosen) as again,
-        OperatorClient.at(again.links["operator"], tmp_path / "operator") as operator,
-    ):
+    async with running(chosen) as again, OperatorClient.at(again.links["operator"], tmp_path / "operator") as operator:
         hub = again.hub
         assert hub is not None and activation_of(hub, node) is Activation.STANDBY
         await Ctl(operator)("resume")

@@ -267,11 +267,7 @@ async def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their
 
     async with running(options(tmp_path)) as daemon:
         learner = await Node.join(daemon, Role.LEARNER)
-        await learner.hello(
-            relay_address="198.51.100.1:8423",
-            longest_sequence_tokens=2560,
-            full_snapshot_bytes=99,
-        )
+        await learner.hello(relay_address="198.51.100.1:8423", longest_sequence_tokens=2560, full_snapshot_bytes=99)
         left, right = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
         for worker in (left, right):
             welcome = (await worker.hello(addresses=["192.168.1.2:7"])).welcome

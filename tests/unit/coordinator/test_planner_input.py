@@ -13,21 +13,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.planning.telemetry import (
-    RATE_MARGIN,
-    CurrentPlan,
-    LearnerBoard,
-    Speed,
-    broadcast_nodes,
-    is_measured,
-    learner_estimate,
-    measured_speed,
-    needs_of,
-    plan_config,
-    pool_usd_per_s,
-    prior_speed,
-    worker_estimates,
-)
+from echo2.coordinator.planning import telemetry
 from echo2.cost_model.machines import GpuType
 from echo2.cost_model.plan import Limit
 from echo2.cost_model.planner import plan
@@ -60,8 +46,8 @@ def link(uplink_bytes_per_s: float) -> pb.Link:
     return pb.Link(uplink_bytes_per_s=uplink_bytes_per_s, downlink_bytes_per_s=2 * uplink_bytes_per_s, rtt_s=0.05)
 
 
-def board(*train_s: float) -> LearnerBoard:
-    made = LearnerBoard()
+def board(*train_s: float) -> telemetry.LearnerBoard:
+    made = telemetry.LearnerBoard()
     hello = pb.LearnerHello(
         run_id=RUN, address="a:1", chunk_address="a:1", model_digest="d", rollouts_per_step=64, rollouts_per_group=8,
         full_snapshot_bytes=10**9,
@@ -73,11 +59,11 @@ def board(*train_s: float) -> LearnerBoard:
 
 
 def fleet_snapshot(
-    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
+    board: telemetry.LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
 ) -> FleetSnapshot | None:
     """The snapshot, made at once; None while too little is known."""
-    workers = worker_estimates(board, members, now, catalogue)
-    return None if workers is None else FleetSnapshot(now, learner_estimate(board), tuple(workers))
+    workers = telemetry.worker_estimates(board, members, now, catalogue)
+    return None if workers is None else FleetSnapshot(now, telemetry.learner_estimate(board), tuple(workers))
 
 
 def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
@@ -131,12 +117,12 @@ def measured_fleet(*gpus: str) -> list[Member]:
 def test_new_worker_starts_from_its_kind_else_from_the_catalogue() -> None:
     catalogue = built_in_catalogue()
 
-    def prior(measured: list[Member], new: Member) -> Speed:
-        known = [(member.hello.gpu, measured_speed(member)) for member in measured]
-        return prior_speed(new.hello.gpu, known, catalogue)
+    def prior(measured: list[Member], new: Member) -> telemetry.Speed:
+        known = [(member.hello.gpu, telemetry.measured_speed(member)) for member in measured]
+        return telemetry.prior_speed(new.hello.gpu, known, catalogue)
 
     *measured, new = measured_fleet("H100", "RTX4090", "RTX4090")
-    assert not is_measured(new) and prior(measured, new).rollouts_per_s == 2.0
+    assert not telemetry.is_measured(new) and prior(measured, new).rollouts_per_s == 2.0
     *measured, new = measured_fleet("RTX4090", "H100")
     found = prior(measured, new)
     assert found.rollouts_per_s == pytest.approx(2.0 * 3350 / 1008 * (79.6 / 24) ** 0.5)
@@ -166,7 +152,7 @@ def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
 def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links() -> None:
     made, one = board(10.0), PeerId("w0")
     config = RunConfig()
-    assert plan_config(config, made).broadcast_efficiency == 0.8
+    assert telemetry.plan_config(config, made).broadcast_efficiency == 0.8
 
     def broadcast(version: int, took_s: float, parent: int | None, pool: tuple[PeerId, ...] = (one,)) -> None:
         published = pb.VersionPublished(version=version, parent=parent or 0, has_parent=parent is not None)
@@ -177,7 +163,7 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
     assert made.broadcast_efficiency == 0.8
     for version in range(2, 32):
         broadcast(version, 6.0, version - 1)
-    assert plan_config(config, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
+    assert telemetry.plan_config(config, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
     for version in range(32, 36):
         broadcast(version, 90.0, version - 1, pool=(one, PeerId("away")) if version == 32 else (one,))
     assert made.broadcast_efficiency == pytest.approx(0.5, abs=0.05), "the links had another version as well"
@@ -191,7 +177,7 @@ def test_predictions_stand_next_to_what_happened() -> None:
     from echo2.cost_model.planner import plan
 
     made = board(10.0)
-    reckoning = CurrentPlan(made)
+    reckoning = telemetry.CurrentPlan(made)
     chosen = plan(snapshot(tuple(worker(f"w{i}") for i in range(8))), PlanConfig(4))
     reckoning.adopt(chosen, True)
     for at in (10.0, 20.0):
@@ -215,15 +201,17 @@ def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_
         members[PeerId(name)].measures.observe(beat(rate))
     members[PeerId("w3")].is_wanted = False
     membership.change_of(members[PeerId("w3")], 2.0)
-    nodes = broadcast_nodes(made, list(members.values()))
+    nodes = telemetry.broadcast_nodes(made, list(members.values()))
     assert [node.peer_id for node in nodes] == ["learner", "w0", "w1", "w2", "w3"]
-    assert needs_of(nodes, members, None) == Needs((2.0, 6.0, 4.0, 0.0))  # w2 was not measured: as much as is usual
+    assert telemetry.needs_of(nodes, members, None) == Needs(
+        (2.0, 6.0, 4.0, 0.0)
+    )  # w2 was not measured: as much as is usual
     snapshot = fleet_snapshot(made, list(members.values()), 3.0, {})
     assert snapshot is not None
     chosen = plan(snapshot, PlanConfig(4))
     needed = next(term.limit for term in chosen.terms if term.limit_kind is Limit.THROUGHPUT)
-    assert 0 < needed < 12 / RATE_MARGIN
-    assert needs_of(nodes, members, chosen).share == pytest.approx(RATE_MARGIN * needed / 12)
+    assert 0 < needed < 12 / telemetry.RATE_MARGIN
+    assert telemetry.needs_of(nodes, members, chosen).share == pytest.approx(telemetry.RATE_MARGIN * needed / 12)
 
 
 def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_beside_a_slow_standby_worker() -> None:
@@ -233,8 +221,8 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     idle.hello.link.CopyFrom(link(1e5))
     idle.is_wanted = False
     membership.change_of(idle, 1.0)
-    nodes = broadcast_nodes(made, list(members.values()))
-    known = weighted_plan(nodes, needs_of(nodes, members, None), 1, 10**8)
+    nodes = telemetry.broadcast_nodes(made, list(members.values()))
+    known = weighted_plan(nodes, telemetry.needs_of(nodes, members, None), 1, 10**8)
     seed, *pool = [LinkEstimate(node.up, node.down, node.rtt_s) for node in nodes[:-1]]
     workers = tuple(worker(f"w{index}", link=link) for index, link in enumerate(pool))
     told = learner(link=seed, delta_bytes=1e8)
@@ -245,7 +233,7 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     assert known.predicted_all_s > 5 * known.predicted_needed_s and known.late == {idle.peer_id}
     idle.is_wanted = True
     membership.change_of(idle, 2.0)
-    needs = needs_of(nodes, members, None)
+    needs = telemetry.needs_of(nodes, members, None)
     assert not is_worth_sending(known, weighted_plan(nodes, needs, 2, 10**8), needs), "it is served late at work too"
 
 
@@ -255,7 +243,7 @@ def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_
     places = (("AWS", "us-east-1"), ("aws", ""), ("", "here"), ("aws", "US-EAST-1"), ("İ" * 64, "x" * 64))
     for member, (provider, region) in zip(members.values(), places, strict=True):
         member.hello.MergeFrom(pb.WorkerHello(provider=provider, region=region, price_usd_per_hour=1.2))
-    nodes = broadcast_nodes(made, list(members.values()))
+    nodes = telemetry.broadcast_nodes(made, list(members.values()))
     assert [node.egress_usd_per_gib for node in nodes] == [0.0, 0.09, 0.09, 0.0, 0.09, 0.0]
     _, east, *unknown, same, odd = [node.region for node in nodes]
     assert unknown == ["", ""] and east and same == east and odd not in ("", east)
@@ -263,4 +251,4 @@ def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_
     check(plan_to_message(made_plan), "no name of a worker's makes a plan that nodes refuse")
     members[PeerId("w2")].is_wanted = False
     membership.change_of(members[PeerId("w2")], 1.0)
-    assert pool_usd_per_s(members.values()) == pytest.approx(4 * 1.2 / 3600)
+    assert telemetry.pool_usd_per_s(members.values()) == pytest.approx(4 * 1.2 / 3600)

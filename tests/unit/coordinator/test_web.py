@@ -342,13 +342,7 @@ async def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_pa
         assert "not connected" in (await web.get("/api/rollouts")).json()["problem"]
         learner = await Node.joined(daemon, Role.LEARNER)
         one = pb.RolloutSummary(
-            rollout_id="g1/0",
-            step=4,
-            reward=0.5,
-            token_count=2,
-            completion="<b>",
-            peer_ids=["x" * 20],
-            turn_count=2,
+            rollout_id="g1/0", step=4, reward=0.5, token_count=2, completion="<b>", peer_ids=["x" * 20], turn_count=2
         )
 
         async def asked(path: str, **answer: object) -> tuple[httpx.Response, object]:

@@ -67,7 +67,6 @@ def batch_of(step: int, seed: int | None = None, count: int = 3) -> Batch:
 def groups_config(
     bound: int = 2, rollouts_per_step: int = 4, n: int = 2, *, drops: bool = False, is_driven: bool = False
 ) -> RunConfig:
-    """The options that say which groups are drawn."""
     learner = {"prompts_per_step": rollouts_per_step // n, "rollouts_per_prompt": n, "drop_equal_groups": drops}
     agent = {"listen": "127.0.0.1:0"} if is_driven else {}
     return RunConfig.model_validate({"staleness": {"bound": bound}, "learner": learner, "agent": agent})

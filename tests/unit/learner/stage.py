@@ -249,7 +249,6 @@ class Stage:
         return batch
 
     def fill(self, group_id: GroupId, version: int = 0, rewards: Sequence[float | None] = (0.0, 1.0)) -> None:
-        """Samples a whole group and scores it."""
         for index, value in enumerate(rewards):
             assert self.report(piece(group_id, index, [9, STOP], version=version)) == [Verdict.ADMITTED]
             self.reward(value, number=-1)
@@ -259,7 +258,6 @@ class Stage:
         return [name for name, spec in self.offered.items() if spec.work is Work.EVALUATE]
 
     def answer(self, group_id: GroupId, reward: float = 1.0, sender: PeerId = ALICE) -> None:
-        """All samples of a question, scored."""
         version = evaluated_version(group_id)
         assert version is not None
         for index in range(self.offered[group_id].rollout_count):

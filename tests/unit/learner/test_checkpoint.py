@@ -37,7 +37,6 @@ def train(trainer: Trainer, count: int) -> None:
 
 
 def break_weights(trainer: Trainer) -> None:
-    """From now on no step of it is finite."""
     with torch.no_grad():
         trainer.model.parameters[0].fill_(float("nan"))
 

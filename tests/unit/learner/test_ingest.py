@@ -55,7 +55,6 @@ def first_of(stage: Stage) -> GroupId:
 
 
 def report_of(stage: Stage, worker: RandomWorker, **changes: object) -> ingest_pb2.RolloutReport:
-    """All of the first group."""
     segments = worker.segments(stage.pool.groups.groups[first_of(stage)].spec, Version(0))
     given: dict[str, Any] = {"sequence": 1, "ticket": worker.ticket(first_of(stage))}
     return ingest_pb2.RolloutReport(**{**given, "segments": map(rollout_to_message, segments), **changes})

@@ -21,17 +21,6 @@ from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups, cap_groups
 from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet
 from echo2.learner.rollouts.groups import NOBODY, SentTokens, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.journal import closed, drawn
-from echo2.learner.rollouts.workers import (
-    ALONE_TIMES,
-    HEARD_S,
-    HELD_MIN,
-    IMPOSSIBLE_MAX,
-    NEWS_S,
-    SHOWN_FROM,
-    TELL_S,
-    FailureStreak,
-    SenderRecords,
-)
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.learner.made import groups_config
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, SAMPLING, STOP, Stage, draw, piece
@@ -363,7 +352,7 @@ def test_a_duplicate_is_acknowledged_once_the_first_copy_is_on_the_disk() -> Non
 def test_who_sends_what_no_honest_worker_sends_is_barred_and_told_to_the_coordinator() -> None:
     stage = Stage()
     group_id = next(iter(stage.offered))
-    for _ in range(IMPOSSIBLE_MAX):
+    for _ in range(workers.IMPOSSIBLE_MAX):
         assert stage.accused == []
         assert stage.report(piece(group_id, 0, [9], version=99)) == [Verdict.REFUSED]
     ((worker, reason, is_certain),) = stage.accused
@@ -756,7 +745,7 @@ def delivered(peer_id: PeerId, heard: int, admitted: float) -> pb.WorkerDelivere
     return pb.WorkerDelivered(peer_id=peer_id, heard_rollouts=heard, admitted_rollouts=admitted)
 
 
-def scored(records: SenderRecords, authors: list[PeerId], times: int, *, is_held: bool) -> int | None:
+def scored(records: workers.SenderRecords, authors: list[PeerId], times: int, *, is_held: bool) -> int | None:
     """Of so many completions of these authors, at which they are accused; None if they are not."""
     before = len(records.accused)
     for number in range(times):
@@ -767,10 +756,10 @@ def scored(records: SenderRecords, authors: list[PeerId], times: int, *, is_held
 
 
 def test_who_sends_impossible_reports_again_and_again_is_accused_once_and_who_delivers_as_much_is_not() -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     for problem in ("got 57", "another"):
         records.accused.clear()
-        for _ in range(IMPOSSIBLE_MAX + 5):
+        for _ in range(workers.IMPOSSIBLE_MAX + 5):
             records.on_impossible(LIAR, problem)
             records.on_impossible(HONEST, "a slip")
             records.on_admission([SentTokens(HONEST, 2)], HONEST)
@@ -780,26 +769,26 @@ def test_who_sends_impossible_reports_again_and_again_is_accused_once_and_who_de
 
 
 def test_who_blocks_scorers_far_more_often_than_others_is_accused_once_until_it_is_forgiven() -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     for number in (1, 2):
         assert scored(records, [HONEST], 100, is_held=False) is None
-        assert scored(records, [BOMBER], 100, is_held=True) == HELD_MIN
+        assert scored(records, [BOMBER], 100, is_held=True) == workers.HELD_MIN
         assert scored(records, [BOMBER], 100, is_held=True) is None and len(records.accused) == number
         assert "16 of its 16 recent completions held up their scorer, for 32 s in all" in records.accused[-1].reason
         records.forgive(BOMBER)
-    assert records.completions_held == 2 * (HELD_MIN + 100) == records.seconds_held / 2
+    assert records.completions_held == 2 * (workers.HELD_MIN + 100) == records.seconds_held / 2
 
 
 def test_a_policy_that_blocks_scorers_by_itself_makes_nobody_guilty() -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     for _ in range(500):
         for worker in (HONEST, BOMBER):
             assert scored(records, [worker], 1, is_held=True) is scored(records, [worker], 3, is_held=False) is None
-    assert scored(SenderRecords(), [BOMBER], 500, is_held=True) is None, "nobody to compare it with"
+    assert scored(workers.SenderRecords(), [BOMBER], 500, is_held=True) is None, "nobody to compare it with"
 
 
 def test_a_good_past_does_not_pay_for_long() -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     scored(records, [HONEST], 20_000, is_held=False)
     scored(records, [BOMBER], 20_000, is_held=False)
     assert scored(records, [BOMBER], 200, is_held=True)
@@ -808,10 +797,10 @@ def test_a_good_past_does_not_pay_for_long() -> None:
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("partners", [1, 4])
 def test_a_shared_completion_is_charged_to_whoever_has_such_more_often(begins: bool, partners: int) -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     names = [PeerId(f"honest {number}") for number in range(partners)]
     assert records.likeliest([BOMBER, names[0]]) == names[0], "of unknown ones the last"
-    for number in range(2 * HELD_MIN):
+    for number in range(2 * workers.HELD_MIN):
         for name in names:
             assert scored(records, [name], 10, is_held=False) is None
         partner = names[number % partners]
@@ -822,32 +811,32 @@ def test_a_shared_completion_is_charged_to_whoever_has_such_more_often(begins: b
 
 
 def test_rollouts_are_heard_of_for_some_seconds_and_each_counts_once() -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     records.on_tokens(NOBODY, G, 0)
     assert records.take_deliveries(0.0) == [], "the first report is that nothing came"
     for index in (0, 1, 1, 1):
         records.on_tokens(A, G, index)
-    assert records.take_deliveries(NEWS_S - 0.01) is None
-    assert records.take_deliveries(NEWS_S) == [delivered(A, 2, 0.0)], "a worker that was silent before is news"
+    assert records.take_deliveries(workers.NEWS_S - 0.01) is None
+    assert records.take_deliveries(workers.NEWS_S) == [delivered(A, 2, 0.0)], "a worker that was silent before is news"
     records.on_tokens(A, G, 2)
-    assert records.take_deliveries(2 * NEWS_S) is None, "more of a worker that is known is not"
-    assert records.take_deliveries(NEWS_S + TELL_S) == [delivered(A, 3, 0.0)]
-    assert records.take_deliveries(NEWS_S + HEARD_S + 0.1) == [delivered(A, 1, 0.0)]
-    assert records.take_deliveries(NEWS_S + TELL_S + HEARD_S + 0.2) == []
+    assert records.take_deliveries(2 * workers.NEWS_S) is None, "more of a worker that is known is not"
+    assert records.take_deliveries(workers.NEWS_S + workers.TELL_S) == [delivered(A, 3, 0.0)]
+    assert records.take_deliveries(workers.NEWS_S + workers.HEARD_S + 0.1) == [delivered(A, 1, 0.0)]
+    assert records.take_deliveries(workers.NEWS_S + workers.TELL_S + workers.HEARD_S + 0.2) == []
 
 
 def test_an_admitted_rollout_counts_for_its_workers_by_their_share_of_its_tokens() -> None:
-    records = SenderRecords()
+    records = workers.SenderRecords()
     records.on_admission((SentTokens(A, 30), SentTokens(B, 90)), B)
     records.on_admission((SentTokens(A, 5),), A)
     shares = [delivered(A, 0, 1.25), delivered(B, 0, 0.75)]
     assert records.take_deliveries(0.0) == shares
-    assert records.take_deliveries(TELL_S) == [], "reported once"
+    assert records.take_deliveries(workers.TELL_S) == [], "reported once"
 
 
 def test_proven_is_who_had_a_rollout_admitted_and_the_last_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "WORKERS_MAX", 3)
-    records = SenderRecords()
+    records = workers.SenderRecords()
     records.on_tokens(PeerId("heard"), G, 0)
     for name in ("a", "b", "c", "a", "d"):
         records.on_admission([SentTokens(PeerId(name), 4)], PeerId(name))
@@ -859,9 +848,9 @@ def test_proven_is_who_had_a_rollout_admitted_and_the_last_ones_are_remembered(m
 
 @pytest.mark.parametrize(("rollouts_per_step", "limit"), [(4, 64), (1000, 2000)])
 def test_failures_of_two_steps_in_a_row_end_the_run(rollouts_per_step: int, limit: int) -> None:
-    streak = FailureStreak("rewards", rollouts_per_step)
+    streak = workers.FailureStreak("rewards", rollouts_per_step)
     for number in range(limit - 1):
-        assert (streak.text == "") == (number < SHOWN_FROM)
+        assert (streak.text == "") == (number < workers.SHOWN_FROM)
         assert not streak.on_failure("KeyError: 1")
     streak.on_success()
     texts = [streak.on_failure("TypeError: odd" if number == 3 else f"KeyError: {number}") for number in range(limit)]
@@ -872,12 +861,12 @@ def test_failures_of_two_steps_in_a_row_end_the_run(rollouts_per_step: int, limi
 
 
 def test_one_worker_among_several_ends_nothing_by_what_it_sends() -> None:
-    streak = FailureStreak("rewards", 4)
+    streak = workers.FailureStreak("rewards", 4)
     streak.on_success("honest")
-    assert not any(streak.on_failure("ValueError: junk", "bad") for _ in range(64 * ALONE_TIMES - 1))
+    assert not any(streak.on_failure("ValueError: junk", "bad") for _ in range(64 * workers.ALONE_TIMES - 1))
     streak.on_success("honest")
     assert not any(streak.on_failure("ValueError: junk", "bad") for _ in range(64))
     assert streak.on_failure("ValueError: junk", "honest"), "the others meet it too"
-    only = FailureStreak("rewards", 4)
+    only = workers.FailureStreak("rewards", 4)
     only.on_success("only")
     assert any(only.on_failure("ValueError: junk", "only") for _ in range(64)), "the only worker counts as all"

@@ -58,7 +58,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostWeights]]:
-    """The weights of each load."""
     found: list[weakref.ref[HostWeights]] = []
     original = base_checkpoint.load_base
 

@@ -26,17 +26,6 @@ from echo2.base.rollout import (
 from echo2.wire import rollout as wire
 from echo2.worker import leases
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
-from echo2.worker.leases import (
-    EXACT_GRACE_S,
-    HOLD_S_MAX,
-    REPEAT_S,
-    REPORT_TOKENS_MAX,
-    TURN_GRACE_S,
-    VERDICT_GRACE_S,
-    Demand,
-    Leases,
-    RateWindow,
-)  # fmt: skip
 from echo2.worker.rollouts import SEGMENT_TOKENS_MAX
 
 STOP, SLOTS = 9, 4
@@ -92,7 +81,7 @@ class Surroundings:
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # on all of a group, whatever is reported
 
     def __post_init__(self) -> None:
-        self.leases = Leases(self, self, self, self)
+        self.leases = leases.Leases(self, self, self, self)
 
     def now(self) -> float:
         return self.time
@@ -116,7 +105,7 @@ class Surroundings:
 
     def report(self, lease_id: LeaseId, segments: tuple[Rollout, ...]) -> None:
         assert lease_id not in self.reports, "one report of a lease at a time"
-        assert sum(len(segment.token_ids) for segment in segments) <= REPORT_TOKENS_MAX
+        assert sum(len(segment.token_ids) for segment in segments) <= leases.REPORT_TOKENS_MAX
         self.reports[lease_id] = segments
 
     def fetch_partials(self, lease_id: LeaseId) -> None:
@@ -360,7 +349,7 @@ class LeaseRules(RuleBasedStateMachine):
         elif kind:
             self.it.leases.finish_up()
 
-    @rule(seconds=st.sampled_from([0.0, 0.02, 0.3, 1.0, 3.0, 30.0, HOLD_S_MAX]))
+    @rule(seconds=st.sampled_from([0.0, 0.02, 0.3, 1.0, 3.0, 30.0, leases.HOLD_S_MAX]))
     def time_passes(self, seconds: float) -> None:
         until = self.it.time + seconds
         while self.it.time < until:
@@ -380,14 +369,17 @@ class LeaseRules(RuleBasedStateMachine):
         ends = [
             (name, since, self.it.ended_at.get(name, math.inf)) for name, since in self.exact.items() if since <= at
         ]
-        grace_s = {name: TURN_GRACE_S if warm_groups(self.specs[name].group_id) else EXACT_GRACE_S for name, *_ in ends}
+        grace_s = {
+            name: leases.TURN_GRACE_S if warm_groups(self.specs[name].group_id) else leases.EXACT_GRACE_S
+            for name, *_ in ends
+        }
         return all(end + grace_s[name] <= at for name, _, end in ends)
 
     @invariant()
     def a_version_goes_live_once_nothing_needs_the_one_before_and_after_the_hold_at_the_latest(self) -> None:
         if self.waits_since is None:
             return
-        latest = self.waits_since + HOLD_S_MAX
+        latest = self.waits_since + leases.HOLD_S_MAX
         if not self.it.admitted_at:
             assert self.it.time < latest and not self.is_free(self.it.time)
             return
@@ -424,14 +416,14 @@ class LeaseRules(RuleBasedStateMachine):
 
     def is_past(self, lease_id: LeaseId) -> bool:
         since = self.learner_since
-        return since is not None and self.it.time >= max(self.deadlines[lease_id], since) + VERDICT_GRACE_S
+        return since is not None and self.it.time >= max(self.deadlines[lease_id], since) + leases.VERDICT_GRACE_S
 
     def teardown(self) -> None:
         """Once nothing fails any more, every lease ends, and one that finished left all its tokens with the learner."""
         it = self.it
         it.leases.on_coordinator(1.0)
         self.learner(True)
-        latest = it.time + 30.0 + VERDICT_GRACE_S
+        latest = it.time + 30.0 + leases.VERDICT_GRACE_S
         for _ in range(200):
             while it.fetching:
                 self.answer_fetch(is_refused=False)
@@ -498,7 +490,7 @@ def test_a_lease_is_handed_back_before_its_deadline_which_a_renewal_moves(lasts_
     it.time = 2 * lasts_s
     it.leases.on_learner()
     it.at(it.wake)
-    assert it.ended[L1] == (EndReason.HANDED_BACK, PAST[0]) and it.time == 2 * lasts_s + VERDICT_GRACE_S
+    assert it.ended[L1] == (EndReason.HANDED_BACK, PAST[0]) and it.time == 2 * lasts_s + leases.VERDICT_GRACE_S
 
 
 def test_what_the_learner_wants_no_more_is_sampled_no_more_and_what_it_lacks_comes_soon() -> None:
@@ -542,8 +534,8 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
 @pytest.mark.parametrize(
     ("name", "ends_at", "expected"),
     [
-        ("g1", 0.0, EXACT_GRACE_S), ("g1.0.1", 0.0, TURN_GRACE_S), ("g1", HOLD_S_MAX - 0.1, HOLD_S_MAX),
-        ("g1", math.inf, HOLD_S_MAX),
+        ("g1", 0.0, leases.EXACT_GRACE_S), ("g1.0.1", 0.0, leases.TURN_GRACE_S), ("g1", leases.HOLD_S_MAX - 0.1, leases.HOLD_S_MAX),
+        ("g1", math.inf, leases.HOLD_S_MAX),
     ],
     ids=["alone", "a turn", "late", "never"],
 )  # fmt: skip
@@ -552,7 +544,7 @@ def test_a_version_waits_for_evaluations_and_next_calls_awhile(name: str, ends_a
     it.leases.on_coordinator_lost()
     it.grant(L1, group(name, 1, version=3))
     it.leases.on_version_arrived()
-    if ends_at < HOLD_S_MAX:
+    if ends_at < leases.HOLD_S_MAX:
         it.time = ends_at
         it.leases.revoke(L1, "revoked")
         it.deliver()
@@ -560,9 +552,9 @@ def test_a_version_waits_for_evaluations_and_next_calls_awhile(name: str, ends_a
     assert it.admitted_at == [expected] and not it.running
 
 
-@pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * REPORT_TOKENS_MAX])
+@pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * leases.REPORT_TOKENS_MAX])
 def test_long_rollouts_are_reported_in_bounded_segments_and_finished_ones_first(count: int) -> None:
-    assert SEGMENT_TOKENS_MAX <= wire.SEGMENT_TOKENS_MAX and REPORT_TOKENS_MAX <= wire.REPORT_TOKENS_MAX
+    assert SEGMENT_TOKENS_MAX <= wire.SEGMENT_TOKENS_MAX and leases.REPORT_TOKENS_MAX <= wire.REPORT_TOKENS_MAX
     it = Surroundings().begin()
     it.grant(L1, group("g1", 7, 1 << 20))
     for index in range(1, 7):
@@ -603,7 +595,7 @@ def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_w
 ) -> None:
     monkeypatch.setattr(leases, "UNHELD_TOKENS_MAX", 3)
     it = Surroundings().begin(5, has_learner=False)
-    assert it.requests == [5] and it.wake == REPEAT_S
+    assert it.requests == [5] and it.wake == leases.REPEAT_S
     it.grant(L1, group("g1"))
     it.leases.activate(False)
     it.leases.activate(True)
@@ -621,12 +613,12 @@ def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_w
 
 
 def test_a_standing_request_is_repeated_in_time_renewed_by_a_version_and_taken_back() -> None:
-    demand = Demand()
+    demand = leases.Demand()
     assert demand.request(0, True, 0.0) is None  # no weights yet
     demand.live(Version(1), 4)
     assert demand.request(0, True, 0.0) == (4, Version(1))
-    assert demand.request(0, True, 1.0) is None and demand.repeat_at() == REPEAT_S
-    assert demand.request(0, True, REPEAT_S) == (4, Version(1))
+    assert demand.request(0, True, 1.0) is None and demand.repeat_at() == leases.REPEAT_S
+    assert demand.request(0, True, leases.REPEAT_S) == (4, Version(1))
     demand.live(Version(2), 4)
     assert demand.request(0, True, 5.1) == (4, Version(2)), "it may open newer groups"
     assert demand.request(0, False, 5.2) == (0, Version(2)) and demand.request(0, False, 100.0) is None
@@ -649,7 +641,7 @@ def test_slots_that_fall_free_while_a_lease_travels_are_requested_ahead(gap_s: f
 
 @given(rate=st.floats(1, 1000), idle_s=st.floats(0, 100), busy_s=st.floats(1, 15))
 def test_rates_are_those_of_busy_time_however_long_it_stood_idle(rate: float, idle_s: float, busy_s: float) -> None:
-    window, now, steps = RateWindow(), idle_s, 50
+    window, now, steps = leases.RateWindow(), idle_s, 50
     window.busy(True, now)
     each = round(rate * busy_s / steps)
     for _ in range(steps):

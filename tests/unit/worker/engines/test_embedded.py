@@ -59,7 +59,6 @@ async def collect(engine: EmbeddedEngine, *names: str) -> dict[str, list[int]]:
 
 
 async def said(engine: EmbeddedEngine, name: str, prompt: Sequence[int]) -> tuple[int, ...]:
-    """The whole of one turn."""
     engine.submit(replace(request(name, 12), prompt_token_ids=tuple(prompt)))
     return (*prompt, *(await collect(engine, name))[name])
 

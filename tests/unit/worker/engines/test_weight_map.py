@@ -261,7 +261,6 @@ class Served:
         self.map.settle(is_kept=True)
 
     def live(self) -> dict[str, torch.Tensor]:
-        """Bits of all that is live."""
         codes = {f"{layer.name}.{key}": raw(value) for layer in self.layers for key, value in layer.live.items()}
         return codes | {"norm": raw(self.model.norm.data), "embed": raw(self.model.embed.weight.data)}
 
