@@ -294,6 +294,8 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     ):
         with pytest.raises(ConfigError, match=said):
             with_set(name, count)
+    further = [with_set("more", 10).problem(5 + place)[0].index for place in range(10)]
+    assert sorted(further) == list(range(10)) != further, "each once, in an order of the run's seed"
     prompts.vocabulary_size = 3
     with pytest.raises(ConfigError, match="prompt [0-9] of task sort_digits: expected 1 or more token ids below 3"):
         with_set("more", 4).draw(Version(0), 5)
