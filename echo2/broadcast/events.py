@@ -48,12 +48,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class RelayAck:
-    """The chunk was relayed to all children; `backlog` more from the same parent wait there."""
+    """The chunk was relayed to all children; `backlog` more from the same parent wait there. `is_slow`: its uplink carries less
+    than the plan says."""
 
     peer: PeerId
     key: ArtifactKey
     index: int
     backlog: int
+    is_slow: bool = False
 
 
 # ---- events

@@ -179,6 +179,7 @@ FULL_SHARE, EMPTYING_SHARE = 0.97, 0.9  # of what was delivered while the queue 
 LOST_SHARE = 0.025  # of what is sent: a queue too short for its delay to be seen; paths that lose 1 % have no more
 FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
 LOWER_AT_ONCE = 0.75  # of the rate: a look that came late, or bytes that were held up, may tell of too little
+SLOWER_SHARE = 0.7  # of what is planned: less is no noise
 FLOOR_SHARE = 0.25  # a queue that others fill must not stop us
 DELIVERY_SPAN_S = 0.35  # over which delivery is averaged: three looks
 LOSS_SPAN_S = 0.8  # over which losses are counted: several round trips
@@ -194,7 +195,11 @@ class UplinkGovernor:
         self._full = 0.0  # what was delivered when the queue was last beyond its aim
         self._raise, self._raise_max = RAISE_FIRST, RAISE_MAX
         self._recent: deque[tuple[float, UplinkSeen]] = deque()
-        self.capacity_bytes_per_s = 0.0
+        self._planned = self.capacity_bytes_per_s = 0.0
+
+    @property
+    def is_slower_than_planned(self) -> bool:
+        return 0 < self._rate < SLOWER_SHARE * self._planned
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -204,6 +209,7 @@ class UplinkGovernor:
 
     def planned(self, uplink_bytes_per_s: float) -> None:
         """Starts from the plan's estimate of our uplink, unless a rate is already known."""
+        self._planned = uplink_bytes_per_s
         if self._rate == 0.0 and uplink_bytes_per_s > 0:
             self._hold(FIRST_SHARE * uplink_bytes_per_s)
 

@@ -20,6 +20,8 @@ PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
 SLOW_AMONG = 4  # children: for one of so many that take chunks slowly, the others do not wait
 LOOK_S = 1.5  # of sending: several windows
 DIRECT_MOST = 2.0  # times its planned share: what the seed adds itself while relays bring only half of what was planned
+PIPE_SHARE = 0.87  # of the fluid bound: trees by region bring more than that where no pipe holds them back
+SLOW_SHARE = 0.25  # of what is passed on: by relays whose uplinks are slower than planned, so that the bound is less
 POOR_SHARE = 0.6  # of what trees by region bring: less than that do those that cross a thin pipe many times
 
 
@@ -131,9 +133,9 @@ class SeedTree:
 
 
 class Seeding:
-    """Fresh chunks (published, not yet assigned) and the trees that can carry them. After two looks at those by region, the plan's
-    others take over, which are shorter and use each uplink by itself; where they turn out to bring far less, a pipe between the
-    regions is thin, and the trees by region are back and stay."""
+    """Fresh chunks (published, not yet assigned) and the trees that can carry them. If these are by region and bring what uplinks
+    can, or relays say that their uplinks are slower than planned, the plan's others take over, which use each uplink by itself;
+    where they turn out to bring far less, a pipe is thin, and the trees by region are back and stay."""
 
     def __init__(self) -> None:
         self.fresh: deque[Ref] = deque()
@@ -141,7 +143,8 @@ class Seeding:
         self.trees: list[SeedTree] = []
         self._others: list[SeedTree] = []  # or, while those are in use, the trees by region
         self._enters_once, self._is_pipe_thin = False, False  # a chunk enters each region once, by the trees in use
-        self._bytes_per_s_by_region = 0.0
+        self._bound_bytes_per_s = self._bytes_per_s_by_region = 0.0
+        self._slow_bytes = 0  # of those passed on
         self._passed_bytes, self._busy_s, self._looked_at, self._looks = 0, 0.0, float("-inf"), 0
         self._retiring: list[SeedTree] = []
         self._relays_full_since: float | None = None
@@ -158,6 +161,7 @@ class Seeding:
         self.trees, self._others, self._enters_once = [], [], plan.topology == BY_REGION
         if plan.seed is None or plan.seed.peer_id != me:
             return
+        self._bound_bytes_per_s = fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.others else 0.0
         for number, planned in enumerate(plan.all_trees):
             children = plan.pushed_to(number)
             direct = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
@@ -216,16 +220,16 @@ class Seeding:
         return ref, tree
 
     def _look(self, now: float) -> None:
-        """Measures what trees bring while chunks wait, but for the first look, and changes them: until the others are tried,
-        uplinks that are slower than planned look like a thin pipe."""
+        """Measures what trees bring while chunks wait, but for the first look; changes them if others are better."""
         self._busy_s += min(now - self._looked_at, RELAYS_FULL_S) if self._looked_at > 0 else 0.0
         self._looked_at = now
         if self._busy_s < LOOK_S or not self._others:
             return
-        bytes_per_s = self._passed_bytes / self._busy_s
-        self._passed_bytes, self._busy_s, self._looks = 0, 0.0, self._looks + 1
+        bytes_per_s, is_slow = self._passed_bytes / self._busy_s, self._slow_bytes > SLOW_SHARE * self._passed_bytes
+        self._passed_bytes, self._slow_bytes, self._busy_s, self._looks = 0, 0, 0.0, self._looks + 1
         if self._enters_once:
-            if self._looks >= 2 and not self._is_pipe_thin:
+            is_pipe_seen = self._is_pipe_thin or (bytes_per_s < PIPE_SHARE * self._bound_bytes_per_s and not is_slow)
+            if self._looks >= 2 and not is_pipe_seen:
                 self._bytes_per_s_by_region = bytes_per_s
                 self._change_trees()
         elif bytes_per_s < POOR_SHARE * self._bytes_per_s_by_region:
@@ -287,7 +291,8 @@ class Seeding:
             return None
         return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(RELAY_SLACK_S))
 
-    def acknowledged(self, peer: PeerId, ref: Ref, backlog: int, now: float) -> None:
+    def acknowledged(self, ack: RelayAck, backlog: int, now: float) -> None:
+        peer, ref = ack.peer, (ack.key, ack.index)
         for tree in self._all_trees:
             if peer not in tree.relays:
                 continue
@@ -298,7 +303,8 @@ class Seeding:
             owed.discard(peer)
             if not owed:
                 del tree.owed_by[ref]
-                self._passed_bytes += self._sizes.get(ref, 0)
+                self._passed_bytes += (size := self._sizes.get(ref, 0))
+                self._slow_bytes += size if ack.is_slow else 0
                 tree.window.passed_on(ref, backlog, now)
 
     def lost(self, peer: PeerId, now: float) -> None:

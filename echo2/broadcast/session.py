@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from dataclasses import replace
 from typing import assert_never
 
 from echo2.base.ids import PeerId
@@ -122,7 +123,7 @@ class BroadcastSession:
             case events.RelayAck():
                 queued = len(self.peers[event.peer].relay_queue) if event.peer in self.peers else 0  # backlog, too
                 backlog = max(event.backlog, queued)
-                self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
+                self._seeding.acknowledged(event, backlog, now)
                 self._relaying.acknowledged(event.peer, event.backlog)
             case events.UplinkSeen():
                 self._uplink_seen(event, now)
@@ -309,7 +310,8 @@ class BroadcastSession:
         return True
 
     def _acknowledge(self, acks: list[events.RelayAck]) -> None:
-        self._actions += (ack for ack in acks if ack.peer in self.peers)
+        is_slow = self.governor.is_slower_than_planned
+        self._actions += (replace(ack, is_slow=is_slow) for ack in acks if ack.peer in self.peers)
 
     # ---- pulling
 

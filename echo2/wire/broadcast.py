@@ -203,7 +203,8 @@ def control_frame(message: Control) -> bytes:
         case Cancel():
             answer = pb.PeerMessage(cancel=pb.ChunkCancel(key=key, indices=message.indices))
         case RelayAck():
-            answer = pb.PeerMessage(relay_ack=pb.RelayAck(key=key, index=message.index, backlog=message.backlog))
+            ack = pb.RelayAck(key=key, index=message.index, backlog=message.backlog, is_slow=message.is_slow)
+            answer = pb.PeerMessage(relay_ack=ack)
         case WidthWished():
             answer = pb.PeerMessage(width_wish=pb.WidthWish(connections=message.connections))
     return answer.SerializeToString()
@@ -221,7 +222,7 @@ def control_from(message: pb.PeerMessage, peer: PeerId) -> Control:
             return Cancel(peer, _key(message.cancel.key), tuple(message.cancel.indices))
         case "relay_ack":
             ack = message.relay_ack
-            return RelayAck(peer, _key(ack.key), ack.index, ack.backlog)
+            return RelayAck(peer, _key(ack.key), ack.index, ack.backlog, ack.is_slow)
         case "width_wish":
             count = message.width_wish.connections
             if not 1 <= count <= LINK_CONNECTIONS:

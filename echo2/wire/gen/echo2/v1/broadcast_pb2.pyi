@@ -132,14 +132,16 @@ class ChunkCancel(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RelayAck(_message.Message):
-    __slots__ = ("key", "index", "backlog")
+    __slots__ = ("key", "index", "backlog", "is_slow")
     KEY_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_FIELD_NUMBER: _ClassVar[int]
+    IS_SLOW_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     index: int
     backlog: int
-    def __init__(self, key: _Optional[bytes] = ..., index: _Optional[int] = ..., backlog: _Optional[int] = ...) -> None: ...
+    is_slow: bool
+    def __init__(self, key: _Optional[bytes] = ..., index: _Optional[int] = ..., backlog: _Optional[int] = ..., is_slow: _Optional[bool] = ...) -> None: ...
 
 class WidthWish(_message.Message):
     __slots__ = ("connections",)
