@@ -127,11 +127,12 @@ def test_what_stands_off_the_mask_changes_nothing_and_gets_no_gradient(seed: int
     assert bool((gradient_T[~tokens.mask_T] == 0).all()) and bool(torch.isfinite(gradient_T).all())
 
 
+@pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses_and_gradients_stay_finite_at_the_extremes(loss: str) -> None:
+def test_losses_and_gradients_stay_finite_at_the_extremes(loss: str, correction: str) -> None:
     for log_ratio, advantage in product([-25.0, -3.0, 0.0, 3.0, 25.0], [-2.0, 0.0, 2.0]):
         tokens = plain([log_ratio], [advantage])
-        found = policy_loss(tokens, LossConfig(loss), BatchTotals(1, 1, 1)).loss
+        found = policy_loss(tokens, LossConfig(loss, correction=correction), BatchTotals(1, 1, 1)).loss
         (gradient,) = torch.autograd.grad(found, tokens.logprobs_T)[0].tolist()
         assert math.isfinite(float(found.detach())) and math.isfinite(gradient)
         if log_ratio == 0.0:
