@@ -1,7 +1,8 @@
 """What a node does with its peers' frames, and what its session has it do: the session's only caller.
 
 Guarantees: a chunk enters the library, and the session, only after its signature was verified; a header only from the trusted
-publisher.
+publisher. Until the publisher is known, up to HELD_HEADERS_MAX headers wait; beyond that, the oldest one of the peer that sent
+most is dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
 from echo2.base.errors import DiskFull, EchoError, ResourceError, VersionMismatch
@@ -25,6 +26,7 @@ from echo2.outside.guard import MISHAPS, Refusals, Tasks
 from echo2.wire import broadcast as wire
 from echo2.wire.broadcast import ChunkIn, chunk_in
 
+HELD_HEADERS_MAX = 128  # each at most some hundred bytes
 BANS_MAX = 4096  # identities cost an attacker little, and must not cost us memory
 HOSTS_MAX = 1024  # some 100 KB
 HOST_REFUSED_S = 10.0  # a banned peer tries again every few seconds, with a handshake each
@@ -97,6 +99,7 @@ class Exchange:
         self._me, self.library, self._meter, self._bans = me, library, meter, bans
         self._is_awaited = is_awaited
         self._revision = 0  # of the library, when `revised` was set
+        self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -222,6 +225,9 @@ class Exchange:
             return
         if header.publisher == self._me:
             return  # our own artifact that we have dropped: do not announce it again
+        if self.publisher is None:
+            self._hold(peer, header)
+            return
         if header.publisher != self.publisher or header.run_id != self.library.run_id:
             log.debug("peer %s: header of %s by %s, not our publisher", peer, header.artifact, header.publisher)
             return
@@ -233,6 +239,22 @@ class Exchange:
             return  # we have a newer publication of the same version
         self.library.add_header(header)
         self.act(events.HeaderSeen(peer, key, is_wanted=False))
+
+    def _hold(self, peer: PeerId, header: Header) -> None:
+        self._held[peer, header.key] = header
+        if len(self._held) > HELD_HEADERS_MAX:
+            counts = Counter(sender for sender, _ in self._held)
+            del self._held[max(self._held, key=lambda held: counts[held[0]])]
+
+    def trust(self, publisher: PeerId) -> None:
+        """Names the publisher; headers that came before are looked at now."""
+        self.publisher = publisher
+        held, self._held = self._held, {}
+        try:
+            for (peer, _), header in held.items():
+                self.on_header(peer, header)
+        except DiskFull as error:
+            self.fail(error)
 
     def on_drop(self, key: ArtifactKey) -> None:
         self.act(events.Forgotten(key))

@@ -157,9 +157,8 @@ class BroadcastNode:
             self.exchange.changed.set()
 
     async def accept(self, connection: Connection) -> None:
-        """Serves a connection that a peer dialled, until it ends. Hangs up until a plan or the coordinator has named the publisher:
-        what peers announce could not be taken yet, and they dial again."""
-        if self._is_running and self.exchange.publisher is not None:
+        """Serves a connection that a peer dialled, until it ends."""
+        if self._is_running:
             await self._connections.accept(connection)
 
     async def _keep_connected(self) -> None:
@@ -188,7 +187,7 @@ class BroadcastNode:
     def set_plan(self, plan: BroadcastPlan) -> None:
         """Adopts the coordinator's plan. Its seed is the publisher unless `set_publisher` named one."""
         if plan.seed is not None and self.exchange.publisher is None:
-            self.exchange.publisher = plan.seed.peer_id
+            self.exchange.trust(plan.seed.peer_id)
         self._dialling.plan = self.planner.plan = plan
         self._dialling.refresh(self.exchange.now())
         self.exchange.act(PlanSet(plan))
@@ -197,7 +196,7 @@ class BroadcastNode:
         """Sets the trusted publisher, and its address to dial even before the first plan."""
         self._dialling.publisher = peer_id, address
         self._dialling.refresh(self.exchange.now())
-        self.exchange.publisher = peer_id
+        self.exchange.trust(peer_id)
 
     def set_live(self, version: Version | None) -> None:
         """Decoding starts from this version: a base checkpoint, or the live version before a restart; None: from a keyframe."""

@@ -24,7 +24,7 @@ from echo2.broadcast import connection as connection_module
 from echo2.broadcast import transport as transport_module
 from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection
 from echo2.broadcast.link import PeerLink
-from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.transport import Accept, Transport
 from echo2.outside.guard import FairShare
 from echo2.outside.tls_streams import ROOM_BYTES, SHUTDOWN_S, SocketCaller, TlsStream, tls_context
@@ -32,7 +32,7 @@ from echo2.trust import tls
 from echo2.trust.identity import Role, TlsKey, certificate_request, dns_name_of
 from echo2.trust.ports import BULK
 from echo2.wire import broadcast as wire
-from tests.contract.fleet import Fleet, fleet, hostile, until
+from tests.contract.fleet import Fleet, fleet, until
 from tests.contract.test_broadcast_stripes import width_of
 from tests.patience import WAIT_S
 
@@ -52,16 +52,6 @@ def listen(transport: Transport, accept: Accept) -> None:
 
 def link_to(node: BroadcastNode, other: BroadcastNode) -> PeerLink:
     return node._connections.links[other.peer_id]
-
-
-async def test_who_dials_before_the_publisher_is_known_is_hung_up_on_and_linked_afterwards(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1) as f:
-        late = await f.start(f.credentials(Role.WORKER), NodeOptions(tmp_path / "late"))
-        f.members.append(late)
-        early = await Transport(f.credentials(Role.WORKER)).dial(late.address, late.node.peer_id)
-        assert await early.receive() is None
-        late.node.set_publisher(f.members[0].node.peer_id, "")
-        await hostile(f, late)
 
 
 async def test_a_further_connection_of_a_link_that_was_replaced_or_that_the_other_side_dialled_joins_none(

@@ -230,7 +230,7 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     held = library(tmp_path)
     made = [header_of(1), replace(header_of(1), published_unix_s=2.0).signed(LEARNER)]
     exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
-    exchange.publisher = LEARNER.peer_id
+    exchange.trust(LEARNER.peer_id)
     for number in order:
         exchange.on_header(PeerId("peer"), made[number])
     exchange.on_header(PeerId("peer"), header_of(2, run=RunId("another")))  # signed by our publisher, of no use here
