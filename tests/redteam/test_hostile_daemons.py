@@ -19,7 +19,7 @@ from echo2.wire.rollout import Ticket, sign_ticket
 from echo2.worker.control import ask
 from tests.redteam.grammar import Grammar
 from tests.unit.worker.peers import RUN, SmallLearner, SmallRun
-from tests.unit.worker.test_worker import group, prepared, until, working
+from tests.unit.worker.test_worker import group, prepared, short_pauses, until, working  # noqa: F401 - a fixture
 
 ORDERS, ANSWERS = 100, 60
 ORDER, VERDICT, PARTIALS = (
