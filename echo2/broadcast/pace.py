@@ -199,7 +199,7 @@ class UplinkGovernor:
 
     @property
     def is_slower_than_planned(self) -> bool:
-        return 0 < self._rate < SLOWER_SHARE * self._planned
+        return 0 < self.rate_bytes_per_s < SLOWER_SHARE * self._planned
 
     @property
     def rate_bytes_per_s(self) -> float:

@@ -143,7 +143,7 @@ class Seeding:
         self.trees: list[SeedTree] = []
         self._others: list[SeedTree] = []  # or, while those are in use, the trees by region
         self._enters_once, self._is_pipe_thin = False, False  # a chunk enters each region once, by the trees in use
-        self._bound_bytes_per_s = self._bytes_per_s_by_region = 0.0
+        self._bound_bytes_per_s = self._share_by_region = 0.0
         self._slow_bytes = 0  # of those passed on
         self._passed_bytes, self._busy_s, self._looked_at, self._looks = 0, 0.0, float("-inf"), 0
         self._retiring: list[SeedTree] = []
@@ -225,14 +225,15 @@ class Seeding:
         self._looked_at = now
         if self._busy_s < LOOK_S or not self._others:
             return
-        bytes_per_s, is_slow = self._passed_bytes / self._busy_s, self._slow_bytes > SLOW_SHARE * self._passed_bytes
+        share = self._passed_bytes / self._busy_s / self._bound_bytes_per_s
+        is_slow = self._slow_bytes > SLOW_SHARE * self._passed_bytes
         self._passed_bytes, self._slow_bytes, self._busy_s, self._looks = 0, 0, 0.0, self._looks + 1
         if self._enters_once:
-            is_pipe_seen = self._is_pipe_thin or (bytes_per_s < PIPE_SHARE * self._bound_bytes_per_s and not is_slow)
+            is_pipe_seen = self._is_pipe_thin or (share < PIPE_SHARE and not is_slow)
             if self._looks >= 2 and not is_pipe_seen:
-                self._bytes_per_s_by_region = bytes_per_s
+                self._share_by_region = share
                 self._change_trees()
-        elif bytes_per_s < POOR_SHARE * self._bytes_per_s_by_region:
+        elif share < POOR_SHARE * self._share_by_region:
             self._is_pipe_thin = True
             self._change_trees()
 

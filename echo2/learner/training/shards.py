@@ -147,8 +147,9 @@ class VersionCoder:
         self, group: dist.ProcessGroup | None = None, shards: int = 1, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> None:
         self._count = shards
-        others = () if group is None else range(1, group.size())
-        self._everyone = {rank: _Line(group, rank, timeout_s) for rank in others if group is not None}
+        self._everyone = dict[int, _Line]()
+        if group is not None:
+            self._everyone = {rank: _Line(group, rank, timeout_s) for rank in range(1, group.size())}
         self._lines = {rank: line for rank, line in self._everyone.items() if rank < shards}
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # an order and its answer

@@ -230,3 +230,10 @@ def test_losses_at_random_keep_the_fast_control_until_they_end_and_those_of_a_qu
     start = CongestionChooser()
     chosen(start, 0.0, START_S - 0.5, loss=0.05)
     assert chosen(start, START_S - 0.5, 2.0)[-1] is Control.USUAL, "BBR overflows queues while it looks for its rate"
+
+
+@pytest.mark.parametrize(("limit", "is_slower"), [(0.0, False), (0.5e6, True), (0.8e6, False)])
+def test_an_uplink_that_its_owner_limits_is_slower_than_planned(limit: float, is_slower: bool) -> None:
+    governor = UplinkGovernor(limit)
+    governor.planned(1e6)
+    assert governor.is_slower_than_planned is is_slower
