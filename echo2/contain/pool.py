@@ -159,7 +159,8 @@ class Pool:
         with self._changed:
             self._is_closed = True
             for request in self._queue.drain():
-                request.future.cancel()
+                if not request.future.cancel():  # it has lost a machine, and waits for another
+                    request.finish(Answer(Ending.FAULT, note="the pool was closed"))
             self._changed.notify_all()
         limits = self._limits
         for thread in self._threads:
@@ -177,6 +178,8 @@ class Pool:
                         request.finish(answer)
                 except RunnerLost as lost:
                     self._again(sender, request, str(lost))
+                except Exception as error:  # noqa: BLE001 - of a runner that does not keep to its contract
+                    request.future.set_exception(error)
                 finally:
                     with self._changed:
                         self._queue.done(sender, answer.seconds, bool(sender) and answer.ending in HELD)

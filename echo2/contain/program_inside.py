@@ -6,10 +6,12 @@ reached only in a fork under limits and the filter.
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import sys
+import tempfile
 import traceback
+import types
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,18 +26,28 @@ def _ran(request: Mapping[str, object]) -> bytes:
     assert isinstance(files, dict), "requests are our own"
     for name, text in files.items():
         Path(str(name)).write_text(str(text), encoding="utf-8")
-    sys.stdin = io.StringIO(str(request["stdin"]))
+    _give_input(str(request["stdin"]))
     sys.argv = ["program.py"]
     sys.path.insert(0, str(Path.cwd()))
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # where pickle, unittest and type hints look
     problem = ""
     try:
-        exec(compile(str(request["code"]), "program.py", "exec"), names)  # what this module is for
+        exec(compile(str(request["code"]), "program.py", "exec"), main.__dict__)  # what this module is for
     except SystemExit as leaving:
         problem = "" if leaving.code in (None, 0) else f"exit {str(leaving.code)[:200]}"
     except BaseException:  # noqa: BLE001 - the program's own error, reported to its sender
         problem = traceback.format_exc(limit=-8)[-ERROR_CHARS_MAX:]
     return json.dumps({"problem": problem}).encode()
+
+
+def _give_input(text: str) -> None:
+    """As a file: `sys.stdin.buffer`, `open(0)` and `input` read it as they do outside."""
+    if text:
+        with tempfile.TemporaryFile() as file:
+            file.write(text.encode(errors="replace"))
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +108,38 @@ def test_what_lost_its_machine_is_asked_again_and_given_up_and_closing_waits_for
     late = pool.submit({"number": 4, "losses": 0}, lambda answer: answer)
     pool.close()
     assert late.cancelled() and made[0].has_ended
+
+
+def test_what_waits_for_another_machine_as_the_pool_is_closed_is_answered() -> None:
+    class Once(Elsewhere):
+        def ask(self, body: Mapping[str, Any], times: int = 1) -> Answer:
+            self.is_there.clear()
+            raise RunnerLost("its machine is gone")
+
+    is_there = threading.Event()
+    is_there.set()
+    pool = Pool(lambda: Once([], is_there), Limits(), 1, 100)
+    waiting = pool.submit({}, lambda answer: answer)
+    for _ in range(1000):
+        if not is_there.wait(0.01):
+            break
+    threading.Event().wait(0.1)
+    pool.close()
+    assert waiting.result(20).ending is Ending.FAULT
+
+
+def test_a_runner_that_fails_otherwise_than_it_may_fails_its_request_alone() -> None:
+    class Broken(Elsewhere):
+        def ask(self, body: Mapping[str, Any], times: int = 1) -> Answer:
+            if body["number"] == 0:
+                raise ValueError("not as agreed")
+            return super().ask(body, times)
+
+    is_there = threading.Event()
+    is_there.set()
+    pool = Pool(lambda: Broken([], is_there), Limits(), 1, 100)
+    futures = [pool.submit({"number": number, "losses": 0}, lambda answer: answer) for number in (0, 1)]
+    with pytest.raises(ValueError, match="not as agreed"):
+        futures[0].result(20)
+    assert futures[1].result(20).ending is Ending.ANSWERED
+    pool.close()

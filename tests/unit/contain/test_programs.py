@@ -43,6 +43,29 @@ def test_a_program_has_its_files_and_input_and_its_output_comes_back(pool: Progr
             Program("", files={name: ""})
 
 
+@pytest.mark.parametrize(
+    "read", ["sys.stdin.buffer.read().decode()", "open(0).read()", "sys.stdin.read()", "input()+'\\n'"]
+)
+def test_a_program_reads_its_input_in_any_way(pool: ProgramPool, read: str) -> None:
+    for text in ("2 3 ä\n", "x" * 200_000 + "\n"):
+        ran = pool.submit(Program(f"import sys\nprint(hash({read}) == hash({text!r}))", text)).result(WAIT_S)
+        assert (ran.output, ran.note) == ("True\n", "")
+    assert pool.submit(Program("import sys\nprint(sys.stdin.read() == '')")).result(WAIT_S).output == "True\n"
+
+
+def test_a_program_is_the_main_module(pool: ProgramPool) -> None:
+    code = """
+import pickle, typing, unittest
+class Point:
+    other: "Point"
+class Case(unittest.TestCase):
+    def test(self): print(typing.get_type_hints(Point)["other"] is type(pickle.loads(pickle.dumps(Point()))))
+unittest.main(argv=["x"], exit=False)
+"""
+    ran = pool.submit(Program(code)).result(WAIT_S)
+    assert ran.note == "" and "True\n" in ran.output and "Ran 1 test" in ran.output
+
+
 def test_a_failing_program_says_how(pool: ProgramPool) -> None:
     assert "AssertionError: 2 is 2" in pool.submit(Program("assert 1 == 2, '2 is 2'")).result(WAIT_S).note
     assert pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).note == "exit 3"
