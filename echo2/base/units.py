@@ -41,7 +41,7 @@ def parse_duration_s(text: str | float) -> float:
     number, unit = _split(text, "duration", "'80ms', '2s', '5min'")
     if unit not in _SECONDS:
         raise ConfigError(f"duration: expected one of us, ms, s, min, h, d after the number, got {text!r}")
-    return number * _SECONDS[unit]
+    return _finite(number * _SECONDS[unit], "duration")
 
 
 def parse_bytes(text: str | float) -> int:
@@ -51,7 +51,7 @@ def parse_bytes(text: str | float) -> int:
     number, unit = _split(text, "size", "'4MiB', '1.5GB'")
     if unit not in _BYTES:
         raise ConfigError(f"size: expected one of B, kB, MB, GB, KiB, MiB, GiB after the number, got {text!r}")
-    return int(number * _BYTES[unit])
+    return int(_finite(number * _BYTES[unit], "size"))
 
 
 def parse_rate_bytes_per_s(text: str | float) -> float:
@@ -61,9 +61,9 @@ def parse_rate_bytes_per_s(text: str | float) -> float:
     number, unit = _split(text, "rate", "'300mbit/s', '1gbit', '37.5MB/s'")
     base = unit.removesuffix("/s")
     if base in _BITS:
-        return number * _BITS[base] / 8
+        return _finite(number * _BITS[base] / 8, "rate")
     if base in _BYTES and base:
-        return number * _BYTES[base]
+        return _finite(number * _BYTES[base], "rate")
     raise ConfigError(f"rate: expected bit/s or B/s with a prefix, such as 300mbit/s or 37.5MB/s, got {text!r}")
 
 

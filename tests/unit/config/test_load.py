@@ -59,6 +59,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("staleness.bound", "65", r"bound: expected a whole number from 0 to 64, got 65 \(0 is synchronous; beyond 64"),
         ("worker.emulated_link", "3 parsecs", r"worker\.emulated_link: expected uplink, downlink and round trip"),
         ("worker.emulated_link", "3 4parsecs 5s", r"worker\.emulated_link: rate: expected"),
+        ("worker.emulated_link", "1e999mbit 1mbit 5s", r"worker\.emulated_link: rate: expected a finite number"),
         ("agent.episode_timeout", "true", r"agent\.episode_timeout: expected a number"),
         ("run.name", "../x", r"run\.name: expected 1 to 63 letters, .*, got '\.\./x' \(it names a folder\)"),
         ("learner.steps", "many", r"learner\.steps: expected a whole number of at least 1, got 'many'$"),
