@@ -122,6 +122,41 @@ async def test_grpc_through_a_pipe_reaches_the_members_own_server() -> None:
         await server.stop(0)
 
 
+class Tickets:
+    """A place at a relay that calls very often."""
+
+    def __init__(self, remote: tuple[str, int], count: int) -> None:
+        self.remotes, self._left = frozenset({remote}), count
+
+    async def receive(self) -> bytes:
+        if not self._left:
+            await asyncio.Event().wait()
+        self._left -= 1
+        return os.urandom(pipes.TICKET_BYTES)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_learner_behind_a_nat_comes_to_as_many_callers_as_its_relay_lets_in() -> None:
+    came: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(await reader.readexactly(pipes.ANSWER_BYTES))
+        await reader.read()  # a caller that stays
+        writer.close()
+
+    async def dial(address: str, peer_id: PeerId) -> Tickets:
+        return Tickets((HOST, port), 300)
+
+    async with await asyncio.start_server(take, HOST, 0, backlog=512) as server:
+        port = server.sockets[0].getsockname()[1]
+        member = PipeMember(dial, lambda caller, way: None)  # type: ignore[arg-type]
+        member.keep({PeerId("relay"): f"{HOST}:{port}"})
+        await until(lambda: len(set(came)) == 300, "all callers are met")
+        await member.close()
+
+
 async def test_strangers_guessers_and_callers_of_nobody_get_no_further_than_the_door() -> None:
     async with scene() as s:
         other = RunAuthority.create(Identity.generate(), RunId("pipes"), time.time())

@@ -25,6 +25,7 @@ from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import host
 from echo2.broadcast.nat.host import EXCHANGE, P2pHost, _multiaddr_of
 from echo2.broadcast.nat.reach import HostOptions, Nat
+from echo2.broadcast.nat.relay_book import RelayLimits
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.identity import Identity, RunAuthority
@@ -185,6 +186,18 @@ async def test_a_circuit_carries_no_chunks_and_ends_where_no_hole_is_punched(mon
         assert await p2p._thread.call(partial(is_refused_an_exchange, p2p._host, target.peer_id))
         await until(lambda: not made.book.circuits, "the circuit to be closed")
         assert taken.empty() and circuit.moved_bytes < 100_000
+
+
+async def test_a_circuit_on_which_nothing_moves_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lab(monkeypatch) as made:
+        monkeypatch.setattr(host, "PUNCH_S", 60.0)
+        made.book.limits = RelayLimits(circuit_s_max=1.0)
+        target = issued(made.authority)
+        first, second = made.member(issued(made.authority)), made.member(target)
+        await until(lambda: first.facts.relays and second.facts.relays, "places for both")
+        first.punch(target.peer_id, made.own.peer_id)
+        await until(lambda: made.book.circuits, "a circuit on which a hole could be agreed")
+        await until(lambda: not made.book.circuits, "its end", 20.0)
 
 
 async def is_refused_an_exchange(caller: P2pHost, peer: PeerId) -> bool:

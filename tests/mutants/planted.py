@@ -384,7 +384,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an evaluation waits for versions after the last", "learner/rollouts/evaluation.py",
            "(1 if is_last_out else BEHIND_VERSIONS)", "BEHIND_VERSIONS", (_UNIT + "learner/test_pool.py",)),
     Mutant("a place for byte pipes is not renewed", "broadcast/nat/pipes.py",
-           "                            return\n                book.reserve(peer.peer_id, monotonic())\n", "                            return\n",
+           "                        return\n                book.reserve(peer.peer_id, monotonic())\n", "                        return\n",
            ("tests/contract/test_pipes.py::test_a_place_is_kept_for_as_long_as_its_connection_lives",)),
     Mutant("a connection reads on while nobody takes what came", "broadcast/connection.py",
            "        if self._unread_bytes > self._unread_bytes_max:\n            self.stream.pause_reading()\n", "",

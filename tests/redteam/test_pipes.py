@@ -169,6 +169,19 @@ async def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeyp
             assert await is_served(s)
 
 
+async def test_a_member_that_talks_to_the_relay_loses_its_place() -> None:
+    """Each frame would have the relay look at all its places."""
+    async with scene() as s:
+        talker = Transport(s.credentials(Role.WORKER))
+        connection = await talker.dial(address_of(HOST, s.relay.port), s.relay_credentials.peer_id)
+        await until(lambda: len(s.relay._places) == 2, "it holds a place")
+        await connection.send(b"something")
+        assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
+        await until(lambda: len(s.relay._places) == 1, "it has lost it")
+        assert await is_served(s)
+        await connection.close()
+
+
 # ---- floods of connections to a relay's libp2p listener. Real libp2p on loopback
 
 

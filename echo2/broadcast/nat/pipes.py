@@ -338,8 +338,9 @@ class PipeRelay:
             while not connection.ended.is_set():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(book.limits.reservation_s / 2):
-                        if await connection.receive() is None:
-                            return
+                        if await connection.receive() is not None:
+                            raise MalformedMessage(f"peer {peer.peer_id}: expected nothing from its place, got a frame")
+                        return
                 book.reserve(peer.peer_id, monotonic())
         finally:
             if (held := self._places.get(name)) is not None and held.connection is connection:
@@ -426,7 +427,7 @@ async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:
 
 
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0  # a relay restarts in seconds; a dead one costs a dial a minute
-CALLS_MAX = 256  # more than LINKS_MAX and their further connections
+CALLS_MAX = PIPES_OF_LEARNER.circuits_max  # as the relay gives: all workers of a learner behind a NAT
 _members_log = logging.getLogger("echo2.broadcast")
 Dial = Callable[[str, PeerId], Coroutine[None, None, Connection]]
 

@@ -218,6 +218,7 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
                 reply.limit.CopyFrom(self._limit())
                 await write_delimited_msg(stream, reply)
             async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.deadline = circuit.ends_at  # also where nothing moves
                 nursery.start_soon(self._carry, circuit, stream, other, nursery.cancel_scope)
                 nursery.start_soon(self._carry, circuit, other, stream, nursery.cancel_scope)
         except (trio.TooSlowError, Unreachable):
