@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from echo2.base.errors import (
     CorruptChunk,
@@ -36,6 +37,7 @@ from echo2.broadcast.route import ArtifactOffer, dropped_to_fit, joining_path
 from echo2.broadcast.store import ChunkStore, Entry, LeftFile, part_of, signed_as
 from echo2.wire import broadcast as wire
 
+T = TypeVar("T")
 log = logging.getLogger("echo2.broadcast")
 Frame = bytes | memoryview  # a chunk's frame, identical on the wire and on disk
 
@@ -96,8 +98,8 @@ class Library:
         if header.lineage != LINEAGE:
             raise VersionMismatch(f"{left.entry.path}: expected {LINEAGE}, got {header.lineage!r} of another release")
         self.store.fit(header.full_snapshot_bytes)
-        self.entries[header.key] = left.entry
         self.store.adopt(left.entry)
+        self.entries[header.key] = left.entry
         self.revision += 1
 
     # ---- taking in
@@ -114,7 +116,7 @@ class Library:
         while len(self.entries) >= ARTIFACTS_MAX and self._drop_victims(header.key, 1):
             pass
         self.store.fit(header.full_snapshot_bytes)
-        self.entries[header.key] = self.store.create(header)
+        self.entries[header.key] = self._with_room(lambda: self.store.create(header), header.key)
         self.revision += 1
 
     def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> bool:
@@ -124,14 +126,7 @@ class Library:
         if record is None:
             record = memoryview(wire.chunk_to_bytes(chunk))
             chunk = replace(chunk, payload=record[len(record) - len(chunk.payload) :])
-        while True:
-            try:
-                written = self.store.append(entry, record)
-                break
-            except ResourceError:
-                if not self._drop_victims(chunk.key, len(record)):
-                    raise
-        entry.add(chunk, digest, written)
+        entry.add(chunk, digest, self._with_room(lambda: self.store.append(entry, record), chunk.key, len(record)))
         self.recent.add(chunk, record)
         return self._is_sound(entry)
 
@@ -140,7 +135,7 @@ class Library:
         entry = self.entries[key]
         entry.seal = seal
         self.revision += 1
-        self.store.append(entry, wire.seal_to_bytes(seal))
+        self._with_room(lambda: self.store.append(entry, wire.seal_to_bytes(seal)), key)
         return self._is_sound(entry)
 
     def _is_sound(self, entry: Entry) -> bool:
@@ -156,6 +151,15 @@ class Library:
         )  # fmt: skip
         self.drop(entry.header.key)
         return False
+
+    def _with_room(self, write: Callable[[], T], spared: ArtifactKey, size_bytes: int = 1) -> T:
+        """What `write` returns, once others were dropped for it. DiskFull where there is nothing to drop."""
+        while True:
+            try:
+                return write()
+            except ResourceError:
+                if not self._drop_victims(spared, size_bytes):
+                    raise
 
     def _drop_victims(self, spared: ArtifactKey, room_bytes: int) -> bool:
         """Drops the least useful artifacts (route) until `room_bytes` are free; False if there was none to drop. Never drops
@@ -194,16 +198,17 @@ class Library:
 
     def _held(self, key: ArtifactKey, index: int) -> tuple[Chunk, Frame] | None:
         entry = self.entries.get(key)
-        if entry is None or (recent := self.recent.get(key, index)) is not None:
-            return recent if entry is not None else None
-        if (frame := self.store.chunk(entry, index)) is None:
+        if entry is None or index not in entry.digests:
             return None
+        if (recent := self.recent.get(key, index)) is not None:
+            return recent
         try:
+            frame = self.store.chunk(entry, index)
             part = part_of(frame, str(self.store.folder))
             verified = (key, index, entry.signatures[index], entry.digests[index])
             if isinstance(part, Chunk) and (part.key, part.index, signed_as(part), digest_of(part.payload)) == verified:
                 return part, frame
-        except EchoError as error:
+        except (EchoError, OSError) as error:
             log.debug("%s", error)
         log.error(
             "chunk %d of %s in %s: the disk changed it; the chunk is not served",

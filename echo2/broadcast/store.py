@@ -119,7 +119,11 @@ class ChunkStore:
             entry.handle = os.open(entry.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
             raise _disk_error(error, self.folder) from None
-        self.append(entry, wire.header_to_bytes(header))
+        try:
+            self.append(entry, wire.header_to_bytes(header))
+        except DiskFull:
+            self.drop(entry)
+            raise
         return entry
 
     def append(self, entry: Entry, frame: bytes | memoryview) -> Record:
@@ -137,11 +141,10 @@ class ChunkStore:
         self.used_bytes += size
         return record
 
-    def chunk(self, entry: Entry, index: int) -> bytes | None:
-        """The frame of a chunk; None if it is not stored."""
+    def chunk(self, entry: Entry, index: int) -> bytes:
+        """The frame of a chunk, as far as it is there. OSError where it cannot be read."""
         offset, length = entry.records.get(index, (0, 0))
-        frame = os.pread(entry.handle, length, offset)
-        return frame if frame and len(frame) == length else None
+        return os.pread(entry.handle, length, offset)
 
     def close(self, entry: Entry) -> None:
         """The file stays on disk."""

@@ -39,6 +39,7 @@ from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import SLOW_CLOSE_BYTES, ChunkStore, LeftFile
 from echo2.outside.files import MachineFiles
 from echo2.trust.identity import Identity
+from echo2.wire import broadcast as wire
 
 RUN, ME, LEARNER = RunId("run"), PeerId("me"), Identity.generate()
 CHUNK_BYTES = 256 << 10
@@ -142,6 +143,69 @@ def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path
     assert held.chunk(header.key, 9) == made[9][0]
     held.drop(header.key)
     assert held.frame(header.key, 9) is None and held.recent.held_bytes == 0
+
+
+@pytest.mark.parametrize("free", [0, 50, 300, 450])
+def test_a_header_and_a_seal_find_room_in_a_store_that_is_full_to_the_last_bytes(tmp_path: Path, free: int) -> None:
+    held = library(tmp_path, 1 << 20)
+    for version in range(1, 4):
+        added(held, header_of(version, version - 1), 2_000)
+    held.store.bytes_max = held.store.used_bytes + free
+    newest = added(held, header_of(4, 3), 1_000)
+    begun(held, bytes(1_000), 1_000, header_of(5, 4))
+    held.store.bytes_max = held.store.used_bytes + free
+    (left,) = (key for key, entry in held.entries.items() if entry.artifact.version == 5)
+    digests = [held.entries[left].digests[0]]
+    assert held.add_seal(left, Seal(left, 1, 1_000, root_of(digests), "").signed(LEARNER))
+    assert held.entries[newest].is_complete and held.entries[left].is_complete
+    assert len(list(tmp_path.iterdir())) == len(held.entries) and held.store.used_bytes <= held.store.bytes_max
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_chunk_that_the_disk_does_not_give_is_fetched_anew_as_one_that_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    """Else its peers' links end, one after another, by our own disk's error."""
+    held = library(tmp_path, recent_bytes=0)
+    key = added(held, header_of(1), 3_000)
+
+    def read(handle: int, length: int, offset: int) -> bytes:
+        if is_short:
+            return bytes(length // 2)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", read)
+    assert held.frame(key, 1) is None
+    with pytest.raises(CorruptChunk):
+        held.chunk(key, 1)
+    assert held.take_rotten() == [(key, ArtifactId(Version(1)))]
+
+
+def test_a_file_that_is_gone_before_it_is_taken_over_is_not_taken_for_held(tmp_path: Path) -> None:
+    left(tmp_path, 1)
+    (path,) = tmp_path.iterdir()
+    found, file = library(tmp_path), LeftFile(path)
+    path.unlink()
+    with pytest.raises(OSError, match="No such file"):
+        found.take_over(file)
+    assert not found.entries
+
+
+def test_a_new_header_or_seal_is_of_use_and_costs_its_bringer_none_of_the_loops_time(tmp_path: Path) -> None:
+    """The disk may take long to make a file, in which the link would be read no more."""
+    held, header = library(tmp_path), header_of(1)
+    exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
+    exchange.trust(LEARNER.peer_id)
+    (made,) = signed_chunks(1000, LEARNER, header.key, 0, bytes(500))
+    seal = Seal(header.key, 1, 500, root_of([made[1]]), "").signed(LEARNER)
+
+    async def scene() -> list[bool]:
+        frames = [wire.header_to_bytes(header), wire.seal_to_bytes(seal)]
+        told = [exchange.on_frame(PeerId(name), frame) for frame in frames for name in ("a", "b")]
+        exchange.stop_timer()
+        return told
+
+    assert asyncio.run(scene()) == [True, False, True, False]
 
 
 def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
