@@ -224,6 +224,7 @@ def joining_path(offers: Sequence[ArtifactOffer], newest: Version) -> frozenset[
 
 STALL_S = 20.0  # twice the longest time that one request is given (pulling.note_requests)
 FORGOTTEN_S = 5 * STALL_S  # a stalled artifact is tried again after this time: a peer may have it by then
+FIRST_STALLS = 6  # times STALL_S: it may have to wait for its turn
 LATE_STALL_S = 4 * STALL_S  # STALL_S for a node that the plan serves last: its turn may come late, but it must come
 
 
@@ -234,7 +235,8 @@ class Stalls:
         self.keys: frozenset[ArtifactKey] = frozenset()
         self._held: dict[ArtifactKey, int] = {}
         self._since: dict[ArtifactKey, float] = {}
-        self._quiet_since = float("-inf")
+        self._quiet_since = self._first_since = float("-inf")
+        self._first: tuple[ArtifactKey, int] | None = None  # what the reader waits for, and how much of it is here
 
     def look(
         self,
@@ -245,7 +247,8 @@ class Stalls:
         is_late: bool = False,
     ) -> bool:
         """Updates `keys`; returns whether it changed. Call it about once a second. `wanted`: incomplete artifacts being
-        fetched, with the number of chunks held; `known`: chunks held of each stalled artifact that peers still announce."""
+        fetched in the order in which they apply, with the number of chunks held; `known`: chunks held of each stalled artifact that
+        peers still announce. The first has stalled also if others go on, as where new versions come all the time."""
         before, stalled = self.keys, self._since
         self._since = {
             key: since for key, since in self._since.items()
@@ -253,10 +256,15 @@ class Stalls:
         }  # fmt: skip
         waiting = {key: held for key, held in wanted.items() if key not in self._since}
         is_tried_again = len(self._since) < len(stalled)  # it gets the full STALL_S again
+        stall_s, first = LATE_STALL_S if is_late else STALL_S, next(iter(waiting.items()), None)
+        if first != self._first or not is_connected:
+            self._first, self._first_since = first, now
         if is_tried_again or not (is_connected and waiting and waiting.items() <= self._held.items()):
             self._quiet_since = now
-        elif now - self._quiet_since >= (LATE_STALL_S if is_late else STALL_S):
+        elif now - self._quiet_since >= stall_s:
             self._since.update(dict.fromkeys(waiting, now))
+        if first is not None and now - self._first_since >= FIRST_STALLS * stall_s:
+            self._since[first[0]] = now
         self._held = {**{key: self._held[key] for key in self._since.keys() - waiting.keys()}, **waiting}
         self.keys = frozenset(self._since)
         return self.keys != before

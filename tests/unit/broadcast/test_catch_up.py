@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from echo2.base.ids import Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import (
+    FIRST_STALLS,
     FORGOTTEN_S,
     LATE_STALL_S,
     STALL_S,
@@ -167,6 +168,13 @@ def test_what_stalled_is_tried_again_later_and_at_once_where_it_was_dropped(
     assert stalls.look({A: 3}, {}, True, STALL_S) and stalls.keys == {A}
     assert not stalls.look({}, {A: 3}, True, at_s - 1.0)
     assert stalls.look({}, known, True, at_s) and not stalls.keys
+
+
+def test_what_all_else_waits_for_has_stalled_also_where_new_versions_come_all_the_time() -> None:
+    stalls, second = Stalls(), 0
+    while not stalls.look({A: 3, ArtifactKey(bytes([second // 2])): second % 2}, {}, True, float(second)):
+        second += 1
+    assert stalls.keys == {A} and second == FIRST_STALLS * STALL_S
 
 
 def test_nothing_stalls_while_anything_wanted_comes_or_nobody_is_there() -> None:
