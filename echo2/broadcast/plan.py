@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import CHUNK_BYTES_MAX
+from echo2.broadcast.artifact import CHUNK_BYTES_MAX, CHUNKS_MAX
 from echo2.broadcast.reachability import Access, LinkKind, is_relayed_neighbour, meeting
 
 BY_REGION = "by_region"  # the topology in which each chunk enters a region once
@@ -57,6 +57,7 @@ CHUNK_S = 0.025  # a chunk may occupy the slowest uplink that forwards for this 
 CHUNK_BYTES_MIN = 16 << 10  # a smaller one costs more CPU than its time on any link
 CHUNKS_AIM = 16384  # 16 s of CPU per node and artifact
 COPIES_SHARE = 0.05  # of an artifact's time, for the copies of one chunk along a path
+SIZE_OFF = 16  # so many times larger than expected an artifact may be, and still have no more than CHUNKS_MAX
 LARGE_CHUNK_S = 0.5  # far within the time that a request is given (pulling.note_requests), with a window of two
 
 
@@ -240,6 +241,8 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int, artifact_bytes: float
             while size > CHUNK_BYTES_MIN and copies_s > room_s:
                 size, copies_s = size // 2, copies_s / 2
     while 2 * size <= large and size * CHUNKS_AIM < artifact_bytes:
+        size *= 2
+    while size < CHUNK_BYTES_MAX and size * CHUNKS_MAX < SIZE_OFF * artifact_bytes:  # however slow that uplink is
         size *= 2
     return size
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broadcast_model.scenarios import broadcast, wan_fleet
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import CHUNK_BYTES_MAX
+from echo2.broadcast.artifact import CHUNK_BYTES_MAX, CHUNKS_MAX
 from echo2.broadcast.plan import (
     DEGREE_MAX,
     NodeLink,
@@ -193,3 +193,10 @@ def test_the_seed_sends_hardly_more_than_it_must(ups: list[float], seed_up: floa
     least = max(1.0, len(ups) - total / rate)
     sent = sum(tree.weight * tree.parents.count(0) for tree in weighted_multi_tree(nodes))
     assert sent <= 1.11 * least
+
+
+@pytest.mark.parametrize("uplink_mbit", [1e-6, 0.1, 1.0, 10.0, 1000.0])
+def test_however_slow_the_slowest_uplink_an_artifact_has_no_more_chunks_than_it_may(uplink_mbit: float) -> None:
+    made = plan(fleet([uplink_mbit, 100.0, 100.0]), 1)
+    for size in (1 << 30, 20 << 30, 150 << 30):
+        assert size / chunk_bytes_for(made, 256 << 10, size) <= CHUNKS_MAX / 10
