@@ -50,6 +50,14 @@ def test_loopback_connections_have_no_uplink_to_protect_and_what_is_no_connectio
         os.close(end)
 
 
+def test_a_descriptor_that_is_now_another_kind_of_socket_is_passed_over() -> None:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(b"\0echo2-" + os.urandom(8))
+        server.listen()
+        client.connect(server.getsockname())
+        assert uplink._tcp_info(client.fileno()) is None
+
+
 def test_a_connection_is_found_behind_very_many_descriptors(pair: Pair) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
