@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Of requests: another peer brought these chunks."""
+    """Of requests: another peer brought these chunks, or is to bring them."""
 
     peer: PeerId
     key: ArtifactKey

@@ -87,7 +87,7 @@ class RelayWindow:
     def assigned(self, ref: tuple[ArtifactKey, int], size_bytes: int, is_owed: bool, now: float) -> None:
         """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
         if self._first_bytes:
-            planned = self._first_bytes / size_bytes
+            planned = self._first_bytes / max(1, size_bytes)
             is_typical = size_bytes >= self.TYPICAL_BYTES_MIN
             if is_typical:  # a relay that carries all of a fast link needs more than LARGEST
                 self._largest = min(self.LARGEST_PLANNED, max(self.LARGEST, 2 * planned))
@@ -141,21 +141,24 @@ class RelayWindow:
 class RateEstimate:
     """Smoothed bytes per second while busy, measured from transfers."""
 
-    __slots__ = ("_bytes", "_since", "bytes_per_s")
+    __slots__ = ("_bytes", "_came_at", "_since", "bytes_per_s")
     WINDOW_S = 0.5
 
     def __init__(self, initial_bytes_per_s: float = 2e6) -> None:
         self.bytes_per_s = initial_bytes_per_s
-        self._since = float("-inf")
+        self._since = self._came_at = float("-inf")
         self._bytes = 0
 
     def begin(self, now: float) -> None:
         """A transfer starts after an idle time, which does not count."""
         self._since, self._bytes = now, 0
 
-    def add(self, size_bytes: int, now: float) -> None:
-        if self._since == float("-inf"):
-            self._since = now
+    def add(self, size_bytes: int, now: float, *, is_awaited: bool) -> None:
+        """`is_awaited`: something was asked for, so that the time since then was no pause."""
+        was_idle = not is_awaited and now - self._came_at > self.WINDOW_S
+        self._came_at = now
+        if was_idle:
+            self.begin(now)
             return
         self._bytes += size_bytes
         span = now - self._since

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import ArtifactKey, all_of, bitmap_of, indices_of, those_in
+from echo2.broadcast.artifact import ArtifactKey, all_of, indices_of, those_in
 from echo2.broadcast.events import Route
 from echo2.broadcast.pace import ANSWERED_AGAIN_AFTER_S, PULL_AFTER_S, SLOTS_PER_PEER, RateEstimate
 
 Ref = tuple[ArtifactKey, int]
 SENT_REMEMBERED_MAX = 512  # more than REQUESTS_HELD_MAX and what crosses
+KNOWN_MAX = 1024  # ten times what a library holds
 MISSING_MAX = 4096
 """Missing chunks remembered per artifact. The lowest indices are kept; the list is refilled when it runs low."""
 LAST_SHARE = 0.04  # of an artifact's chunks: once only so few are missing, they are requested early
@@ -163,10 +164,9 @@ class Peer:
         self.knows.add(key)
 
     def cancelled(self, key: ArtifactKey, indices: Collection[int]) -> None:
-        """It got these chunks from another peer and cancels its requests."""
+        """It asks for these chunks no more; whether it has them, its have-map says."""
         dropped = set(indices)
         self.pull_queue = deque(o for o in self.pull_queue if o.key != key or o.index not in dropped)
-        self.note_all(key, bitmap_of(dropped))
 
     def withdraw(self, key: ArtifactKey) -> tuple[int, ...]:
         """Drops all open requests for an artifact; returns their indices."""
@@ -178,6 +178,9 @@ class Peer:
     def forget(self, key: ArtifactKey) -> None:
         for table in (self.haves, self.sent_haves, self.asked, self.received):
             table.pop(key, None)
+        for known in (self.knows, self.sealed):  # kept a while, so that nobody is told again what everybody dropped
+            if len(known) > KNOWN_MAX:
+                known.intersection_update(self.haves)
         self.withdraw(key)
 
     def needs(self, wholes: Mapping[ArtifactKey, int]) -> bool:

@@ -1,6 +1,7 @@
 """A relay's duties: which children get a chunk by the plan, and when to acknowledge it to the parent.
 
-Guarantees: routes of the last PLANS_KEPT plans are known; each chunk is acknowledged to its parent once.
+Guarantees: routes of the last PLANS_KEPT plans are known; each chunk is acknowledged to its parent once. The seed has a plan before
+others do: what comes by it waits for it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import ArtifactKey
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.events import RelayAck, Route
 from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
 from echo2.broadcast.peer import Peer, Ref
 from echo2.broadcast.plan import BY_REGION, BroadcastPlan, fluid_bound
 
 PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
+EARLY_MAX = 1024  # chunks that came by a plan which is on its way here: several windows
 SLOW_AMONG = 4  # children: for one of so many that take chunks slowly, the others do not wait
 LOOK_S = 1.5  # of sending: several windows
 DIRECT_MOST = 2.0  # times its planned share: what the seed adds itself while relays bring only half of what was planned
@@ -52,12 +54,23 @@ class Relaying:
         self._children: dict[Route, tuple[Child, ...]] = {}
         self._jobs: dict[Ref, RelayJob] = {}
         self._backlogs: dict[PeerId, int] = {}  # as children said that relay on
+        self._early: deque[tuple[Ref, PeerId | None, Route]] = deque(maxlen=EARLY_MAX)
 
-    def set_plan(self, plan: BroadcastPlan) -> None:
+    def set_plan(self, plan: BroadcastPlan) -> list[tuple[Ref, PeerId | None, Route]]:
+        """Returns what came by this plan before it."""
         self._plans[plan.epoch] = plan
         for old in sorted(self._plans)[:-PLANS_KEPT]:
             del self._plans[old]
         self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
+        early, self._early = self._early, deque(maxlen=EARLY_MAX)
+        self._early.extend(chunk for chunk in early if self.is_early(chunk[2]))
+        return [chunk for chunk in early if chunk[2].epoch == plan.epoch]
+
+    def is_early(self, route: Route) -> bool:
+        return route.epoch > max(self._plans, default=-1)
+
+    def keep(self, ref: Ref, parent: PeerId | None, route: Route) -> None:
+        self._early.append((ref, parent, route))
 
     def children_in(self, route: Route) -> tuple[Child, ...]:
         """Our children in a tree."""
@@ -117,7 +130,7 @@ class Relaying:
         for relay in done.relays:
             waiting = sum(relay in job.waiting for job in jobs)
             backlog = max(backlog, waiting + self._backlogs.get(relay, 0))
-        return [RelayAck(done.parent, *ref, backlog)]
+        return [RelayAck(done.parent, *ref, min(CHUNKS_MAX, backlog))]  # what a child says may be a lie
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ class BroadcastSession:
             case events.Woken():
                 self._wake_at = float("inf")
             case events.PlanSet():
-                self._plan_set(event.plan)
+                self._plan_set(event.plan, now)
             case events.PeerUp():
                 is_late = self.plan is not None and event.peer in self.plan.late
                 self.peers[event.peer] = Peer(event.peer, is_late, self._is_near(event.peer))
@@ -142,7 +142,7 @@ class BroadcastSession:
 
     # ---- events
 
-    def _plan_set(self, plan: BroadcastPlan) -> None:
+    def _plan_set(self, plan: BroadcastPlan, now: float) -> None:
         self.plan, late, self._region = plan, plan.late, plan.region_of(self.me)
         for peer in self.peers.values():
             peer.is_late, peer.is_near = peer.peer_id in late, self._is_near(peer.peer_id)
@@ -150,7 +150,8 @@ class BroadcastSession:
                 for outgoing in peer.leaf_queue:
                     self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
                 peer.leaf_queue.clear()
-        self._relaying.set_plan(plan)
+        for ref, parent, route in self._relaying.set_plan(plan):
+            self._relay(ref, parent, route, now)
         self._seeding.set_plan(plan, self.me)
 
     def _is_near(self, peer: PeerId) -> bool:
@@ -211,7 +212,7 @@ class BroadcastSession:
                 self._actions.append(events.Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without a request"))
         peer.received[event.key] = peer.received.get(event.key, 0) | bit
         peer.note(event.key, event.index)
-        peer.rate.add(event.size_bytes, now)
+        peer.rate.add(event.size_bytes, now, is_awaited=bool(peer.requests))
         if (request := peer.requests.pop((event.key, event.index), None)) is not None and event.is_answer:
             peer.answer_s = min(peer.answer_s, now - request.since)
         self.pulled_chunks += event.is_answer
@@ -291,6 +292,9 @@ class BroadcastSession:
 
     def _relay(self, ref: Ref, parent: PeerId | None, route: events.Route, now: float) -> None:
         """Queues the chunk for our children in its tree; acknowledges to the parent once all of them have it."""
+        if self._relaying.is_early(route):
+            self._relaying.keep(ref, parent, route)
+            return
         waiting: set[PeerId] = set()
         children = self._relaying.children_in(route)
         for child in children:

@@ -20,6 +20,7 @@ from echo2.broadcast.pace import (
     CongestionChooser,
     Control,
     Pacer,
+    RateEstimate,
     RelayWindow,
     UplinkGovernor,
 )
@@ -61,6 +62,12 @@ def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_n
     assert room(1e12, 256 << 10) == RelayWindow.LARGEST_PLANNED
 
 
+def test_an_empty_block_may_be_the_first_of_a_version() -> None:
+    window = RelayWindow(RELAY_SLACK_S, first_bytes=1e6)
+    window.assigned((ArtifactKey(b"k"), 0), 0, True, 0.0)
+    assert window.has_room(0.0)
+
+
 def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_it_works() -> None:
     window = RelayWindow(0.15, GBIT * LAP_AND_SLACK_S)
     given = [(b"l", number) for number in range(filled(window, 0.0, 256 << 10))]
@@ -93,6 +100,15 @@ def test_a_relay_is_kept_busy_and_its_queue_is_short(chunk_s: float) -> None:
     settled = range(400, 600)
     assert sum(max(0.0, came[index] - done[index]) for index in settled) == 0.0, "it never waits for a chunk"
     assert max(done[index] - came[index] for index in settled) <= 2 * max(RELAY_SLACK_S, chunk_s)
+
+
+def test_pauses_between_versions_of_few_chunks_are_no_sign_of_a_slow_link() -> None:
+    """Else a request that is lost is waited for as long as by the slowest."""
+    rate = RateEstimate()
+    for version in range(50):
+        for chunk in range(4):
+            rate.add(16 << 10, 10.0 * version + 0.01 * chunk, is_awaited=False)
+    assert rate.bytes_per_s >= 1e6
 
 
 def test_a_window_of_requests_grows_over_any_round_trip_until_the_link_is_full() -> None:

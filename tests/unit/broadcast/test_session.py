@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from benchmarks.broadcast_model.network import BroadcastNetwork
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import ArtifactKey, all_of
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, all_of
 from echo2.broadcast.events import (
     Accuse,
+    Cancel,
     ChunkSeen,
     ChunkSent,
     Emptied,
     Event,
+    Forgotten,
     Have,
     HeaderSeen,
     PeerDown,
@@ -22,6 +24,7 @@ from echo2.broadcast.events import (
     PlanSet,
     RelayAck,
     Request,
+    Route,
     SealSeen,
     SendChunk,
     SendHeader,
@@ -30,10 +33,11 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.pace import REPLAYS_MAX, REQUESTS_HELD_MAX, SLOTS_PER_PEER
-from echo2.broadcast.peer import Outgoing, Peer
-from echo2.broadcast.plan import NodeLink, fluid_bound
+from echo2.broadcast.peer import KNOWN_MAX, Outgoing, Peer
+from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree, fluid_bound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
+from echo2.wire import broadcast as wire
 from tests.unit.broadcast.test_topology import fleet
 
 MIB = 1 << 20
@@ -108,6 +112,23 @@ def test_relays_that_die_or_freeze_are_replaced_and_one_that_thaws_catches_up() 
     assert others <= 1.5 * max(bound_s(nodes, 64), bound_s(survivors, 64)), "the others waited for a frozen relay"
     frozen = times["w1"]
     assert frozen is not None and frozen < 28.0
+
+
+def test_a_plan_that_the_seed_has_before_its_relays_holds_nothing_up() -> None:
+    """The coordinator tells the learner first, and workers one after another."""
+    nodes = fleet([100.0] * 4)
+
+    def took_s(told_after_s: float) -> float:
+        net, fresh = BroadcastNetwork(plan(nodes, 1)), plan(nodes, 2)
+        net.connect_all()
+        net.deliver(net.seed_id, PlanSet(fresh))
+        net.publish(2 * MIB, 16 << 10)
+        for node in nodes[1:]:
+            net.at(told_after_s, lambda peer=node.peer_id: net.deliver(peer, PlanSet(fresh)))  # type: ignore[misc]
+        net.run(60)
+        return net.slowest_s
+
+    assert took_s(0.15) < took_s(0.0) + 0.3
 
 
 def test_late_joiner_pulls_from_peers_rather_than_from_the_seed() -> None:
@@ -251,6 +272,45 @@ def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_
     ask(41.0, is_lost=True)
     ask(43.0)
     assert sent == [10.0, 41.0, 43.0], "the disk did not have it the second time, so it was not on its way"
+
+
+def test_a_peer_that_no_longer_asks_for_a_chunk_gets_it_all_the_same_if_it_is_to_be_pushed() -> None:
+    """It asks for it no more also where the answer has not come in time."""
+    session, peer, sent = publishing(), PeerId("a"), list[int]()
+    actions = [
+        action for index in range(3) for action in session.handle(ChunkSeen(None, KEY, index, 1000, is_fresh=True), 0.0)
+    ]
+    assert len([action for action in actions if isinstance(action, SendChunk)]) == SLOTS_PER_PEER == 2
+    session.handle(Request(peer, KEY, (2,)), 0.1)
+    session.handle(Cancel(peer, KEY, (2,)), 0.2)
+    for index in (0, 1):
+        taken = session.handle(ChunkSent(peer, KEY, index), 0.3)
+        sent += [action.index for action in taken if isinstance(action, SendChunk)]
+    assert sent == [2]
+
+
+def test_a_childs_lie_about_its_backlog_makes_no_message_that_our_parent_cannot_read() -> None:
+    """Else the parent bans us for it."""
+    names = ("seed", "me", "liar", "leaf")
+    nodes = tuple(NodeLink(PeerId(name), name, (name,), 1e6, 1e6, 0.1) for name in names)
+    session, acks = session_with("seed", "liar"), list[RelayAck]()
+    session.handle(PlanSet(BroadcastPlan(1, nodes, (Tree(1.0, (0, 1, 2)),))), 0.0)
+    session.handle(RelayAck(PeerId("liar"), KEY, 0, CHUNKS_MAX), 0.0)
+    for index in range(4):
+        session.handle(ChunkSeen(PeerId("seed"), KEY, index, 1000, Route(1, 0)), 0.1)
+    taken = session.handle(ChunkSent(PeerId("liar"), KEY, 0), 0.2)
+    acks += [action for action in taken if isinstance(action, RelayAck)]
+    assert acks and all(wire.control_from(wire.parse(wire.control_frame(ack), "me"), ack.peer) == ack for ack in acks)
+
+
+def test_what_a_peer_was_told_of_thousands_of_versions_is_not_kept_for_ever() -> None:
+    session = session_with("a")
+    for number in range(4000):
+        key = ArtifactKey(number.to_bytes(16))
+        session.handle(HeaderSeen(None, key, is_wanted=False), number)
+        session.handle(SealSeen(None, key, 1), number)
+        session.handle(Forgotten(key), number)
+    assert max(len(session.peers[PeerId("a")].knows), len(session.peers[PeerId("a")].sealed)) <= KNOWN_MAX + 1
 
 
 def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
