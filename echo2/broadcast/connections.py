@@ -239,22 +239,22 @@ class Connections:
                 self._exchange.tasks.start(self._dial(target, address))
 
     async def _dial(self, target: Target, address: str) -> None:
+        ended = "the connection ended"
         try:
             connection, address = await first_of(
                 _beside(address, target.addresses), lambda candidate: self._dial_at(candidate, target.peer_id)
             )
+            target.failures = 0
+            if (relay := relay_of(address)) is not None:
+                self._nat.punch(target.peer_id, relay)
+            await self._serve(connection, address)
         except EchoError as error:  # includes a malformed peer ID in a plan
+            ended = str(error)
             if target.failures == 0:
                 log.info("%s", error)
-            self._dialling.failed(target, str(error), asyncio.get_running_loop().time())
-            return
         finally:
             self._dialling_now.discard(target.peer_id)
-        target.failures = 0
-        if (relay := relay_of(address)) is not None:
-            self._nat.punch(target.peer_id, relay)
-        await self._serve(connection, address)
-        self._dialling.failed(target, "the connection ended", asyncio.get_running_loop().time())
+        self._dialling.failed(target, ended, asyncio.get_running_loop().time())
 
     async def _dial_at(self, address: str, peer_id: PeerId) -> Connection:
         """At host:port; a peer that is met at a relay through a byte pipe of that relay."""

@@ -1,8 +1,7 @@
 """What a node does with its peers' frames, and what its session has it do: the session's only caller.
 
 Guarantees: a chunk enters the library, and the session, only after its signature was verified; a header only from the trusted
-publisher. Until the publisher is known, up to HELD_HEADERS_MAX headers wait; beyond that, the oldest one of the peer that sent
-most is dropped.
+publisher. Until that is known, what peers send waits unread.
 """
 
 from __future__ import annotations
@@ -10,23 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from echo2.base.errors import DiskFull, EchoError, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId
 from echo2.broadcast import events
 from echo2.broadcast.artifact import ArtifactKey, Header, Seal
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.library import Library
 from echo2.broadcast.link import PeerLink
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
 from echo2.outside import monotonic
-from echo2.outside.guard import MISHAPS, Refusals, Tasks
+from echo2.outside.guard import MISHAPS, Refusals, Tasks, cancel_all
 from echo2.wire import broadcast as wire
 from echo2.wire.broadcast import ChunkIn, chunk_in
 
-HELD_HEADERS_MAX = 128  # each at most some hundred bytes
 BANS_MAX = 4096  # identities cost an attacker little, and must not cost us memory
 HOSTS_MAX = 1024  # some 100 KB
 HOST_REFUSED_S = 10.0  # a banned peer tries again every few seconds, with a handshake each
@@ -92,6 +91,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self.links: dict[PeerId, PeerLink] = {}
         self.publisher: PeerId | None = None
+        self._is_publisher_known = asyncio.Event()
         self.revised, self.changed = asyncio.Event(), asyncio.Event()
         self.error: BaseException | None = None
         self.session = session
@@ -99,7 +99,6 @@ class Exchange:
         self._me, self.library, self._meter, self._bans = me, library, meter, bans
         self._is_awaited = is_awaited
         self._revision = 0  # of the library, when `revised` was set
-        self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -171,7 +170,7 @@ class Exchange:
         self.act(events.ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
 
     def on_frame(self, peer: PeerId, frame: bytes) -> bool:
-        """Checks and keeps what a peer sent, and has the session decide; returns whether it brought a new chunk. EchoError if the
+        """Checks and keeps what a peer sent, and has the session decide; returns whether it brought what is kept. EchoError if the
         peer broke the protocol; a full disk ends the node."""
         self._meter.downlink.add(len(frame), self.now())
         try:
@@ -180,9 +179,9 @@ class Exchange:
             message = wire.parse(frame, f"peer {peer}")
             match message.WhichOneof("kind"):
                 case "header":
-                    self.on_header(peer, wire.header_from(message.header))
+                    return self.on_header(peer, wire.header_from(message.header))
                 case "seal":
-                    self._on_seal(peer, wire.seal_from(message.seal))
+                    return self._on_seal(peer, wire.seal_from(message.seal))
                 case _:
                     self.act(wire.control_from(message, peer))
         except DiskFull as error:
@@ -208,53 +207,51 @@ class Exchange:
             self.changed.set()
         return is_new
 
-    def _on_seal(self, peer: PeerId, seal: Seal) -> None:
+    def _on_seal(self, peer: PeerId, seal: Seal) -> bool:
         entry = self.library.entries.get(seal.key)
         if entry is None:
-            return
-        if entry.seal is None:
+            return False
+        if is_new := entry.seal is None:
             seal.verify(entry.header.publisher)
             if not self.library.add_seal(seal.key, seal):
-                return
+                return False
         self.act(events.SealSeen(peer, seal.key, seal.chunk_count))
+        return is_new
 
-    def on_header(self, peer: PeerId, header: Header) -> None:
+    def on_header(self, peer: PeerId, header: Header) -> bool:
         key = header.key
         if key in self.library.entries:
             self.act(events.HeaderSeen(peer, key, is_wanted=False))
-            return
+            return False
         if header.publisher == self._me:
-            return  # our own artifact that we have dropped: do not announce it again
-        if self.publisher is None:
-            self._hold(peer, header)
-            return
+            return False  # our own artifact that we have dropped: do not announce it again
         if header.publisher != self.publisher or header.run_id != self.library.run_id:
             log.debug("peer %s: header of %s by %s, not our publisher", peer, header.artifact, header.publisher)
-            return
+            return False
         header.verify()
         if any(
             entry.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
             for entry in self.library.entries.values()
         ):
-            return  # we have a newer publication of the same version
+            return False  # we have a newer publication of the same version
         self.library.add_header(header)
         self.act(events.HeaderSeen(peer, key, is_wanted=False))
-
-    def _hold(self, peer: PeerId, header: Header) -> None:
-        self._held[peer, header.key] = header
-        if len(self._held) > HELD_HEADERS_MAX:
-            counts = Counter(sender for sender, _ in self._held)
-            del self._held[max(self._held, key=lambda held: counts[held[0]])]
+        return True
 
     def trust(self, publisher: PeerId) -> None:
-        """Names the publisher; headers that came before are looked at now."""
+        """Names the publisher; from now on peers are read."""
         self.publisher = publisher
-        held, self._held = self._held, {}
+        self._is_publisher_known.set()
+
+    async def wait_for_publisher(self, connection: Connection) -> None:
+        """Until it is known, or the connection has ended."""
+        if self._is_publisher_known.is_set():
+            return
+        either = [asyncio.ensure_future(event.wait()) for event in (self._is_publisher_known, connection.ended)]
         try:
-            for (peer, _), header in held.items():
-                self.on_header(peer, header)
-        except DiskFull as error:
-            self.fail(error)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all(either)
 
     def on_drop(self, key: ArtifactKey) -> None:
         self.act(events.Forgotten(key))

@@ -202,6 +202,7 @@ class PeerLink:
 
     async def _read(self, connection: Connection) -> None:
         connection.share = self._share
+        await self._exchange.wait_for_publisher(connection)
         await connection.receive_all(self._take)
 
     def _take(self, frame: bytes) -> bool:

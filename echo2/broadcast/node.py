@@ -118,9 +118,10 @@ class BroadcastNode:
         self._is_running = False
         self._is_base_sought = False
         self._settled_at: float | None = None  # when all announcements are in; None: none has come
+        self._wanted: tuple[ArtifactKey, ...] = ()  # the artifacts on the path
         self._sizes: dict[int, int] = {}  # bytes of the last artifact published that leads over so many versions
         if self._is_publisher:
-            self.exchange.publisher = me
+            self.exchange.trust(me)
 
     # ---- life
 
@@ -241,7 +242,7 @@ class BroadcastNode:
             self.exchange.revised.set()
 
     def _update_wants(self) -> None:
-        """Requests the artifacts on the path to the newest version; the publisher needs none."""
+        """Requests the artifacts on the path to the newest version, and no longer those that were; the publisher needs none."""
         if self._is_publisher:
             return
         now = self.exchange.now()
@@ -250,11 +251,12 @@ class BroadcastNode:
             asyncio.get_running_loop().call_later(SETTLE_S, self.exchange.revised.set)
         if self._is_settling(now):
             return
-        route = self.planner.choose(self.reader.version)
-        for key in route.keys if route is not None else ():
-            artifact = self.session.artifacts.get(key)
-            if artifact is not None and not artifact.is_wanted:
-                self.exchange.act(Wanted(key, is_wanted=True))
+        route, before = self.planner.choose(self.reader.version), self._wanted
+        self._wanted = route.keys if route is not None else ()
+        for key in (*before, *self._wanted):
+            artifact, is_wanted = self.session.artifacts.get(key), key in self._wanted
+            if artifact is not None and artifact.is_wanted != is_wanted:
+                self.exchange.act(Wanted(key, is_wanted=is_wanted))
         self.exchange.changed.set()
 
     def _is_settling(self, now: float) -> bool:

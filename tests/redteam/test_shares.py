@@ -16,13 +16,7 @@ import pytest
 
 from echo2.base.clock import Pace
 from echo2.base.errors import MalformedMessage
-from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.artifact import ArtifactId, Header
-from echo2.broadcast.exchange import HELD_HEADERS_MAX, Bans, Exchange
-from echo2.broadcast.library import Library
-from echo2.broadcast.pace import Meter
-from echo2.broadcast.session import BroadcastSession
-from echo2.broadcast.store import ChunkStore
+from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.streams import CoordinatorService
 from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares
@@ -233,24 +227,6 @@ async def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> No
             async with asyncio.timeout(WAIT_S):
                 while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
                     await channel.wait_for_state_change(state)
-
-
-def test_headers_of_one_peer_leave_room_for_those_of_others_while_no_publisher_is_known(tmp_path: Path) -> None:
-    run, publisher = RunId("a-run"), Identity.generate()
-    library = Library(ChunkStore(tmp_path), run)
-    exchange = Exchange(PeerId("me"), library, BroadcastSession(PeerId("me")), Meter(), Bans())
-
-    def header(version: int) -> Header:
-        made = Header(ArtifactId(Version(version)), run, "", 1.0, 100, True, publisher.peer_id)
-        return made.signed(publisher)
-
-    exchange.on_header(PeerId("honest"), header(1))
-    for version in range(2, 2 * HELD_HEADERS_MAX):
-        exchange.on_header(PeerId("liar"), header(version))
-        exchange.on_header(PeerId("liar"), header(version))
-    exchange.on_header(PeerId("late"), header(1))
-    assert len(exchange._held) == HELD_HEADERS_MAX
-    assert {peer for peer, _ in exchange._held} == {"honest", "late", "liar"}
 
 
 def test_a_workers_unfinished_messages_to_the_coordinator_hold_four_mib_and_the_learners_more() -> None:

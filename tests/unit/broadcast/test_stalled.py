@@ -1,11 +1,15 @@
-"""What a node does about chunks that nobody gives, or that its own disk has changed; in virtual time."""
+"""What a node asks for, when and whom, and what it does about chunks that nobody gives or that its disk has changed; in virtual
+time."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey, Header, Seal, root_of, signed_chunks
@@ -31,12 +35,15 @@ class Promises:
     """A connection on which a peer says what it has, and nothing more. `later`: what it sends after a second."""
 
     is_outgoing, remotes, way = False, frozenset[Remote](), LinkWay(LinkKind.REVERSE, "it dialled us")
+    greets_after_s = 0.0
 
     def __init__(self, peer: PeerIdentity, *frames: bytes, later: tuple[bytes, ...] = ()) -> None:
         self.peer, self._frames, self._later = peer, [wire.hello(tls.PROTOCOL_VERSION, RUN), *frames], later
         self.asked_at: dict[ArtifactKey, list[float]] = {}
+        self.ended = asyncio.Event()
 
     async def receive(self) -> bytes | None:
+        await asyncio.sleep(self.greets_after_s)
         return self._frames.pop(0)
 
     async def receive_all(self, take: Callable[[bytes], bool]) -> None:
@@ -60,16 +67,19 @@ def header_by(learner: Credentials, artifact: ArtifactId) -> Header:
 
 
 def asked_of(
-    authority: RunAuthority, folder: Path, promises: Promises, seconds: float, live: Version | None = None
-) -> dict[ArtifactKey, list[float]]:
-    """What a worker asks the learner for, and when."""
+    authority: RunAuthority, folder: Path, promises: Promises, seconds: float, live: Version | None = None,
+    *, learner: PeerId = PEER, known_after_s: float = 0.0,
+) -> dict[ArtifactKey, list[float]]:  # fmt: skip
+    """What a worker asks a peer for, and when. `known_after_s`: of the link, when it hears who the learner is, which is the peer
+    where nothing is said."""
 
     async def scene() -> None:
         node = BroadcastNode(issued(authority, Role.WORKER), NodeOptions(folder))
-        node.set_publisher(promises.peer.peer_id, "")
         node.set_live(live)
         await node.start()
         serving = asyncio.create_task(node.accept(promises))
+        await asyncio.sleep(known_after_s)
+        node.set_publisher(learner or promises.peer.peer_id, "")
         await asyncio.sleep(seconds)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -146,3 +156,65 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
     loop = VirtualLoop()
     loop.run_until_complete(scene())
     loop.close()
+
+
+def test_what_was_said_before_the_learner_is_known_is_taken_then(tmp_path: Path) -> None:
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = issued(authority, Role.LEARNER)
+    header = header_by(learner, ArtifactId(Version(1), None))
+    promises = Promises(
+        PeerIdentity(learner.peer_id, Role.LEARNER),
+        wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False)),
+    )  # fmt: skip
+    assert asked_of(authority, tmp_path, promises, 3.0, known_after_s=5.0)[header.key][0] > 5.0
+
+
+def test_a_lie_that_was_told_before_the_learner_is_known_ends_its_tellers_link_alone(tmp_path: Path) -> None:
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner, liar = issued(authority, Role.LEARNER), issued(authority, Role.WORKER)
+    header = replace(header_by(learner, ArtifactId(Version(1), None)), signature=bytes(64))
+    promises = Promises(
+        PeerIdentity(liar.peer_id, Role.WORKER),
+        wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False)),
+    )  # fmt: skip
+    assert not asked_of(authority, tmp_path, promises, 3.0, learner=learner.peer_id, known_after_s=5.0)
+
+
+def test_what_the_way_leads_over_no_longer_is_asked_for_no_more(tmp_path: Path) -> None:
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = issued(authority, Role.LEARNER)
+    old, new = (header_by(learner, ArtifactId(Version(version), None)) for version in (1, 2))
+    frames = [
+        (wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False))) for header in (old, new)
+    ]
+    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *frames[0], later=frames[1])
+    asked = asked_of(authority, tmp_path, promises, 9.0)
+    assert asked[old.key][-1] < 1.5 < asked[new.key][0] + 0.5 and asked[new.key][-1] > 5.0
+
+
+def test_a_peer_that_takes_its_time_to_say_hello_is_dialled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second connection would replace the first as soon as that is a link."""
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner, dialled_at = issued(authority, Role.LEARNER), list[float]()
+
+    async def dial(address: str, peer_id: PeerId) -> Promises:
+        dialled_at.append(asyncio.get_running_loop().time())
+        made = Promises(PeerIdentity(peer_id, Role.LEARNER))
+        made.greets_after_s = 2.0
+        return made
+
+    async def scene() -> None:
+        node = BroadcastNode(issued(authority, Role.WORKER), NodeOptions(tmp_path))
+        monkeypatch.setattr(node._connections, "_dial_at", dial)
+        node.set_publisher(learner.peer_id, "127.0.0.1:4711")
+        await node.start()
+        await asyncio.sleep(2.5)
+        assert node._connections.links_made == 1
+        await node.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
+    assert len(dialled_at) == 1
