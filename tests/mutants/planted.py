@@ -212,7 +212,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a lease that ended long ago is taken in again", "coordinator/leases/lease.py",
            "now < self.deadline + lease_timeout_s and self.attempt", "self.attempt", (_UNIT + "coordinator/test_lease_book.py",)),
     Mutant("a machine that was made though its answer was lost costs money for ever", "coordinator/money/provisioner.py",
-           "            self._check_gone(machine, observed.get(machine.machine_id))\n", "            pass\n",
+           "            self._check_gone(machine, observed.get(machine.machine_id), asked_at)\n", "            pass\n",
            (_UNIT + "coordinator/test_provisioner.py",)),
     # evaluations
     Mutant("a question of an evaluation goes to a worker at a newer version", "coordinator/leases/lease.py",

@@ -10,16 +10,27 @@ provider or by hand, recalls the leases of the machine's workers at once. Waits 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.base.errors import ConfigError, EchoError, LimitExceeded, MalformedMessage, NotAllowed
+from echo2.base.clock import ceiling_s
+from echo2.base.errors import (
+    ConfigError,
+    EchoError,
+    LimitExceeded,
+    MalformedMessage,
+    NotAllowed,
+    ResourceError,
+    Unreachable,
+)
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import CoordinatorOptions, Hub
@@ -49,12 +60,24 @@ from echo2.outside import here
 
 LOOK_S = 5.0  # preemption notices come half a minute ahead
 LOST_AFTER_S = 60.0
-"""Seconds after the request for which a provider may not list a machine yet; after that the machine counts as lost."""
+"""Seconds after its answer for which a provider may not list a machine yet; after that the machine counts as lost."""
 ANSWER_S = 3.0
 """Most seconds that a caller waits for a provider's answer. Clouds take minutes, so the request then goes on in the background."""
+LATE_S = 60.0  # as long as an operator's command may list machines
+REST_S, REST_S_MAX = (
+    60.0,
+    3600.0,
+)  # for which nothing is rented of an offer that is sold out or whose machines do not join
+NAME_CHARS, CHECK_CHARS = 12, 6  # of a machine's id: what sets it apart, and of that the digest
 MACHINES_MAX = 20_000  # as many as workers (hub); those that ended count
 REASON_CHARS_MAX = 1000  # an error of a cloud's library
+_UNSEEN = "nothing has been looked at yet"
 _log = logging.getLogger("echo2.coordinator")
+
+
+def _told(error: Exception) -> EchoError:
+    """What a provider raised, as an error of ours: a cloud's library may raise anything."""
+    return error if isinstance(error, EchoError) else ResourceError(f"{type(error).__name__}: {error}")
 
 
 class Provisioner:
@@ -72,10 +95,17 @@ class Provisioner:
         self.machines = hub.money.machines
         hub.money.offers = tuple(replace(offer, gpu=kind_text(offer.gpu, kinds)) for offer in offers)
         hub.money.reprice(hub.settings.get("prices", {}))
-        self._why_none = "nothing has been looked at yet"
+        self._why_none = _UNSEEN
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._rented_here: set[str] = set()
+        self._listing: dict[
+            str, tuple[float, asyncio.Task[dict[str, ObservedMachine]]]
+        ] = {}  # by offer, and since when
+        self._done_at: dict[str, float] = {}  # by machine: when its provider had made or ended it
+        self._resting: dict[str, tuple[int, float]] = {}  # by offer: vain rentals in a row, and until when it rests
+        for machine in [m for m in self.machines.values() if m.is_open and m.offer not in self._providers]:
+            machine.notice = f"{machine.offer} is not in the offers file: nothing watches or releases this machine"
+            hub.note("machine", f"{machine.machine_id} at {machine.usd_per_hour:g} USD/h: {machine.notice}")
 
     @property
     def offers(self) -> dict[str, MachineOffer]:
@@ -89,14 +119,13 @@ class Provisioner:
         self._hub.ending.check_open()
         offer, now = self._offer(offer_name), self._hub.clock.now()
         self._check_room(offer)
-        machine_id = machine_prefix(self._hub.options.run_id, offer.name) + here().rng.randbytes(3).hex()
+        machine_id = self._name(offer.name, here().rng.randbytes(3).hex())
         token, link = self._make_link(label or machine_id)
         machine = RentedMachine(
             machine_id, offer.name, offer.provider, label, MachineState.WANTED, offer.usd_per_hour, now,
             token_id=token.token_id,
         )  # fmt: skip
         self.machines[machine_id] = machine
-        self._rented_here.add(machine_id)
         self._journal(machine, "rent", reason)
         await self._in_time(machine, self._rent(machine, link))
         return machine
@@ -119,10 +148,11 @@ class Provisioner:
     async def _rent(self, machine: RentedMachine, link: str) -> None:
         try:
             machine.command = await self._providers[machine.offer].rent(machine.machine_id, link)
-        except EchoError as error:
+        except Exception as error:
             machine.rented_at = self._hub.clock.now()  # there was no machine, so it costs nothing
-            self._ended(machine, "rent failed", str(error))
-            raise
+            self._ended(machine, "rent failed", str(_told(error)))
+            raise _told(error) from error
+        self._done_at[machine.machine_id] = self._hub.clock.now()
         if machine.state is MachineState.WANTED:
             machine.state = MachineState.STARTING
         self._keep(machine)
@@ -142,8 +172,22 @@ class Provisioner:
             self._hub.drain(worker.peer_id, f"its machine is given back: {reason}")
         await self._in_time(machine, self._release(machine, reason))
 
+    async def release_each(self, reasons: Mapping[str, str]) -> None:
+        """Releases machines, each for its reason. An error of one does not stop the others; the first is raised after them."""
+        errors: list[EchoError] = []
+        for machine_id, reason in reasons.items():
+            try:
+                await self.release(machine_id, reason)
+            except EchoError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     async def _release(self, machine: RentedMachine, reason: str) -> None:
-        await self._provider(machine).release(machine.machine_id)
+        try:
+            await self._provider(machine).release(machine.machine_id)
+        except Exception as error:
+            raise _told(error) from error
         self._ended(machine, "released", reason)
 
     async def _in_time(self, machine: RentedMachine, work: Coroutine[None, None, None]) -> None:
@@ -178,9 +222,8 @@ class Provisioner:
             return 0
         self._why_none = "being carried out"
         try:
-            for release in advice.release:
-                await self.release(release.machine_id, f"{by_whom}: {release.reason}")
-                count += 1
+            await self.release_each({each.machine_id: f"{by_whom}: {each.reason}" for each in advice.release})
+            count = len(advice.release)
             for rental in advice.rent:
                 if only_automatic and not rental.is_automatic:
                     continue
@@ -200,7 +243,9 @@ class Provisioner:
         workers = {machine.machine_id: hub.money.workers_of(machine) for machine in machines if machine.is_open}
         rates = partial(rates_by_gpu, hub.membership.members.values(), built_in_catalogue())
         budget = self.budget(money)
-        advice = advise(hub.plan.now, hub.money.offers, machines, workers, rates, budget, hub.clock.now())
+        now = hub.clock.now()
+        resting = {name for name, (_, until) in self._resting.items() if now < until}
+        advice = advise(hub.plan.now, hub.money.offers, machines, workers, rates, budget, now, resting)
         return FleetAdvice(reason=hub.paused) if hub.paused and advice.rent else advice
 
     # ---- looking
@@ -215,9 +260,8 @@ class Provisioner:
             try:
                 await self.look()
                 await self._act()
-            except Exception as error:  # noqa: BLE001 - a cloud's library must not end the run: reported, and tried again
+            except Exception as error:  # noqa: BLE001 - must not end the run: tried again
                 _log.exception("machines: %s", error)
-                self.problems["machines"] = f"{type(error).__name__}: {error}"
             await asyncio.sleep(LOOK_S)
 
     async def _act(self) -> None:
@@ -227,48 +271,68 @@ class Provisioner:
             await self._give_all_back(self._hub.ending.text)
             return
         if self._hub.config.coordinator.planner_mode == "auto" or self.budget().is_spent:
-            try:
+            with suppress(EchoError):  # its machine's journal says it, and its offer's problem
                 await self.carry_out("the planner", only_automatic=True)
-            except EchoError as error:
-                self.problems["the planner's rental"] = str(error)
 
     async def _give_all_back(self, reason: str) -> None:
-        """Releases all open machines. An error of one provider does not stop the others; the next look tries again."""
-        for machine in [m for m in self.machines.values() if m.is_open and m.machine_id not in self._asking]:
-            if machine.state is not MachineState.RELEASING:
-                try:
-                    await self.release(machine.machine_id, reason)
-                except EchoError as error:
-                    self.problems[machine.offer] = str(error)
+        """Releases all open machines. The next look tries those again whose provider did not answer."""
+        there = [m for m in self.machines.values() if m.is_open and m.state is not MachineState.RELEASING]
+        with suppress(EchoError):
+            await self.release_each({m.machine_id: reason for m in there if m.machine_id not in self._asking})
 
     async def look(self) -> None:
-        """Asks the provider of each offer and brings the journal up to date."""
+        """Asks the provider of each offer and brings the journal up to date. What one provider does keeps no other from being
+        asked: one that is slow is listened to again at the next look."""
         for name in self.offers:
             await self._look(name)
-        self._why_none = ""
+        if self._why_none == _UNSEEN:
+            self._why_none = ""
 
     async def _look(self, name: str) -> None:
         try:
-            observed = await self._providers[name].observe()
+            listed = await self._listed(name)
+            if listed is None:
+                return
             self.problems.pop(name, None)
-        except EchoError as error:
-            if self.problems.get(name) != str(error):
-                self._hub.note("machine", f"offer {name}: {error}")
-            self.problems[name] = str(error)
+        except Exception as error:  # noqa: BLE001 - see _told
+            if self.problems.get(name) != (text := str(_told(error))):
+                self._hub.note("machine", f"offer {name}: {text}")
+            self.problems[name] = text
             return
+        asked_at, observed = listed
         for machine in [m for m in self.machines.values() if m.offer == name and not m.is_open]:
-            self._check_gone(machine, observed.get(machine.machine_id))
+            self._check_gone(machine, observed.get(machine.machine_id), asked_at)
         for machine in [m for m in self.machines.values() if m.offer == name and m.is_open]:
             if machine.machine_id in self._asking:
                 continue
             try:
-                await self._compare(machine, observed.get(machine.machine_id))
+                await self._compare(machine, observed.get(machine.machine_id), asked_at)
             except EchoError as error:
                 self.problems[name] = str(error)
         for machine_id in sorted(set(observed) - set(self.machines)):
-            self._take_in(self.offers[name], machine_id)
+            if machine_id == self._name(name, machine_id[-NAME_CHARS:-CHECK_CHARS]):
+                self._take_in(self.offers[name], machine_id)
 
-    async def _compare(self, machine: RentedMachine, sighting: ObservedMachine | None) -> None:
+    async def _listed(self, name: str) -> tuple[float, dict[str, ObservedMachine]] | None:
+        """When an offer's provider was asked for its machines, and its answer; None while it has not answered. Unreachable once it
+        has not for `LATE_S`."""
+        if name not in self._listing:
+            self._listing[name] = self._hub.clock.now(), asyncio.create_task(self._providers[name].observe())
+        asked_at, task = self._listing[name]
+        await asyncio.wait((task,), timeout=ANSWER_S)
+        if task.done():
+            del self._listing[name]
+            return asked_at, task.result()
+        if self._hub.clock.now() - asked_at >= LATE_S:
+            raise Unreachable(f"its provider has not listed its machines for {LATE_S:.0f} s")
+        return None
+
+    def _name(self, offer: str, number: str) -> str:
+        """A machine's id: readable, with a digest of this coordinator, since the names of two runs may begin alike."""
+        digest = hashlib.sha256(f"{self._hub.identity.peer_id} {offer} {number}".encode()).hexdigest()
+        return machine_prefix(self._hub.options.run_id, offer) + number + digest[:CHECK_CHARS]
+
+    async def _compare(self, machine: RentedMachine, sighting: ObservedMachine | None, asked_at: float) -> None:
         if machine.state is MachineState.RELEASING:  # an earlier process had begun it, or the provider did not answer
             await self._in_time(machine, self._release(machine, "begun before"))
         elif machine.provider == "manual" and machine.command:  # a person starts it: visible only by joins
@@ -276,17 +340,18 @@ class Provisioner:
                 machine, MachineState.RUNNING if self._hub.money.workers_of(machine) else MachineState.STARTING
             )
         elif sighting is None:
-            self._missing(machine)
+            self._missing(machine, asked_at)
         elif sighting.state is MachineState.ENDING:
             self._on_notice(machine, sighting.notice)
         else:
             self._is_now(machine, sighting.state)
 
-    def _check_gone(self, machine: RentedMachine, sighting: ObservedMachine | None) -> None:
+    def _check_gone(self, machine: RentedMachine, sighting: ObservedMachine | None, asked_at: float) -> None:
         """Releases a machine that counts as gone but is still listed, and so still costs money: a request whose answer was lost may
         have made it, or its release may have failed silently."""
         is_there = sighting is not None and sighting.state is not MachineState.ENDING
-        if is_there and machine.machine_id not in self._asking:
+        is_news = asked_at >= self._done_at.get(machine.machine_id, 0.0)
+        if is_there and is_news and machine.machine_id not in self._asking:
             machine.state, machine.ended_at = MachineState.RELEASING, None
             self._journal(machine, "release", "it was taken for gone, and its provider lists it")
 
@@ -295,13 +360,12 @@ class Provisioner:
             machine.state, machine.notice = state, ""
             self._keep(machine)
 
-    def _missing(self, machine: RentedMachine) -> None:
-        now = self._hub.clock.now()
+    def _missing(self, machine: RentedMachine, asked_at: float) -> None:
         if machine.state is MachineState.WANTED:
             self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)
-        elif machine.machine_id not in self._rented_here or now - machine.rented_at >= LOST_AFTER_S:
+        elif asked_at - self._done_at.get(machine.machine_id, machine.rented_at) >= LOST_AFTER_S:
             self._ended(machine, "lost", "its provider does not list it any longer")
 
     def _take_in(self, offer: MachineOffer, machine_id: str) -> None:
@@ -323,7 +387,15 @@ class Provisioner:
     # ---- saving
 
     def _ended(self, machine: RentedMachine, action: str, reason: str) -> None:
-        machine.state, machine.ended_at = MachineState.GONE, self._hub.clock.now()
+        now = self._hub.clock.now()
+        machine.state, machine.ended_at = MachineState.GONE, now
+        self._done_at[machine.machine_id] = now
+        vain, until = self._resting.pop(machine.offer, (0, 0.0))
+        if not self._hub.money.workers_of(machine):
+            is_more = now >= until  # of several that fail together one counts
+            self._resting[machine.offer] = (
+                (vain + 1, now + ceiling_s(vain, REST_S, REST_S_MAX)) if is_more else (vain, until)
+            )
         token = self._hub.tokens.tokens.get(machine.token_id)
         if token is not None and not token.is_revoked:
             token.is_revoked = True
@@ -372,7 +444,7 @@ class Provisioner:
         budget = self.budget()
         if offer.usd_per_hour > 0 and not budget.is_bounded:
             raise LimitExceeded(f"offer {offer.name}: {NO_BOUND}")
-        if offer.usd_per_hour > 0 and budget.affordable(offer.usd_per_hour, offer.hours_least) < count:
+        if offer.usd_per_hour > 0 and budget.affordable(offer.usd_per_hour, offer.hours_least, count) < count:
             is_capped = count * offer.usd_per_hour + budget.usd_per_hour > budget.usd_per_hour_cap
             raise LimitExceeded(
                 f"offer {offer.name}: {count * offer.usd_per_hour:g} USD/h more than the {budget.usd_per_hour:g} USD/h of now "

@@ -89,6 +89,10 @@ class MachineState(enum.Enum):
     GONE = "gone"
 
 
+_GIVEN_BACK = (MachineState.STARTING, MachineState.RUNNING, MachineState.ENDING)
+"""ENDING: a provider that takes a machine away may list it, and bill it, for as long as nobody deletes it."""
+
+
 @dataclass(slots=True)
 class RentedMachine:
     """`command`: what a person has to run on it; empty if the provider has done so. `replaced`: workers that it had before the
@@ -197,17 +201,17 @@ class Budget:
     def is_spent(self) -> bool:
         return is_spent(self.usd_spent, self.usd_budget)
 
-    def affordable(self, usd_per_hour: float, hours_least: float = 0.0) -> int:
-        """How many more machines may be rented at this price each, for at least so many hours; at most `RENT_AT_ONCE`."""
+    def affordable(self, usd_per_hour: float, hours_least: float = 0.0, most: int = RENT_AT_ONCE) -> int:
+        """How many more machines may be rented at this price each, for at least so many hours; at most `most`."""
         if usd_per_hour <= 0:
-            return 0 if self.is_spent else RENT_AT_ONCE
+            return 0 if self.is_spent else most
         if not self.is_bounded:
             return 0
         left = self.usd_budget - self.usd_spent
         room = min(self.usd_per_hour_cap, left / BUDGET_HOURS_LEFT) - self.usd_per_hour
         if hours_least > BUDGET_HOURS_LEFT:  # what is billed in any case; the others can be released before
             room = min(room, left / hours_least)
-        return int(max(0.0, min(room / usd_per_hour + 1e-9, float(RENT_AT_ONCE))))
+        return int(max(0.0, min(room / usd_per_hour + 1e-9, float(most))))
 
 
 def kind_text(gpu: str, kinds: Collection[str]) -> str:
@@ -257,9 +261,10 @@ def advise(
     known_rates: Callable[[], Mapping[str, float]],
     budget: Budget,
     now: float,
+    resting: Collection[str] = (),
 ) -> FleetAdvice:
     """What to rent or release now. `workers`: those that joined from each machine, by its id. `known_rates`: asked only if
-    something is short. Releases go before rents, never both at once."""
+    something is short. `resting`: offers of which nothing is rented now. Releases go before rents, never both at once."""
     hours_least = {offer.name: offer.hours_least for offer in offers}
     release = tuple(_releases(machines, workers, budget, hours_least, now))
     if release:
@@ -282,7 +287,7 @@ def advise(
     coming = sum(rate_of(by_name[name], rates) for name in unmeasured)
     if coming >= shortage > 0:
         return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
-    return _rents(shortage - coming, offers, machines, unmeasured, rates, budget)
+    return _rents(shortage - coming, offers, machines, unmeasured, rates, budget, resting)
 
 
 def _rents(
@@ -292,6 +297,7 @@ def _rents(
     unmeasured: Collection[str],
     rates: Mapping[str, float],
     budget: Budget,
+    resting: Collection[str],
 ) -> FleetAdvice:
     """Rents from the offer with the lowest price per rollout that has room. If its rate is not known, only one machine, and none
     while one is `unmeasured`."""
@@ -300,6 +306,9 @@ def _rents(
     for offer in offers:
         room = offer.machines_max - sum(m.offer == offer.name and m.is_open for m in machines)
         if room <= 0:
+            continue
+        if offer.name in resting:
+            why_not = f"renting a machine of {offer.name} brought no worker a while ago; it is tried again later"
             continue
         rate = rate_of(offer, rates)
         if rate <= 0 and offer.name in unmeasured:
@@ -328,7 +337,7 @@ def _releases(
     now: float,
 ) -> Iterable[ReleaseProposal]:
     for machine in sorted(machines, key=lambda machine: (-machine.usd_per_hour, machine.machine_id)):
-        if machine.state not in (MachineState.STARTING, MachineState.RUNNING) or machine.usd_per_hour <= 0:
+        if machine.state not in _GIVEN_BACK or machine.usd_per_hour <= 0:
             continue
         if now - machine.rented_at < 3600 * hours_least.get(machine.offer, 0.0):
             continue  # it is billed until then, so it may as well work

@@ -314,7 +314,7 @@ async def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_
 async def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
     run = Scene(tmp_path, Cloud())
     machine = await run.provisioner.rent("gpu", "", "because")
-    run.cloud.there = {"e-a-run-gpu-stranger": ObservedMachine(MachineState.RUNNING)}
+    run.cloud.there = {run.provisioner._name("gpu", "abcdef"): ObservedMachine(MachineState.RUNNING)}
     await run.look(5)
     assert machine.state is MachineState.STARTING, "a provider may be slow to list what it has made"
     await run.look(60)
@@ -384,7 +384,7 @@ async def test_a_provider_that_breaks_does_not_end_the_loop(tmp_path: Path, monk
     run = Scene(tmp_path, Cloud())
     run.cloud.problem = RuntimeError("a bug in a cloud's library")
     loop = asyncio.create_task(run.provisioner.run())
-    while "machines" not in run.provisioner.problems:
+    while "gpu" not in run.provisioner.problems:
         await asyncio.sleep(0)
     run.cloud.problem = None
     machine = await run.provisioner.rent("gpu", "", "because")

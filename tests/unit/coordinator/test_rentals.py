@@ -1,0 +1,297 @@
+"""Providers that are sold out, slow, wrong or of another run: what they do costs no more than it must, and keeps no other back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.base.errors import LimitExceeded, ResourceError
+from echo2.base.ids import PeerId, RunId
+from echo2.coordinator.money.provisioner import LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
+from echo2.coordinator.money.provisioning import (
+    JOIN_S_MAX,
+    Budget,
+    MachineOffer,
+    MachineState,
+    ObservedMachine,
+    RentedMachine,
+    machine_prefix,
+)
+from echo2.coordinator.operator import Commands
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_provisioner import NOW, OFFER, Cloud, Scene, ask, plan_of
+
+DEAR = MachineOffer("dear", "cloud", "H200", usd_per_hour=4.0, rollouts_per_s=3.0, machines_max=3)
+
+
+class SoldOut(Cloud):
+    """Has no machine of the kind, and says so at once."""
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        raise ResourceError("no H100 in any zone")
+
+
+class Market(Scene):
+    """Two offers, each of a cloud of its own, and a pool that lacks six rollouts a second."""
+
+    def __init__(self, folder: Path, cloud: Cloud, other: Cloud, **more: Any) -> None:
+        self.other = other
+        super().__init__(folder, cloud, **more)
+
+    def begin(self) -> None:
+        super().begin()
+        offers = [replace(OFFER, rollouts_per_s=3.0), DEAR]
+        self.commands = Commands(self.hub, "h", 1, offers, {OFFER.name: self.cloud, DEAR.name: self.other})
+        self.provisioner = self.commands.provisioner
+        self.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
+
+    def offered(self) -> list[str]:
+        return [wish.offer for wish in self.provisioner.advice().rent]
+
+    async def looks_and_acts(self) -> None:
+        await self.look()
+        await self.provisioner._act()
+
+
+async def test_what_is_sold_out_rests_and_the_next_offer_is_taken(tmp_path: Path) -> None:
+    run = Market(tmp_path, SoldOut(), Cloud())
+    await run.look()
+    assert run.offered() == ["gpu"]
+    await run.looks_and_acts()
+    assert run.offered() == ["dear"], "the cheapest one has none"
+    await run.looks_and_acts()
+    assert [one.offer for one in run.provisioner.machines.values() if one.is_open] == ["dear", "dear"]
+    run.hub.plan.adopt(plan_of(3.0, 18.0), is_acted_on=True)
+    run.clock.time += REST_S
+    assert run.offered() == ["gpu"], "it is tried again"
+
+
+async def test_an_offer_that_stays_sold_out_is_tried_a_few_times_a_day(tmp_path: Path) -> None:
+    """Each try makes a token and a machine's row, which count for the whole run."""
+    run = Market(tmp_path, SoldOut(), SoldOut())
+    for _ in range(24 * 60):
+        run.clock.time += 60.0
+        await run.looks_and_acts()
+    tries = len(run.provisioner.machines)
+    assert 2 * 24 <= tries <= 2 * (24 * 3600 / REST_S_MAX + 8)
+    assert "brought no worker" in run.provisioner.advice().reason
+
+
+async def test_machines_that_never_join_are_not_rented_one_after_another(tmp_path: Path) -> None:
+    run = Market(tmp_path, Cloud(), SoldOut())
+    for _ in range(24 * 60):
+        run.clock.time += 60.0
+        await run.looks_and_acts()
+    spent = run.hub.money.sums().usd_chosen
+    alone = 2 * OFFER.usd_per_hour * JOIN_S_MAX / 3600
+    assert spent <= 24 * alone, "half an hour of two machines, and then an hour of none"
+    (machine, *_) = [one for one in run.provisioner.machines.values() if one.is_open] or [
+        await run.provisioner.rent("gpu", "", "the operator's word, which no rest holds back")
+    ]
+    run.join(machine)
+    await run.provisioner.release(machine.machine_id, "enough")
+    assert "gpu" in run.offered(), "one that worked ends the rest"
+
+
+async def test_a_quote_for_many_machines_is_bounded_by_offer_cap_and_budget_alone(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    run.hub.money.offers = (replace(OFFER, machines_max=50),)
+    assert run.provisioner.quote("gpu", 40)["usd_per_hour"] == 80.0
+    run.hub.money.offers = (replace(OFFER, machines_max=60),)
+    with pytest.raises(LimitExceeded, match=r"beyond the cap of 100 USD/h$"):
+        run.provisioner.quote("gpu", 51)
+
+
+class Slow(Cloud):
+    """Lists what was there when it was asked, once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = asyncio.Event()
+        self.lists.set()
+
+    async def observe(self) -> dict[str, ObservedMachine]:
+        there = await super().observe()
+        await self.lists.wait()
+        return there
+
+
+async def until_asked(task: asyncio.Task[Any]) -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+async def test_a_list_of_before_a_release_does_not_bring_the_machine_back(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Slow())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    run.clock.time += 10
+    run.cloud.lists.clear()
+    looking = asyncio.create_task(run.look())
+    await until_asked(looking)
+    run.clock.time += 1
+    await run.provisioner.release(machine.machine_id, "enough")
+    run.cloud.lists.set()
+    await looking
+    assert [action for action, _ in run.journal()] == ["rent", "release", "released"]
+    run.cloud.there[machine.machine_id] = ObservedMachine(MachineState.RUNNING)
+    await run.look(5)
+    assert run.journal()[-1][0] == "released" and not run.cloud.there, "a list of afterwards does"
+
+
+async def test_a_machine_that_took_long_to_make_is_not_lost_to_a_list_of_before(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Slow())
+    run.cloud.answers.clear()
+    renting = asyncio.create_task(run.provisioner.rent("gpu", "", "because"))
+    await until_asked(renting)
+    run.clock.time += 10 * LOST_AFTER_S
+    run.cloud.lists.clear()
+    looking = asyncio.create_task(run.look())
+    await until_asked(looking)
+    run.cloud.answers.set()
+    machine = await renting
+    run.cloud.lists.set()
+    await looking
+    assert machine.state is MachineState.STARTING
+    run.cloud.there.clear()
+    await run.look(LOST_AFTER_S - 1)
+    assert machine.is_open, "its provider may not list it yet"
+    await run.look(1)
+    assert run.journal()[-1][0] == "lost"
+
+
+async def test_what_the_operator_approves_twice_is_rented_once_however_long_it_takes(tmp_path: Path) -> None:
+    run = Market(tmp_path, Cloud(), SoldOut())
+    await run.look()
+    run.cloud.answers.clear()
+    first = asyncio.create_task(run.provisioner.carry_out("approved by the operator"))
+    await until_asked(first)
+    await run.look(5)
+    second = asyncio.create_task(run.provisioner.carry_out("approved by the operator"))
+    await asyncio.sleep(0.05)
+    run.cloud.answers.set()
+    assert (await first, await second) == (2, 0)
+    assert len(run.cloud.there) == 2
+
+
+class Broken(Cloud):
+    """A cloud's library with a bug."""
+
+    async def observe(self) -> dict[str, ObservedMachine]:
+        raise TypeError("'NoneType' object is not iterable")
+
+
+class Hanging(Cloud):
+    """Its server takes the question and never answers."""
+
+    async def observe(self) -> dict[str, ObservedMachine]:
+        await asyncio.Event().wait()
+        raise AssertionError("never comes here")
+
+
+@pytest.mark.parametrize("first", [Broken, Hanging])
+async def test_a_provider_that_breaks_or_hangs_keeps_no_other_machine_on_the_bill(
+    tmp_path: Path, first: type[Cloud], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.coordinator.money.provisioner.ANSWER_S", 0.01)
+    monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
+    run = Market(tmp_path, first(), Cloud())
+    machine = await run.provisioner.rent("dear", "", "because")
+    loop = asyncio.create_task(run.provisioner.run())
+    async with asyncio.timeout(10):
+        while machine.state is not MachineState.RUNNING:
+            await asyncio.sleep(0.01)
+        run.hub.ending.finish_run()
+        while machine.is_open:
+            await asyncio.sleep(0.01)
+        run.clock.time += LATE_S
+        while "gpu" not in run.provisioner.problems:
+            await asyncio.sleep(0.01)
+    loop.cancel()
+    assert not run.other.there
+    shown = {offer["name"]: offer["problem"] for offer in run.commands.view.sections()["machines"]["offers"]}
+    assert ("TypeError" in shown["gpu"] or "has not listed its machines for 60 s" in shown["gpu"]) and not shown["dear"]
+
+
+class Stubborn(Cloud):
+    """Ends some of its machines by an error that no contract names."""
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        await super().rent(machine_id, join_link)
+        if len(self.there) > 2:
+            raise KeyError("region")
+        return ""
+
+    async def release(self, machine_id: str) -> None:
+        if machine_id == min(self.there):
+            raise KeyError("zone")
+        await super().release(machine_id)
+
+
+async def test_one_machine_that_is_not_released_keeps_no_other(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Stubborn())
+    peers = [run.join(await run.provisioner.rent("gpu", "", "because"), f"w{number}") for number in range(2)]
+    with pytest.raises(ResourceError, match="KeyError: 'region'"):
+        await run.provisioner.rent("gpu", "", "because")
+    assert run.journal()[-1] == ("rent failed", 0.0)
+    body = f'{{"peer_ids": {list(peers)}}}'.replace("'", '"').encode()
+    with pytest.raises(ResourceError, match="KeyError: 'zone'"):
+        await run.commands.act("workers/release", body)
+    states = sorted(one.state.value for one in run.provisioner.machines.values())
+    assert states == ["gone", "gone", "releasing"]
+
+
+def test_a_machine_that_its_provider_took_away_and_still_lists_is_given_back() -> None:
+    """A cluster that a cloud has stopped stays in SkyPilot's list, and on the bill, until somebody deletes it."""
+    stopped = RentedMachine("m", OFFER.name, "cloud", "", MachineState.ENDING, 2.0, NOW - JOIN_S_MAX)
+    for purse in (Budget(1.0, 0.0, usd_per_hour_cap=10), Budget(1.0, 10.0, usd_budget=10)):
+        assert [one.machine_id for one in ask(plan_of(9, 9), [stopped], {}, purse).release] == ["m"]
+    gone = replace(stopped, state=MachineState.GONE, ended_at=NOW)
+    assert not ask(plan_of(9, 9), [gone], {}).release
+
+
+async def test_machines_of_another_run_whose_name_begins_alike_are_left_alone(tmp_path: Path) -> None:
+    one, other = RunId("qwen3-4b-math-a"), RunId("qwen3-4b-math-b")
+    assert machine_prefix(one, "gpu") == machine_prefix(other, "gpu"), "clouds take short names"
+    cloud = Cloud()  # one account for both
+    (tmp_path / "b").mkdir()
+    ours, theirs = Scene(tmp_path, cloud), Scene(tmp_path / "b", cloud)
+    machine = await ours.provisioner.rent("gpu", "", "because")
+    await theirs.look(5)
+    assert not theirs.provisioner.machines and theirs.hub.money.sums().usd_per_hour == 0
+    theirs.hub.ending.finish_run()
+    await theirs.provisioner._act()
+    assert set(cloud.there) == {machine.machine_id}
+    del ours.provisioner.machines[machine.machine_id]  # as after a backup of its state was restored
+    await ours.look(5)
+    assert ours.journal()[-1][0] == "found"
+
+
+async def test_a_machine_whose_offer_is_not_in_the_file_any_more_is_told(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    run.begin()
+    commands = Commands(run.hub, "h", 1, [DEAR], {DEAR.name: run.cloud})
+    (shown,) = commands.view.sections()["machines"]["machines"]
+    assert shown["notice"] == "gpu is not in the offers file: nothing watches or releases this machine"
+    assert machine.machine_id in run.hub.state.events[-1].text
+
+
+async def test_a_clock_that_was_set_back_leaves_nothing_unbilled(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    run.clock.time += 10 * 86_400
+    machine = await run.provisioner.rent("gpu", "", "because")
+    own, hello = PeerId("own"), pb.WorkerHello(name="own", price_usd_per_hour=1.0)
+    run.hub.review(run.hub.membership.on_hello(own, hello, run.clock.now()))
+    run.hub.flush_now()
+    run.clock.time = 1000.0
+    run.begin()
+    run.hub.review(run.hub.membership.on_hello(own, hello, run.clock.now()))
+    run.clock.time += 3600
+    run.hub.membership.members[own].heard_at = run.clock.now()
+    run.hub.tick()
+    assert run.hub.money.sums().usd_spent == pytest.approx(machine.usd_per_hour + 1.0, rel=0.01)
