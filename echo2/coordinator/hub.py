@@ -125,7 +125,8 @@ class Hub:
         self.config = options.config  # with what the operator has changed since
         self.learner_bound = self.config.staleness.bound  # which the learner enforces; the operator may set a lower one
         self.settings: dict[str, Any] = {}  # what the operator changed while the run went on
-        self.paused = ""  # why no worker works now; empty while the run goes on
+        self.paused = ""  # by the operator: why; empty while the run goes on
+        self._spent = ""  # likewise by its budget
         self.book = LeaseBook(LeaseRules(self.learner_bound, self.config.coordinator.lease_timeout))
         liveness = LivenessRule(self.config.coordinator.suspect_after, self.config.coordinator.gone_after)
         self.membership = Membership(liveness, WORKERS_MAX, self.book.records)
@@ -134,7 +135,7 @@ class Hub:
         self.board = LearnerBoard()
         self.state = StateWriter(store, self.tokens)
         self.workers: dict[PeerId, WorkerSession] = {}
-        self.plan = CurrentPlan(self.board)
+        self.plan = CurrentPlan(self.board, waits_since=clock.now())
         self.proven = MetAddresses()
         self.plan_process = PlanProcess()
         self.relay_address = ""  # host:port of this coordinator's libp2p relay; empty: none
@@ -145,7 +146,7 @@ class Hub:
         self.plan_needed = asyncio.Event()
         self.broadcast_needed = asyncio.Event()
         self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
-        self._is_flushing = self._is_closed = self._is_budget_spent = False
+        self._is_flushing = self._is_closed = False
         self._save_error: EchoError | None = None
         self._ticks = 0
         self.ending = RunEnding(self, saved.meta)
@@ -155,7 +156,10 @@ class Hub:
     def _restore(self, saved: StateSnapshot) -> None:
         now = self.clock.now()
         self.tokens.restore(list(saved.tokens))
-        self.money.machines.update({machine.machine_id: machine for machine in saved.machines})
+        for machine in saved.machines:
+            if machine.is_open:
+                machine.rented_at = min(machine.rented_at, now)  # the clock may have been set back
+            self.money.machines[machine.machine_id] = machine
         self.membership.restore(list(saved.members), now)
         self.book.restore(saved.groups, saved.leases)
         self.state.restore(saved)
@@ -323,12 +327,17 @@ class Hub:
             session.refuse(NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}"))
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
-        member = self.membership.set(peer_id, setting, reason)
+        self.set_workers([peer_id], setting, reason)
+
+    def set_workers(self, peer_ids: Iterable[PeerId], setting: OperatorSetting, reason: str) -> None:
+        """Sets them all and syncs once: the disk would hold up a fleet that was set one by one."""
+        members = [self.membership.set(peer_id, setting, reason) for peer_id in peer_ids]
         if setting is OperatorSetting.AUTOMATIC and (plan := self.plan.now) is not None:
-            self._want([member], plan.pool, plan.reason)
-        self.state.save("members", peer_id, member)
+            self._want(members, plan.pool, plan.reason)
+        for member in members:
+            self.state.save("members", member.peer_id, member)
+            self.review(member)
         self.state.require_sync()
-        self.review(member)
         self.flush_now()
 
     def accuse(self, peer_id: PeerId, reason: str, is_certain: bool) -> None:
@@ -366,6 +375,11 @@ class Hub:
             member.price_limit = self.money.limit_of(member, self.config.coordinator)
         self.plan_needed.set()
 
+    @property
+    def halted(self) -> str:
+        """Why no worker works now, whom the operator has activated neither; empty while they may."""
+        return self.paused or self._spent
+
     def pause(self, why: str) -> None:
         """Puts every worker on standby because of `why`, or, if it is empty, lets them work again."""
         if why == self.paused:
@@ -375,7 +389,7 @@ class Hub:
         self.state.require_sync()
         self.note("run", why or "resumed by the operator")
         for member in self.membership.members.values():
-            member.paused = why
+            member.paused = self.halted
             self.review(member)
         self.plan_needed.set()
         self.flush_now()
@@ -462,11 +476,15 @@ class Hub:
         """Puts all workers on standby once the budget is spent, in any mode of the planner and without any plan. Once the operator
         raises it, a plan says who works; before the first plan, all workers do again."""
         budget, living = self.config.coordinator.usd_budget, list(self.membership.living())
-        was_spent = self._is_budget_spent
-        self._is_budget_spent = is_spent(self.money.sums().usd_chosen, budget)
-        if self._is_budget_spent:
-            self._want([member for member in living if member.is_wanted], (), f"the budget of {budget:g} USD is spent")
-        elif was_spent and self.plan.now is None:
+        before, is_over = self._spent, is_spent(self.money.sums().usd_chosen, budget)
+        self._spent = f"the budget of {budget:g} USD is spent" if is_over else ""
+        if before != self._spent:
+            for member in living:
+                member.paused = self.halted
+                self.review(member)
+        if self._spent:
+            self._want([member for member in living if member.is_wanted], (), self._spent)
+        elif before and self.plan.now is None:
             self._want(living, {member.peer_id for member in living}, "the budget is not spent any more")
 
     def _keep_totals(self) -> None:
@@ -527,8 +545,9 @@ class RunEnding:
         self._hub = hub
         self.finish = RunEnd(**json.loads(meta["finished"])) if meta.get("finished") else None
         steps = hub.config.learner.steps
-        if self.finish is not None and steps > max(self.finish.step, self.finish.step_limit):
-            self._reopen(f"{steps} steps are asked for, {self.finish.step} were made")
+        end = self.finish
+        if end is not None and not end.is_stopped and steps > max(end.step, end.step_limit):
+            self._reopen(f"{steps} steps are asked for, {end.step} were made")
 
     @property
     def text(self) -> str:

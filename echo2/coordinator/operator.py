@@ -183,8 +183,7 @@ class Commands:
             known = ", ".join(state.value for state in OperatorSetting)
             raise MalformedMessage(f"worker state: expected one of {known}, got {name[:40]!r}") from None
         reason, chosen = _reason(body), self._chosen(body)
-        for member in chosen:
-            self.hub.set_worker(member.peer_id, setting, reason)
+        self.hub.set_workers([member.peer_id for member in chosen], setting, reason)
         return {"count": len(chosen)}
 
     async def _act_release_workers(self, body: Body) -> Body:
@@ -197,8 +196,8 @@ class Commands:
             if member.peer_id not in rented:
                 self.hub.dismiss(member.peer_id, reason)
         self.hub.flush_now()
-        for machine_id in dict.fromkeys(rented[member.peer_id] for member in living if member.peer_id in rented):
-            await self.provisioner.release(machine_id, reason)
+        chosen = (rented[member.peer_id] for member in living if member.peer_id in rented)
+        await self.provisioner.release_each(dict.fromkeys(chosen, reason))
         return {"count": len(living)}
 
     def _chosen(self, body: Body) -> list[Member]:

@@ -144,7 +144,7 @@ class WorkerStream:
         hub.ending.check_open()
         is_new = peer_id not in hub.membership.members
         member = hub.membership.on_hello(peer_id, hello, hub.clock.now())
-        member.price_limit, member.paused = hub.money.limit_of(member, section), hub.paused
+        member.price_limit, member.paused = hub.money.limit_of(member, section), hub.halted
         member.is_wanted &= not (is_new and hub.plan.now is not None and section.planner_mode == "auto")
         old = hub.workers.pop(peer_id, None)
         if old is not None:

@@ -252,8 +252,8 @@ class Membership:
                 member.last_liveness = Liveness.SUSPECT
             else:
                 member.has_left = True  # until it reconnects
-            if member.setting is OperatorSetting.ACTIVE:
-                member.price_approved = member.hello.price_usd_per_hour
+            for at in ("heard_at", "metered_until", "activation_since"):  # the clock may have been set back
+                setattr(member, at, min(getattr(member, at), now))
             self.members[member.peer_id] = member
             self._bar(member)
 

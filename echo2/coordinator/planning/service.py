@@ -80,15 +80,15 @@ class Planning:
                 try:
                     await self._plan_pool()
                 except EchoError as error:
-                    self._hub.plan.waits_for = f"input that it can use: {error}"
+                    self._hub.plan.wait_for(f"input that it can use: {error}", self._hub.clock.now())
 
     async def _plan_pool(self) -> None:
         hub = self._hub
         if hub.ending.finish is not None:
-            hub.plan.waits_for = ""
+            hub.plan.wait_for("", hub.clock.now())
             return
         if hub.board.report.step < hub.config.sft.step_count:
-            hub.plan.waits_for = "the supervised warm start, which needs no worker"
+            hub.plan.wait_for("the supervised warm start, which needs no worker", hub.clock.now())
             return
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
@@ -97,16 +97,18 @@ class Planning:
         section = hub.config.coordinator
         has_spent = is_spent(hub.money.sums().usd_chosen, section.usd_budget)
         try_newcomers(members, section.usd_per_hour_cap, hub.clock.now(), has_spent)
-        if hub.config.coordinator.planner_mode == "auto":
+        if section.planner_mode == "auto":
             hub.try_out(members)
         rate_ratio, has_settled = hub.plan.rate_ratio, is_settled(hub.board, [*hub.membership.pool()])
         snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan without workers would put all on standby
-            hub.plan.waits_for = _missing(hub) if hub.plan.now is None else ""
+            hub.plan.wait_for(_missing(hub) if hub.plan.now is None else "", hub.clock.now())
             return
         config = plan_config(hub.config, hub.board)
         plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan.now)
-        is_acted_on = hub.config.coordinator.planner_mode == "auto" or has_spent
+        # In any mode a plan ends what a spent budget has begun: nobody else lets those work whom it put on standby.
+        is_stopped = not any(member.is_wanted for member in members if member.peer_id in choosable)
+        is_acted_on = section.planner_mode == "auto" or has_spent or is_stopped
         hub.adopt_plan(plan, choosable, is_acted_on, rate_ratio, has_settled)
         hub.broadcast_needed.set()  # the share of the pool that needs versions first may have changed
 

@@ -242,12 +242,13 @@ PREDICTED = ("utilisation", "broadcast_s", "usd_per_hour")  # as metrics are nam
 @dataclass(slots=True)
 class CurrentPlan:
     """The one keeper of the pool's plan. `now`: the newest; `carried_out`: the newest that workers were activated by; `waits_for`:
-    what a plan lacks. `reason`: why the rates are corrected, in words; empty while they are not."""
+    what a plan lacks, since `waits_since`. `reason`: why the rates are corrected, in words; empty while they are not."""
 
     board: LearnerBoard
     now: Plan | None = None
     carried_out: Plan | None = None
     waits_for: str = "the learner"
+    waits_since: float = 0.0
     predicted: dict[str, float] = field(default_factory=dict)  # the newest prediction of each of `PREDICTED`
     errors: dict[str, deque[float]] = field(default_factory=dict)  # measured minus predicted, the newest
     rate_ratio: float = 1.0
@@ -258,6 +259,10 @@ class CurrentPlan:
     _whole_s: float = 0.0
     _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
     _compared: VersionRow | None = None
+
+    def wait_for(self, what: str, now: float) -> None:
+        if what != self.waits_for:
+            self.waits_for, self.waits_since = what, now
 
     def _measure(self, what: str, value: float) -> None:
         if what in self.predicted:

@@ -118,3 +118,12 @@ async def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
         assert (await idle.until("refusal")).code == "Dismissed"
         assert daemon.hub.money.sums().usd_per_hour == 1.0
         assert (await idle.hello(name="idle")).WhichOneof("kind") == "welcome", "it may come again"
+
+
+async def test_a_run_that_the_operator_stopped_stays_stopped_over_a_restart(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    run.commands.stop_run("enough, before its learner came")
+    run.begin()
+    assert "stopped by the operator" in run.hub.ending.text, "its steps are all still to be made"
+    run.commands.resume()
+    assert run.hub.ending.finish is None

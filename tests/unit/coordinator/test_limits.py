@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from dataclasses import replace
@@ -31,7 +32,7 @@ from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.costs import FleetCosts, Money, meter
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.planning.service import snapshot_of
+from echo2.coordinator.planning.service import Planning, snapshot_of
 from echo2.coordinator.planning.telemetry import (
     RATIO_LEAST,
     CurrentPlan,
@@ -387,3 +388,68 @@ def test_a_clock_that_is_set_back_gives_nothing_back_and_charges_no_second_again
     for now, spent in ((1.0, 2), (2.0, 2), (3.0, 3)):
         meter(bill.fleet.members.values(), now)
         assert bill.fleet.members[OWN].usd_spent == spent
+
+
+async def test_a_price_that_was_raised_is_not_approved_by_a_restart(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0)
+    (peer,) = fleet.everybody
+
+    def asks(usd_per_hour: float) -> Activation:
+        hello = pb.WorkerHello(name=peer, price_usd_per_hour=usd_per_hour)
+        member = fleet.hub.membership.on_hello(peer, hello, fleet.clock.now())
+        member.price_limit = PriceLimit(0.5, "a limit")
+        fleet.hub.review(member)
+        return member.activation
+
+    assert asks(1.0) is Activation.STANDBY
+    fleet.hub.set_worker(peer, OperatorSetting.ACTIVE, "the operator's word")
+    assert asks(1.0) is Activation.ACTIVE, "that price is approved"
+    assert asks(50.0) is Activation.STANDBY, "and none above it"
+    fleet.hub.flush_now()
+    fleet.begin()
+    assert asks(50.0) is Activation.STANDBY
+    assert asks(1.0) is Activation.ACTIVE
+
+
+@pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
+async def test_once_the_budget_is_raised_a_plan_says_who_works_in_every_mode_and_after_a_restart(
+    tmp_path: Path, mode: str
+) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0, usd_per_hour_cap=math.inf, usd_budget=8.0, planner_mode=mode)
+    fleet.hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=mode == "auto")
+    while working(fleet.hub):
+        fleet.passes(360, BUDGET_TICKS)
+    for again in (False, True):
+        if again:
+            fleet.hub.flush_now()
+            fleet.begin()
+        hub = fleet.hub
+        hub.board.on_hello(PeerId("learner"), board(10.0).hello, fleet.clock.now())
+        hub.board.on_report(pb.LearnerReport(step=1, train_s=10.0), fleet.clock.now())
+        for peer in fleet.everybody:
+            hub.membership.on_hello(peer, hub.membership.members[peer].hello, fleet.clock.now())
+            hub.membership.on_heartbeat(peer, beat(), None, fleet.clock.now())
+        fleet.passes(0.0, 1)
+        assert not working(hub)
+    fleet.commands.change_settings({"usd_budget": 1000.0}, {})
+    planning = asyncio.create_task(Planning(hub).run())
+    async with asyncio.timeout(60):
+        while not working(hub):
+            await asyncio.sleep(0.02)
+    planning.cancel()
+
+
+async def test_a_spent_budget_stops_whom_the_operator_has_activated_too(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0, usd_per_hour_cap=math.inf, usd_budget=8.0)
+    chosen, _ = fleet.everybody
+    fleet.hub.set_worker(chosen, OperatorSetting.ACTIVE, "its price is agreed to")
+    for _ in range(60):
+        fleet.passes(360, BUDGET_TICKS)
+    assert not working(fleet.hub) and fleet.hub.money.sums().usd_chosen <= 8.0 + 0.2 + 1e-9
+    assert fleet.hub.membership.members[chosen].activation_reason == "the budget of 8 USD is spent"
+    fleet.hub.pause("the power is out")
+    fleet.hub.pause("")
+    assert not working(fleet.hub), "a pause that ends is no budget"
+    fleet.commands.change_settings({"usd_budget": 20.0}, {})
+    fleet.passes(0.0, BUDGET_TICKS)
+    assert chosen in {member.peer_id for member in working(fleet.hub)}
