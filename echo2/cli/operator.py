@@ -26,6 +26,7 @@ from echo2.cli.options import link_text
 from echo2.cli.processes import held_by_hand, holders_of
 from echo2.trust.enrolment import enrol, find_coordinator
 from echo2.trust.identity import JoinLink, Role
+from echo2.trust.ports import SERVICES
 from echo2.trust.tls import error_of, load_credentials, load_or_create_identity, open_channel, save_credentials
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -52,8 +53,9 @@ class OperatorClient:
         else:
             await find_coordinator(link, None, credentials, lambda new: save_credentials(folder, new))
         origin = f"coordinator {link.peer_id} at {link.address}"
+        limit = ("grpc.max_receive_message_length", SERVICES.reply_bytes)  # the state of a large fleet
         async with open_channel(
-            credentials.coordinator_address, credentials.coordinator_peer_id, credentials
+            credentials.coordinator_address, credentials.coordinator_peer_id, credentials, [limit]
         ) as channel:
             yield cls(coordinator_pb2_grpc.OperatorStub(channel), origin)
 

@@ -64,7 +64,8 @@ _lines = sa.Table(
 
 # ---- what is saved, and the changes to it
 
-SAMPLES_MAX = 4_000  # of the run's curves, in memory and in the store: a step a minute for three days
+SAMPLES_MAX = 4_000  # of the run's curves: a step a minute for three days
+SAMPLE_LINES = 4  # of one point in the store: its step, the step's measures, its evaluation
 
 RowKind = Literal["groups", "leases", "members", "tokens", "token_peers", "machines", "meta"]
 LogKind = Literal["events", "samples", "paid"]
@@ -191,7 +192,7 @@ _ROWS = {
     "leases": _RowForm(Lease, "tokens_before", "measured_from"),
     "members": _RowForm(
         Member, "record", "reach", "cut_at", "has_left", "is_restored", "heartbeat_at", "measures", "wanted_reason",
-        "is_barred_by_record", "paused", "price_limit", "price_approved", "usd_standby", "last_activation",
+        "is_barred_by_record", "paused", "price_limit", "usd_standby", "last_activation",
     ),
     "tokens": _RowForm(Token, "peers", "silent"),
     "token_peers": _RowForm(TokenPeer),
@@ -433,7 +434,7 @@ def _engine_of(url: str) -> Engine:
 
 def _newest(connection: Connection, kind: str) -> list[str]:
     newest = sa.select(_lines.c.json).where(_lines.c.kind == kind).order_by(_lines.c.id.desc())
-    texts = connection.execute(newest.limit(SAMPLES_MAX if kind == "samples" else EVENTS_MAX)).scalars()
+    texts = connection.execute(newest.limit(SAMPLE_LINES * SAMPLES_MAX if kind == "samples" else EVENTS_MAX)).scalars()
     return list(texts)[::-1]
 
 
@@ -505,4 +506,4 @@ class StateWriter:
         self.store.write(changes)
         self._flushes += 1
         if self._flushes % PRUNE_EVERY_FLUSHES == 0:
-            self.store.prune(EVENTS_MAX, SAMPLES_MAX)
+            self.store.prune(EVENTS_MAX, SAMPLE_LINES * SAMPLES_MAX)

@@ -133,7 +133,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         if role.value == token.role and certificate.peer_id not in token.peers:
             self._make_way(token, certificate.peer_id)
         token = self._hub.tokens.redeem(request.token, request.role, certificate.peer_id, now)
-        self._hub.note("join", f"{request.role} {certificate.peer_id} enrolled with token {token.token_id}")
+        peer_id = certificate.peer_id
+        self._hub.note("join", f"{request.role} {peer_id} enrolled with token {token.token_id}", peer_id, "enrols")
         self._hub.flush_now()
         return certificate
 
@@ -178,7 +179,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         self._hub.membership.check_not_banned(caller.peer_id)
         certificate = self._authority.issue(request.certificate_request_der, caller.role, now, token_id=caller.token_id)
         certificate.check_peer(caller.peer_id)
-        self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate")
+        self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate", caller.peer_id, "renews")
         return certificate
 
 

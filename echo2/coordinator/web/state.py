@@ -97,7 +97,7 @@ class StateView:
 
     def sections(self) -> dict[str, Any]:
         """All sections of the page except the workers, whose rows `worker` gives."""
-        hub, now, money = self._hub, self._hub.clock.now(), self._hub.money.sums()
+        hub, money = self._hub, self._hub.money.sums()
         wishes = self._provisioner.advice(money)
         advice = self._advice(wishes, money)
         status = self._status(money, advice)
@@ -117,7 +117,7 @@ class StateView:
             "broadcast": self._broadcast(status),
             "leases": self._leases(status),
             "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in status.waits],
-            "tokens": self._tokens(now),
+            "tokens": self._tokens(),
             "events": [{"at": round(event.unix_s, 3), "kind": event.kind, "text": event.text} for event in status.events],
         }  # fmt: skip
 
@@ -233,13 +233,14 @@ class StateView:
             ],
         }  # fmt: skip
 
-    def _tokens(self, now: float) -> list[dict[str, Any]]:
+    def _tokens(self) -> list[dict[str, Any]]:
         tokens = sorted(self._hub.tokens.tokens.values(), key=lambda token: -token.created_at)
         return [
             {
                 "id": token.token_id, "role": token.role, "label": token.label, "expires": round(token.expires_at),
                 "use_limit": token.use_limit, "uses": len(token.peers), "is_revoked": token.is_revoked,
-                "problem": token.problem(now) if token.is_revoked or token.use_limit else "",
+                # As of its beginning: `expires` says the rest, and a text that counts seconds would be sent every second.
+                "problem": token.problem(token.created_at) if token.is_revoked or token.use_limit else "",
             }
             for token in tokens
         ]  # fmt: skip
@@ -359,7 +360,7 @@ class StateView:
                 text += f": {on}, {counted(hub.book.queued, 'group')} queued"
             waits.append((text, board.heard_at - board.report.waits_since_s))
         if hub.plan.waits_for:
-            waits.append((f"the planner waits for {hub.plan.waits_for}", hub.started_at))
+            waits.append((f"the planner waits for {hub.plan.waits_for}", hub.plan.waits_since))
         waiting: dict[str, list[Member]] = {}
         for member in hub.membership.living():
             if member.heartbeat.waits_for:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,19 @@ import httpx
 import pytest
 
 from echo2.base.errors import ConfigError, EchoError
+from echo2.base.ids import PeerId
 from echo2.cli.main import main
 from echo2.cli.operator import OperatorClient, advice_lines, request_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import Activation, Liveness, OperatorSetting
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.planning.telemetry import plan_config
+from echo2.coordinator.store import SqlStore
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.contract.fleet import until
 from tests.unit.coordinator.test_daemon import Node, group, options, running
+from tests.unit.coordinator.test_limits import Fleet
 from tests.unit.coordinator.test_planner_input import beat
 
 OFFERS = '[[offer]]\nname = "spot"\nprovider = "manual"\nusd_per_hour = 1.0\n'
@@ -245,3 +249,32 @@ async def test_a_worker_that_its_record_bars_is_not_planned_for_while_there_is_a
         hub.book.records.bar(barred.credentials.peer_id, "it gives up prompts", 60.0, hub.clock.now())
         alone = {other.credentials.peer_id}
         await until(lambda: hub.plan.now is not None and set(hub.plan.now.pool) == alone, "the other alone")
+
+
+async def test_the_state_of_thousands_of_workers_behind_nats_is_told(tmp_path: Path) -> None:
+    async with (
+        running(options(tmp_path)) as daemon,
+        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
+    ):
+        hub, reason = daemon.hub, "no port of this host answers"
+        peers = [f"12D3KooW{number:044d}" for number in range(3000)]
+        links = [pb.PeerLink(peer_id=peer, kind="hole-punched", reason=reason) for peer in peers[:64]]
+        for peer in map(PeerId, peers):
+            member = hub.membership.on_hello(peer, pb.WorkerHello(name=peer[-8:]), hub.clock.now())
+            member.heartbeat.links.links.extend(links)
+        status = await operator.status()
+        assert len(status.workers) == 3000 and status.ByteSize() > 16 << 20
+
+
+async def test_what_is_set_for_many_workers_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, written = Fleet(tmp_path, *[1.0] * 50), list[bool]()
+    write = SqlStore.write
+    monkeypatch.setattr(
+        SqlStore, "write", lambda self, changes: (written.append(changes.must_last), write(self, changes))
+    )
+    for setting in ("standby", "automatic"):
+        await fleet.commands.act(
+            "workers/state", json.dumps({"peer_ids": fleet.everybody, "activation": setting}).encode()
+        )
+        assert written == [True] and {one.setting.value for one in fleet.hub.membership.members.values()} == {setting}
+        written.clear()

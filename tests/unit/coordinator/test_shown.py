@@ -11,6 +11,7 @@ from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.store import EVENTS_MAX, SAMPLE_LINES, SAMPLES_MAX, CurvePoint
 from echo2.coordinator.streams import SEND_QUEUE_MAX, StreamSession
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_lease_book import spec
@@ -201,3 +202,38 @@ async def test_a_node_that_reads_no_orders_is_disconnected_and_told_why_before_w
     session.send(pb.WorkerOrder())
     session.refuse(LimitExceeded("again"))
     assert not session.is_open and session.orders.empty()
+
+
+async def test_what_stands_still_is_not_sent_each_second(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.commands.create_token("worker", "for two", 60.0, 2)
+    fleet.commands.create_token("worker", "used", 3600.0, 1)[0].peers.add(PeerId("w"))
+    fleet.clock.time += 100.0
+    before = fleet.commands.view.sections()["tokens"]
+    fleet.clock.time += 1.0
+    assert fleet.commands.view.sections()["tokens"] == before
+    assert {one["label"]: one["problem"] for one in before} == {"for two": "", "used": "it was used 1 of 1 times"}
+
+
+async def test_the_curves_are_whole_after_a_restart(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    for step in range(SAMPLES_MAX):
+        for reward in (0.25, 0.5, 0.75):  # the step, its measures, its evaluation
+            fleet.hub.state.sample(CurvePoint(1.0, step, reward, None, 0.5, 0.5, 1.0, 1.0))
+        if step % 1000 == 999:
+            fleet.hub.flush_now()
+    fleet.hub.state.store.prune(EVENTS_MAX, SAMPLE_LINES * SAMPLES_MAX)
+    before = fleet.commands.view.samples()
+    fleet.begin()
+    assert fleet.commands.view.samples() == before and len(before["step"]) == SAMPLES_MAX
+
+
+async def test_what_the_planner_waits_for_is_told_since_it_does(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    began = fleet.clock.now()
+    fleet.clock.time += 3600.0
+    fleet.hub.plan.wait_for("the learner", fleet.clock.now())
+    assert {wait.since_unix_s for wait in fleet.commands.view.status().waits if "planner" in wait.what} == {began}
+    fleet.hub.plan.wait_for("the learner's first step", fleet.clock.now())
+    (wait,) = [wait for wait in fleet.commands.view.status().waits if "planner" in wait.what]
+    assert (wait.what, wait.since_unix_s) == ("the planner waits for the learner's first step", fleet.clock.now())
