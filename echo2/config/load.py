@@ -58,7 +58,7 @@ def load_config(
         _merge(from_files, read_toml(path))
     of_files = from_files.pop("preset", None)
     preset = preset or of_files
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and str(preset) not in PRESETS:
         raise ConfigError(f"preset: expected one of {', '.join(sorted(PRESETS))}, got {preset!r}")
     tree: dict[str, Any] = deepcopy(PRESETS.get(str(preset), {}))
     _merge(tree, from_files)

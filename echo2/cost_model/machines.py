@@ -31,7 +31,7 @@ from echo2.cost_model.snapshot import JOIN_S, SPOT_HAZARD_PER_HOUR, check_fields
 
 MEMORY_TOLERANCE = 0.15
 """Largest relative difference between the memory size in a machine's name and the one in the kind's name."""
-_COUNT = re.compile(r"^(\d{1,3}) x (.+)$")  # `8 x H100`
+_COUNT = re.compile(r"^([1-9]\d{0,2}) x (.+)$")  # `8 x H100`
 _MEMORY = re.compile(r"^(\d+)gi?b?$")  # `80GB`, `80GiB`, `80g`
 # Words in the names of GPUs that tell no kind.
 _TRADE_WORDS = frozenset(("nvidia", "geforce", "tesla", "generation", "gpu", "pcie"))
@@ -56,7 +56,7 @@ def _kind_of_name(text: str, kinds: tuple[str, ...]) -> tuple[str, int]:
     fit = [kind for kind in kinds if kind.partition("-")[0].lower() in (plain, plain.removeprefix("rtx"))]
     if len(fit) > 1 and sizes:
         fit = [kind for kind in fit if abs(_size_of(kind) - sizes[0]) <= MEMORY_TOLERANCE * sizes[0]]
-    return (fit[0], count) if len(fit) == 1 and count > 0 else ("", 1)
+    return (fit[0], count) if len(fit) == 1 else ("", 1)
 
 
 def _size_of(kind: str) -> float:

@@ -156,9 +156,10 @@ class GrpcNet:
             ) from None
         except ssl.SSLError as error:
             raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
-        except OSError as error:
+        except (OSError, UnicodeError, OverflowError) as error:  # or no name, or no port, that there can be
+            text = getattr(error, "strerror", None) or error
             raise Unreachable(
-                f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {error.strerror or error}"
+                f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {text}"
             ) from None
         if der is None:
             raise TrustError(f"coordinator at {host}:{port}: expected a certificate, got none")

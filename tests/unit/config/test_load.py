@@ -168,3 +168,10 @@ def test_page_lists_every_run_file() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
     for path in RUNS:
         assert path.stem.removeprefix("math-qwen3") in page, path.name
+
+
+def test_a_preset_that_is_no_text_is_refused_like_any_other(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('preset = ["wan"]\n')
+    with pytest.raises(ConfigError, match=r"preset: expected one of lan, local, wan, got \['wan'\]"):
+        load_config([file])

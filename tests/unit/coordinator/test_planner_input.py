@@ -252,3 +252,12 @@ def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_
     members[PeerId("w2")].is_wanted = False
     membership.change_of(members[PeerId("w2")], 1.0)
     assert telemetry.pool_usd_per_s(members.values()) == pytest.approx(4 * 1.2 / 3600)
+
+
+def test_a_worker_that_says_it_has_no_gpu_of_its_kind_keeps_nobody_from_a_plan() -> None:
+    catalogue = built_in_catalogue()
+    for liar, honest in (("0 x H100", "L4"), ("L4", "0 x H100")):
+        workers = fleet(liar, honest)
+        workers.on_heartbeat(PeerId("w0"), beat(), None, 1.0)
+        estimates = telemetry.worker_estimates(board(1.0), list(workers.members.values()), 1.0, catalogue)
+        assert estimates is not None and all(one.rollouts_per_s > 0 for one in estimates)

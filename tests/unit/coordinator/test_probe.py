@@ -265,3 +265,12 @@ async def test_the_relay_serves_who_is_not_banned(tmp_path: Path, monkeypatch: p
         settings.proven(peer_id, "198.51.100.7:1")
         while not hub.proven.of(peer_id, hub.clock.now()):
             await worker.read()
+
+
+@pytest.mark.parametrize("address", [f"{'a' * 64}.example:9", "host..example:9", "127.0.0.1:99999"])
+async def test_an_address_that_there_cannot_be_ends_no_process(tmp_path: Path, address: str) -> None:
+    async with relaying(tmp_path) as daemon:
+        await Node.joined(daemon, Role.LEARNER, address=address, chunk_address=address)
+        async with asyncio.timeout(10):
+            while not complaints(daemon):
+                await asyncio.sleep(0.02)

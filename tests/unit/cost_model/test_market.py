@@ -221,6 +221,7 @@ FIRST_CARD, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "", 1),
         ("1 x NVIDIA L4 + 1 x NVIDIA H100", "", 1),
         ("0 x NVIDIA L4", "", 1),
+        ("0 x L4", "", 1),
         ("cpu", "cpu", 1),
     ],
 )
