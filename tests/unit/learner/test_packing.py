@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
+from echo2.learner.rollouts.groups import Insertion
 from echo2.learner.training import model as model_module
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.packing import (
@@ -20,10 +22,13 @@ from echo2.learner.training.packing import (
     PackingLimits,
     UnitTree,
     block_mask,
+    collate,
     dense_mask,
+    lengths_of,
     plan_microbatches,
 )
 from echo2.learner.training.scoring import choose_attention, refuse_wrong_rows, trial_inputs
+from tests.unit.learner.made import group_of, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
 GROUPS = st.lists(
@@ -121,6 +126,20 @@ def test_a_whole_model_gives_the_same_log_probabilities_by_either(model_path: Pa
         again_T, _ = policy(inputs)
     assert torch.allclose(found_T, expected_T, atol=1e-5)
     assert torch.equal(again_T, expected_T) and policy.row_multiple == 1
+
+
+def test_chats_that_begin_alike_with_nothing_are_attended_to_by_units_too(model_path: Path) -> None:
+    policy = PolicyModel(str(model_path), "float32", CPU, 1.0).policy
+    said = (Insertion(0, (6, 7)),), (Insertion(0, (8,)),)
+    groups = [
+        group_of((), [rollout_of((9, 10, 1)), rollout_of((11, 1), 1)], said=said),
+        group_of((5,), [rollout_of((4, 1))]),
+    ]
+    (micro,) = plan_microbatches(lengths_of(groups), PackingLimits(64, 32))
+    expected_T, found_T = (policy(collate(groups, replace(micro, by_units=way)).inputs)[0] for way in (False, True))
+    assert torch.allclose(found_T, expected_T, atol=1e-5)
+    torch.autograd.backward(found_T.sum())
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in policy.parameters())
 
 
 def test_where_flex_fails_dense_goes_on_and_says_why(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
