@@ -157,7 +157,7 @@ class DrivenTeam(Team):
 
     def _load_named(self, version: Version) -> None:
         if self._named[0] != version:
-            store = CheckpointStore(self._saved / "versions", _ALL_KEPT)
+            store = CheckpointStore(self._saved / "versions", _ALL_KEPT, is_owner=False)  # one may be written meanwhile
             if Step(version) not in store.steps():
                 raise ConfigError(
                     f"sampler: expected one with a name, one of the newest {self._versions_max} versions or the base, whose "

@@ -167,6 +167,11 @@ class CheckpointStore:
         folder.mkdir(parents=True, exist_ok=True)
         for torn in folder.glob("*.partial"):
             shutil.rmtree(torn)
+        for replaced in folder.glob("*.replaced"):
+            if replaced.with_suffix("").exists():
+                shutil.rmtree(replaced)
+            else:  # a kill came before the new one had its name
+                replaced.rename(replaced.with_suffix(""))
 
     def steps(self) -> list[Step]:
         """Steps of the complete checkpoints, oldest first."""
@@ -186,7 +191,9 @@ class CheckpointStore:
                 continue
             self._sound.add(step)
             for damaged in [other for other in self.steps() if other > step] if self._is_owner else []:
-                self.folder_of(damaged).rename(self.folder / f"damaged-{damaged:08d}")
+                aside = self.folder / f"damaged-{damaged:08d}"
+                shutil.rmtree(aside, ignore_errors=True)  # the same step may have been damaged before
+                self.folder_of(damaged).rename(aside)
             return step
         if first is not None:
             raise StateError(f"{first}. There is no sound checkpoint: restore this folder from a backup") from first
@@ -217,7 +224,7 @@ class CheckpointStore:
         """Writes the checkpoint that `begin` prepared, deletes old ones and returns the oldest journal segment still needed.
         Blocks, so call it in a thread; raises `DiskFull` if space runs out."""
         target = self.folder_of(checkpoint.step)
-        partial = target.with_suffix(".partial")
+        partial, replaced = target.with_suffix(".partial"), target.with_suffix(".replaced")
         try:
             tensors = {**checkpoint.shards, **published_shards(checkpoint.published)}
             files = write_shards(tensors, partial, checkpoint.ranks, checkpoint.lent)
@@ -226,9 +233,10 @@ class CheckpointStore:
             for path in (*partial.iterdir(), partial):
                 here().files.sync_path(path)
             if target.exists():
-                shutil.rmtree(target)
+                here().files.rename(target, replaced)
             here().files.rename(partial, target)
             here().files.sync_path(self.folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         except (OSError, DiskFull) as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, DiskFull) or error.errno in NO_ROOM:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from echo2.learner.training import optimiser
 from echo2.learner.training.trainer import Trainer
 from echo2.outside import Machine, entered
 from echo2.outside.files import MachineFiles
+from tests.unit.learner.fleet import options_for
 from tests.unit.learner.made import new_trainer, random_groups
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -200,6 +203,52 @@ def test_a_kill_at_any_byte_leaves_the_checkpoint_before(model_path: Path, two: 
             saved(CheckpointStore(folder, LearnerLimits(free_bytes_min=0)), trainer)
         again = CheckpointStore(folder, LearnerLimits())
         assert again.newest() == 1 and again.steps() == [0, 1]
+
+
+def test_what_a_new_one_of_the_same_step_replaces_is_there_until_it_has_its_name(two: Path, tmp_path: Path) -> None:
+    class Fails(MachineFiles):
+        def rename(self, old: Path, new: Path) -> None:
+            if old.suffix == ".partial":
+                raise OSError(errno.EIO, "Input/output error")
+            super().rename(old, new)
+
+    folder, machine = shutil.copytree(two, tmp_path / "two"), Machine()
+    machine.files = Fails()
+    kept = CheckpointStore(folder, LearnerLimits(1, free_bytes_min=0))
+    newest = kept.load(Step(1), None)
+    for is_done in (False, True):
+        kept.begin(newest)
+        with entered(machine if not is_done else Machine()), nullcontext() if is_done else pytest.raises(OSError):
+            kept.save(newest)
+        kept = CheckpointStore(folder, LearnerLimits(1, free_bytes_min=0))
+        assert kept.newest() == 1 and {path.name for path in folder.iterdir()} >= {"step-00000001"}
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+def test_one_that_is_damaged_again_takes_the_place_of_the_first(two: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(two, tmp_path / "two")
+    for _ in range(2):
+        shutil.copytree(two / "step-00000001", folder / "step-00000001", dirs_exist_ok=True)
+        (folder / "step-00000001" / "state.json").write_text("{}")
+        assert CheckpointStore(folder, LearnerLimits()).newest() == 0
+    assert {path.name for path in folder.iterdir()} == {"step-00000000", "damaged-00000001"}
+
+
+@pytest.mark.extras
+def test_a_named_version_is_scored_while_another_one_is_written(model_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tinker", reason="needs Tinker's SDK: pip install '.[tinker]'")
+    from echo2.learner.driven import DrivenTeam
+
+    team = DrivenTeam(new_trainer(model_path), options_for(tmp_path, model_path))
+    for version in range(1, 8):
+        team.put(Version(version), team.snapshot())
+        if version == 1:
+            store, checkpoint = team.take_named(Version(1))
+            store.save(checkpoint)
+    store, checkpoint = team.take_named(Version(7))
+    assert len(team.scored(Version(1), (3, 4, 5))) == 2, "from its file: the fleet has newer ones"
+    store.save(checkpoint)
+    assert store.steps() == [1, 7]
 
 
 def test_rot_in_an_old_one_costs_no_journal(model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
