@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import struct
@@ -164,7 +163,7 @@ class History:
         for group_id, group in self.groups.items():
             root = root_of(group_id)
             if not {group_id, root} & absent and not groups.ledger.is_trained(root):
-                groups.groups[group_id] = group
+                groups.put(group)
 
     def next_batch(self, groups: OpenGroups) -> Batch | None:
         """Draws the batch recorded for the next step again; None if none is recorded. Raises `StateError` if the journal lacks the
@@ -187,7 +186,7 @@ class History:
 
 class Journal:
     """Writes the newest segment. Call `append` and `commit` only on one event loop's thread. Writes raise `DiskFull` if space
-    runs out, `StateError` if the folder is not writable."""
+    runs out, `StateError` if the disk does not take them for another reason."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -228,10 +227,11 @@ class Journal:
         self._appended += 1
 
     async def commit(self) -> None:
-        """Returns once everything appended so far is on disk. Concurrent callers share one sync."""
+        """Returns once everything appended so far is on disk. Concurrent callers share one sync. After a failed one all fail: the
+        system may have dropped what it could not write, and says so once."""
         target = self._appended
         while self._synced < target:
-            if self._sync is None or self._sync.done():
+            if self._sync is None or (self._sync.done() and self._sync.exception() is None):
                 self._sync = asyncio.get_running_loop().create_task(self._sync_once())
             await asyncio.shield(self._sync)
 
@@ -267,9 +267,7 @@ class Journal:
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise DiskFull(f"journal: no space left in {self.folder}: {error}") from error
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
-                raise StateError(f"journal: expected to write in {self.folder}, got: {error}") from error
-            raise
+            raise StateError(f"journal: expected to write in {self.folder}, got: {error}") from error
 
 
 def _write(file: int, data: bytes) -> None:

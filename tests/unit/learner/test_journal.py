@@ -163,6 +163,27 @@ def test_commits_at_the_same_time_share_a_sync(tmp_path: Path, monkeypatch: pyte
     assert 1 <= len(synced) <= 3
 
 
+def test_after_a_sync_that_failed_no_commit_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports a lost write once; whoever asks again is told that all is well."""
+    journal, real, failures = Journal(tmp_path), os.fsync, [errno.EIO]
+    journal.begin(BEGAN)
+
+    def sync(file: int) -> None:
+        if failures:
+            raise OSError(failures.pop(), "Input/output error")
+        real(file)
+
+    async def ask() -> None:
+        journal.append(opened("g", 0))
+        for _ in range(2):
+            with pytest.raises(StateError, match="expected to write .* Input/output error"):
+                await journal.commit()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    asyncio.run(ask())
+    journal.close()
+
+
 def test_a_record_without_room_leaves_no_part_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     journal = Journal(tmp_path)
