@@ -95,7 +95,9 @@ class RequestPool(RolloutPool):
             return
         answer.whole.cancel()
         for group_id, asked in list(self._asked.items()):
-            if asked.answer is answer:
+            if (
+                asked.answer is answer and group_id in self.groups.groups
+            ):  # else closed, which is told with the next version
                 self.groups.close_family(group_id, "unused")
         self._waiting = [waiting for waiting in self._waiting if waiting.answer is not answer]
         heapq.heapify(self._waiting)

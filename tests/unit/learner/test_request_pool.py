@@ -162,6 +162,16 @@ def test_a_request_that_nobody_waits_for_is_closed(door: Door, monkeypatch: pyte
     assert [pool.take_busy_s(), pool.take_busy_s()] == [4.0, 0.0], "how long one of them was under way"
 
 
+def test_who_leaves_while_a_version_is_written_takes_a_request_along_that_is_too_old_for_it(door: Door) -> None:
+    answer = door.ask()
+    (name,) = door.offered
+    door.report(piece(name, 0, [9]))
+    door.tell(door.pool.begin_version, Version(4))  # type: ignore[attr-defined]
+    door.tell(door.pool.leave, answer)  # type: ignore[attr-defined]
+    door.tell(door.pool.on_published, Version(4))
+    assert not door.offered and not door.pool.rollouts_asked  # type: ignore[attr-defined]
+
+
 def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_pool, "OFFERED_MAX", 1)
     monkeypatch.setattr(request_pool, "ASKED_MAX", 3)
