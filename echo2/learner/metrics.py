@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import re
 import statistics
 from collections import Counter, deque
@@ -282,7 +283,7 @@ def _mend(path: Path) -> int:
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) != len(data):
-        path.write_bytes(whole)
+        os.truncate(path, len(whole))
     lines = whole.splitlines()
     return int(json.loads(lines[-1])["step"]) if lines else -1
 

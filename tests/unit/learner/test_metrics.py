@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import urllib.request
@@ -68,6 +69,17 @@ def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path
     sink.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 0}', '{"step": 1}', '{"step": 2}', '{"step": 3}']
+
+
+def test_a_full_disk_costs_no_row_but_the_torn_one(tmp_path: Path) -> None:
+    file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.write_text('{"step": 0}\n{"ste')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # no file may be written beyond its first byte
+    try:
+        JsonLines(file).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text() == '{"step": 0}\n'
 
 
 def served(endpoint: PrometheusEndpoint) -> dict[str, float]:
