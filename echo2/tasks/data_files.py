@@ -236,7 +236,7 @@ def _answer(value: object, where: str) -> str:
         return _answer(value[0], where)
     if isinstance(value, str):
         return _text(value, where)
-    if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+    if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and isfinite(value)):
         return str(value)
     raise TaskError(
         f"{where}: expected one answer as text or number, got {str(value)[:80]!r}; write several as one text, such as $3, -3$"

@@ -41,7 +41,8 @@ def _caught(work: Callable[[], Answer]) -> Answer:
 
 
 def _reward(reward: Reward) -> Answer:
-    return {"value": reward.value, "parts": dict(reward.parts)}
+    """As numbers that JSON knows: numpy's and torch's have others."""
+    return {"value": float(reward.value), "parts": {name: float(number) for name, number in reward.parts.items()}}
 
 
 def _make(setup: str) -> Handler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from fractions import Fraction
 from pathlib import Path
 
 from echo2.tasks.task import Reward, TaskInstance
@@ -39,6 +40,8 @@ class Naughty:
             case "spin":
                 while True:
                     pass
+            case "half":
+                return Reward(Fraction(1, 2), {"share": Fraction(1, 4)})  # type: ignore[arg-type]
             case "chatter":
                 print("a reward that prints to stdout " * 100, flush=True)
         return Reward(1.0 + instance.index, {"seed": float(self.seed)})

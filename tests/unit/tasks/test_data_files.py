@@ -40,6 +40,8 @@ def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tm
         )
     )
     assert row.prompt == (ChatMessage("user", "How much is 2+2?"),) and row.answer == "$4$"
+    (row,) = read_math_rows(write_jsonl(tmp_path / "large.jsonl", [{"prompt": "10^400?", "answer": 10**400}]))
+    assert row.answer == "1" + "0" * 400, "beyond any float"
 
 
 LINES, ARRAY = "".join(json.dumps(row) + "\n" for row in ROWS).encode(), json.dumps(ROWS, indent=1).encode()

@@ -52,10 +52,11 @@ def opened(spec: TaskSpec, limits: Limits = LIMITS, containment: Containment | N
 )
 def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, containment: Containment | None) -> None:
     with opened(spec, containment=containment) as scorer:
-        futures = [scorer.submit(index, text) for index, text in enumerate(["fine", "raise", "nan", "chatter", "fine"])]
-        results = [future.result(WAIT_S) for future in futures]
-        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0]
+        texts = ["fine", "raise", "nan", "chatter", "fine", "half"]
+        results = [future.result(WAIT_S) for future in [scorer.submit(*asked) for asked in enumerate(texts)]]
+        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0, 0.5]
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
+        assert results[5].reward is not None and results[5].reward.parts == {"share": 0.25}, "of any kind of number"
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
         assert results[1].message == "ValueError: no such answer"
 
