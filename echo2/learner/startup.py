@@ -68,10 +68,8 @@ class Prepared:
             self.conversations = Conversations(config, prompts.chat, prompts.context_tokens, prompts.vocabulary_size)
         self.published: Mapping[str, Tensor] = team.snapshot()
         identity = _identity_of(options, team, self.published) | prompts.content() | {"began": begun.isoformat()}
-        if config.learner.teacher:
-            identity["teacher"] = config.learner.teacher
-        if self.conversations is not None:
-            identity["sft"] = [self.conversations.content, config.sft.steps, config.sft.lr]
+        sft = self.conversations and [self.conversations.content, config.sft.steps, config.sft.lr]
+        identity |= {"teacher": config.learner.teacher, "sft": sft}  # none too: neither may be added later
         folder.check_identity(identity, {"model_path": config.model.path})
         self.store = CheckpointStore(folder.path / "checkpoints", options.limits)
         self.store.check_room(team.checkpoint_bytes)

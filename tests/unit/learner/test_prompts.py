@@ -469,3 +469,13 @@ def test_a_run_learns_its_conversations_before_anything_is_asked_of_workers(chat
             again.team.step(again.conversations.batch(again.team.step_count))
         masters = again.model.masters  # type: ignore[attr-defined]
         assert all(map(torch.equal, images[step], masters)), f"killed after step {step}"
+
+
+def test_a_run_that_began_without_a_warm_start_or_a_teacher_gets_none(chat_model: Path, tmp_path: Path) -> None:
+    """Steps that are recorded would else be trained again as others."""
+    rows = written(tmp_path / "rows.jsonl", ROWS)
+    prepared_from(options_for(tmp_path / "run", chat_model))
+    with pytest.raises(StateError, match="expected sft null as when the run began, got"):
+        prepared_from(options_of(tmp_path / "run", chat_model, rows))
+    with pytest.raises(StateError, match='expected teacher "" as when the run began, got'):
+        prepared_from(options_for(tmp_path / "run", chat_model, learner={"teacher": str(chat_model)}))
