@@ -45,7 +45,7 @@ from echo2.learner.rollouts.workers import NEWS_S
 from echo2.learner.serve import VersionServer
 from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
-from echo2.outside.guard import ProgressLines, cancel_all, shown
+from echo2.outside.guard import ProgressLines, Tasks, cancel_all, shown
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, load_credentials, load_or_create_identity, save_credentials
@@ -235,7 +235,7 @@ class Learner:
         begin = asyncio.get_running_loop().create_task
         talking, training = begin(self.talk()), begin((self.server or self.loop).run())
         beside = (self._remind(), self._report_deliveries(), keep_renewed(self._credentials, self._save))
-        tasks = (training, talking, *map(begin, beside))
+        tasks = (training, talking, *map(Tasks(self.fail).start, beside))
         reason = STOPPED
         try:
             await asyncio.wait({talking, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -86,7 +86,8 @@ class Counts:
 
 @dataclass(slots=True)
 class OpenGroups:
-    """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name."""
+    """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name. `roots`: those of `groups`
+    that a batch may be drawn of, which with many turns are a small part, and are asked for with every report."""
 
     config: RunConfig
     vocabulary_size: int
@@ -94,6 +95,7 @@ class OpenGroups:
     next_step: Step = field(default_factory=lambda: Step(0))
     published: list[Version] = field(default_factory=lambda: [Version(0)])
     groups: dict[GroupId, Group] = field(default_factory=dict)
+    roots: dict[GroupId, Group] = field(default_factory=dict)
     closures: list[Closure] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     drops_for_step: int = 0
@@ -128,7 +130,7 @@ class OpenGroups:
     @property
     def in_flight_groups(self) -> int:
         """Training groups offered or buffered. Groups drawn into a batch do not count, nor do the groups of later turns."""
-        return sum(group.is_training and not is_later_turn(name) for name, group in self.groups.items())
+        return len(self.roots)
 
     @property
     def open_rollouts(self) -> int:
@@ -168,8 +170,14 @@ class OpenGroups:
 
     def open(self, spec: GroupSpec, cursor: int, retry: int) -> GroupSpec:
         assert spec.group_id not in self.groups, f"group {spec.group_id} is open already"
-        self.groups[spec.group_id] = Group.opened(spec, cursor, retry)
+        self.put(Group.opened(spec, cursor, retry))
         return spec
+
+    def put(self, group: Group) -> None:
+        name = group.spec.group_id
+        self.groups[name] = group
+        if group.is_training and not is_later_turn(name):
+            self.roots[name] = group
 
     def open_group(self, cursor: int, prompt: Prompt, retry: int = 0) -> GroupSpec:
         """Opens a group for training with prompt number `cursor`. The expected step is a queueing estimate that assumes that
@@ -190,10 +198,15 @@ class OpenGroups:
         Without this, a group could wait for ever for a version that is newer than its new position requires: the version comes
         only with a step, and the step needs the group."""
         moved: list[GroupSpec] = []
-        roots = [group.spec.group_id for group in self.training if not is_later_turn(group.spec.group_id)]
-        families = [[self.groups[name] for name in self.family(root)] for root in roots]
-        families.sort(key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step))
-        for position, members in enumerate(families):
+        families: dict[GroupId, list[Group]] = {root: [] for root in self.roots}
+        for name, group in self.groups.items():
+            if (members := families.get(root_of(name))) is not None:
+                members.append(group)
+        order = sorted(
+            families.values(),
+            key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step),
+        )
+        for position, members in enumerate(order):
             step = self.next_step + position // self.groups_per_step
             for group in members:
                 if step < group.spec.consume_step and not group.is_sampled:
@@ -363,12 +376,12 @@ class OpenGroups:
     @property
     def is_batch_ready(self) -> bool:
         """Asked after every call of the pool, so it counts instead of sorting."""
-        return sum(group.is_ready and group.is_training for group in self.groups.values()) >= self.groups_per_step
+        return sum(group.is_ready for group in self.roots.values()) >= self.groups_per_step
 
     def draw_batch(self) -> Batch | None:
         """Draws the next batch; None if there are too few complete groups. Its groups are closed and entered in the ledger."""
         self.drop_stale()
-        ready = [group.spec.group_id for group in self.training if group.is_ready]
+        ready = [root for root, group in self.roots.items() if group.is_ready]
         # Those that would go stale first; then in the order of their offers.
         ready.sort(key=lambda root: min(self.groups[name].oldest_version for name in self.family(root)))
         if len(ready) < self.groups_per_step:
@@ -397,18 +410,23 @@ class OpenGroups:
         return Batch(step, tuple(trained))
 
     def train_group(self, group: Group) -> TrainGroup:
-        """Joins the turns of a complete group's rollouts. Rollouts whose reward failed are left out."""
+        """Joins the turns of a complete group's rollouts. Rollouts whose reward failed are left out. No senders are named, so that
+        no audit blames them, where an agent's calls had several temperatures."""
         rewards = {i: value for i in range(len(group.rollouts)) if (value := group.rewards.get(i)) is not None}
         turns = {i: self.turns(group.spec.group_id, i) for i in rewards}
-        opening, spec = None, group.spec
+        opening, spec, is_alike = None, group.spec, True
         if is_driven(spec.group_id):
             opening = common_beginning([each[0][0].spec.prompt_token_ids for each in turns.values()])
-            spec = replace(spec, prompt_token_ids=opening, rollout_count=len(group.rollouts))
+            # In an evaluation an agent may choose the temperatures of its calls. An audit knows one: the group's.
+            temperatures = {asked.spec.sampling.temperature for each in turns.values() for asked, _ in each}
+            is_alike = len(temperatures) == 1
+            sampling = replace(spec.sampling, temperature=temperatures.pop())
+            spec = replace(spec, prompt_token_ids=opening, rollout_count=len(group.rollouts), sampling=sampling)
         whole = [joined(each, i, opening) for i, each in turns.items()]
         return TrainGroup(
             spec, group.cursor, tuple(rollout for rollout, _, _ in whole), tuple(rewards.values()),
             tuple(insertions for _, insertions, _ in whole) if any(insertions for _, insertions, _ in whole) else (),
-            tuple(senders for _, _, senders in whole),
+            tuple(senders if is_alike else () for _, _, senders in whole),
         )  # fmt: skip
 
     # ---- versions and closing
@@ -453,6 +471,7 @@ class OpenGroups:
         for group_id in self.family(root):
             del self.groups[group_id]
             self.closures.append(Closure(group_id, reason, again if group_id == root else None))
+        self.roots.pop(root, None)
 
     def take_closures(self) -> list[Closure]:
         closures, self.closures = self.closures, []

@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -249,7 +250,8 @@ class RolloutPool:
         """Leases an agent's call as the next of `chain`; None starts a new one. Returns None if the group of its episode is closed.
         `temperature` counts in evaluations only."""
         spec = self.groups.open_call(root, chain, prompt, sampling, temperature)
-        self._offer(spec)
+        with self._failing():
+            self._offer(spec)
         self._settle()
         return None if spec is None else spec.group_id
 
@@ -264,9 +266,10 @@ class RolloutPool:
         if self._evaluation is not None and not group.is_training and is_final:
             self._evaluation.on_sample(group, None, reward, parts)
         counted, lost = self.groups.end_episode(root, chains, reward, is_final=is_final)
-        if group.is_training:
-            self.journal.append(records.scored(root, counted, reward, lost, is_final=is_final))
-        self._end_ready(group)
+        with self._failing():
+            if group.is_training:
+                self.journal.append(records.scored(root, counted, reward, lost, is_final=is_final))
+            self._end_ready(group)
         self._settle()
 
     # ---- versions, workers, the plan
@@ -337,15 +340,25 @@ class RolloutPool:
     def _settle(self) -> None:
         """Accuses liars, tells closures, moves up the groups behind them, draws missing groups, goes on with the evaluation, wakes
         the training loop."""
-        accused, self.groups.workers.accused = self.groups.workers.accused, []
-        for sender in accused:
-            self.accuse(PeerId(sender.peer_id), sender.reason, is_certain=sender.is_certain)
-        self._tell_closures()
-        if self._is_offering:
-            self._draw_missing()
-            self._settle_evaluation()
-        if self.groups.is_batch_ready or self.is_short:
-            self._progress.set()
+        with self._failing():
+            accused, self.groups.workers.accused = self.groups.workers.accused, []
+            for sender in accused:
+                self.accuse(PeerId(sender.peer_id), sender.reason, is_certain=sender.is_certain)
+            self._tell_closures()
+            if self._is_offering:
+                self._draw_missing()
+                self._settle_evaluation()
+            if self.groups.is_batch_ready or self.is_short:
+                self._progress.set()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error, as of a task that cannot draw its next instance, ends the run: agents and workers only hear of it."""
+        try:
+            yield
+        except Exception as error:
+            self._port.fail(error)
+            raise
 
     def _tell_closures(self) -> None:
         by_reason: dict[str, list[Closure]] = {}
@@ -405,10 +418,14 @@ class RolloutPool:
         if not self._is_offering or not self.evaluations.is_due(version, is_last):
             return
         if self._evaluation is None:
-            self._evaluation = VersionEvaluation(self.evaluations, version)
+            self._evaluation = self._evaluation_of(version)
         elif version > self._evaluation.version:
             self._next_evaluation = version
         self._settle()
+
+    def _evaluation_of(self, version: Version, moves: int = 0, asked: int = 0) -> VersionEvaluation:
+        newer = [known for known in self.groups.published if known > version]
+        return VersionEvaluation(self.evaluations, version, moves, asked, newer=newer)
 
     async def evaluations_ended(self) -> None:
         """Waits until no evaluation is running, or for `stop`. An evaluation without progress ends by itself (`tick`)."""
@@ -425,8 +442,9 @@ class RolloutPool:
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:
-            for number in evaluation.wanted(self.groups.evaluation):
-                self._open_question(number)
+            if evaluation.asked < evaluation.rules.questions:  # else nothing is, which is asked with every report
+                for number in evaluation.wanted(self.groups.evaluation):
+                    self._open_question(number)
             if not evaluation.is_answered:
                 return
             self._end_evaluation(evaluation)
@@ -445,7 +463,7 @@ class RolloutPool:
         else:
             moves = evaluation.moves + evaluation.is_begun(groups)
             self._drop_evaluation(evaluation)
-            self._evaluation = VersionEvaluation(evaluation.rules, evaluation.newer[-1], moves)
+            self._evaluation, self._next_evaluation = self._evaluation_of(evaluation.newer[-1], moves), None
         self._settle()
 
     def _drop_evaluation(self, evaluation: VersionEvaluation) -> None:
@@ -457,7 +475,7 @@ class RolloutPool:
     def _end_evaluation(self, evaluation: VersionEvaluation, reason: str = "") -> None:
         self._drop_evaluation(evaluation)
         version, self._next_evaluation = self._next_evaluation, None
-        self._evaluation = None if version is None else VersionEvaluation(self.evaluations, version)
+        self._evaluation = None if version is None else self._evaluation_of(version)
         row = self.evaluations.record(evaluation, reason)
         if row is not None:
             self._port.on_evaluation(row)
@@ -508,8 +526,7 @@ class RolloutPool:
         if newest is None:
             return
         asked = 1 + max(group.cursor for group in current)
-        newer = [version for version in self.groups.published if version > newest]
-        self._evaluation = VersionEvaluation(rules, newest, asked=asked, newer=newer)
+        self._evaluation = self._evaluation_of(newest, asked=asked)
         # Some may be missing: the power failed between the end of a question's group and the opening of its next one.
         missing = set(range(asked)) - {group.cursor for group in current}
         for number, retry in (*again, *((number, 0) for number in sorted(missing))):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.base.errors import TaskError
+from echo2.base.errors import DiskFull, TaskError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec, Verdict, Work
 from echo2.learner.rollouts.evaluation import QuestionSet
@@ -335,6 +335,24 @@ def test_chains_without_a_common_beginning_train(model_path: Path) -> None:
     assert trainer.step(batch).sampled_tokens == 6
 
 
+@pytest.mark.parametrize("what", ["a call", "the end of an episode", "the next problem"])
+def test_what_fails_in_the_pool_ends_the_run_whatever_an_agent_makes_of_it(what: str) -> None:
+    """A call that is refused, or an episode that is lost, would hide it, and the run would wait for a batch for ever."""
+    stage = new_stage()
+    group_id = call(stage, PROBLEM, None, (5, 6))
+    sample(stage, group_id, 9, STOP)
+    stage.journal.is_full = what != "the next problem"
+    stage.drive = lambda spec, cursor: dict[int, None]()[cursor]  # type: ignore[method-assign]
+    with pytest.raises(DiskFull if stage.journal.is_full else KeyError):
+        if what == "a call":
+            stage.tell(stage.pool.open_call, PROBLEM, None, (5, 6), RUN, None)
+        elif what == "the end of an episode":
+            end(stage, PROBLEM, {0: 1}, 1.0)
+        else:
+            stage.tell(stage.pool.on_plan, 100)
+    assert isinstance(stage.failures[0], DiskFull if stage.journal.is_full else KeyError)
+
+
 # ---- evaluations: held-out problems played_stage by the same agents, of one version, lost episodes left out
 
 
@@ -346,6 +364,25 @@ def evaluated() -> Stage:
 
 def problems(stage: Stage) -> list[GroupId]:
     return [name for name in stage.driven if evaluated_version(name) is not None]
+
+
+def test_an_audit_judges_held_out_calls_by_the_temperature_that_their_agent_chose() -> None:
+    """By the group's, greedy, it would find an honest worker's tokens to be no draw of the model."""
+    stage = evaluated()
+    one, two, _ = problems(stage)
+    for root, temperatures in ((one, (0.7, 0.7)), (two, (0.7, None))):
+        prompt: tuple[int, ...] = (5, 6)
+        chain: int | None = None
+        for temperature in temperatures:
+            group_id = call(stage, root, chain, prompt, temperature)
+            chain = int(group_id.split(".")[1])
+            sample(stage, group_id, 9, STOP)
+            prompt = (*prompt, 9, STOP, 7)
+        assert chain is not None
+        end(stage, root, {chain: 2}, 1.0)
+    alike, mixed = stage.answered
+    assert alike.spec.sampling.temperature == 0.7 and {sent.peer_id for sent in alike.senders[0]} == {ALICE}
+    assert mixed.senders == ((),), "nobody is judged by a temperature that was not his"
 
 
 def test_held_out_problems_are_played_by_one_version_and_none_is_trained_on() -> None:

@@ -22,6 +22,7 @@ from echo2.learner.loop import keep_for_inspection
 from echo2.learner.options import LearnerLimits, RunFolder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.groups import Batch, evaluated_version
+from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
 from echo2.trust.identity import Identity, JoinLink, Role
@@ -326,6 +327,19 @@ def test_another_runs_join_link_is_refused(model_path: Path, tmp_path: Path, mon
 
 
 # ---- ends that somebody must mend
+
+
+def test_what_fails_beside_training_ends_the_run(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a second the pool moves evaluations on that nobody answers: a run would wait for them for ever."""
+
+    def broken(pool: RolloutPool, now: float) -> None:
+        raise StateError("journal: expected to write, got: a test")
+
+    monkeypatch.setattr(RolloutPool, "tick", broken)
+    with pytest.raises(StateError, match="expected to write, got: a test"):
+        go(Run(options_for(tmp_path / "run", model_path, learner={"steps": 100_000})).finish())
 
 
 def test_a_last_checkpoint_without_room_fails(

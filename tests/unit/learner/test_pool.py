@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from time import process_time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from echo2.learner.audit import Habits
 from echo2.learner.rollouts import workers
 from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups, cap_groups, problem_of_end, problem_of_segment
 from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet
-from echo2.learner.rollouts.groups import NOBODY, SentTokens, evaluated_version, is_later_turn, root_of
+from echo2.learner.rollouts.groups import NOBODY, SentTokens, TurnOf, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.journal import closed, drawn
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.learner.made import groups_config
@@ -604,6 +605,57 @@ def test_when_one_moves_to_a_newer_version(is_begun: bool, newer: int, is_last_o
         assert versions(stage) == {Version(6)}
     tick(stage, after_s)
     assert versions(stage) == {Version(6 + newer)}
+
+
+def test_a_report_takes_no_longer_however_many_turns_are_open() -> None:
+    """Each turn of each rollout is a group: with some thousands, to go through all with every report took the loop's time."""
+
+    def report_s(turns: int) -> float:
+        stage = Stage(groups_config(4, 512, 8), prompts=10**6)
+        groups = stage.pool.groups
+        for root in list(groups.groups):
+            for index in range(8):
+                at = TurnOf(root, index, 0)
+                for _ in range(turns):
+                    number = 0 if at.turn else index
+                    groups.groups[at.group_id].rollouts[number] = piece(at.group_id, number, [9, STOP])
+                    groups.open_turn(at, (7,))
+                    at = at.next
+        names, spent_s = [name for name, group in groups.groups.items() if not group.is_sampled], []
+        for name in names[:20]:
+            began = process_time()
+            stage.report(piece(name, 0, [9]), attempt=1)
+            spent_s.append(process_time() - began)
+        return min(spent_s)
+
+    assert report_s(4) < 5 * report_s(0)
+
+
+def test_one_that_moves_takes_the_place_of_the_one_that_waited() -> None:
+    """Else the last version would be evaluated twice, or one behind it that no worker holds any more."""
+    for last in (7, 8):
+        stage = begun(6)
+        tick(stage, 0.0)
+        publish(stage, 7)
+        stage.tell(stage.pool.evaluate, Version(7), last == 7)
+        publish(stage, *range(8, last + 1))
+        tick(stage, PATIENCE_S)
+        assert versions(stage) == {Version(last)}
+        for group_id in stage.questions:
+            stage.answer(group_id)
+        assert [*stage.evaluations.rewards] == [last] and not stage.questions
+        stage.loop.run_until_complete(stage.pool.evaluations_ended())
+
+
+def test_one_that_was_overtaken_while_it_waited_moves_at_once() -> None:
+    stage = begun(6)
+    publish(stage, 7)
+    stage.tell(stage.pool.evaluate, Version(7), False)
+    publish(stage, 8, 9)
+    for group_id in stage.questions:
+        stage.answer(group_id)
+    tick(stage, 0.0)
+    assert versions(stage) == {Version(9)}, "no worker holds the one before any more"
 
 
 def test_one_that_moved_a_few_times_is_given_up() -> None:
