@@ -103,11 +103,11 @@ def check_start(config: RunConfig, *, trains: bool) -> None:
 
 def follow_rank_0(options: LearnerOptions) -> int:
     """Runs a torchrun rank above 0, which follows rank 0's orders; rank 0 runs the daemon. Returns the exit code. Ignores
-    SIGINT and SIGTERM: rank 0 answers them with a last checkpoint, for which it needs the other ranks."""
+    SIGINT, SIGTERM and SIGHUP: rank 0 answers them with a last checkpoint, for which it needs the other ranks."""
     from echo2.learner.startup import new_team
     from echo2.learner.training.ranks import ranks_of_environment
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         new_team(options, ranks_of_environment(options.config.learner.replicas)).follow()

@@ -102,6 +102,12 @@ class Fields:
     def number(self, name: str, default: float) -> float:
         return float(self._taken(name, default, (int, float), "a number"))
 
+    def whole(self, name: str, default: float) -> int:
+        number = self.number(name, default)
+        if not math.isfinite(number):
+            raise ConfigError(f"{self.table_name}: {name}: expected a whole number, got {number:g}")
+        return int(number)
+
     def text(self, name: str, default: str) -> str:
         return str(self._taken(name, default, (str,), "a text"))
 
@@ -142,7 +148,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
     tokens_per_s = fields.number("tokens_per_s", 0.0)
     offer = PoolOffer(
         gpu=gpu.name,
-        count=int(fields.number("count", 1)),
+        count=fields.whole("count", 1),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour),
         link=fields.link(12.5e6, 50e6, 0.08),
         provider=provider,
@@ -150,10 +156,10 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
         join_s=fields.seconds("join", JOIN_S),
         apply_s=fields.seconds("apply", 1.0),
         swap_s=fields.seconds("swap", 0.0),
-        slots=int(fields.number("slots", 0)),
+        slots=fields.whole("slots", 0),
         tokens_per_s=tokens_per_s,
         egress_usd_per_gib=fields.number("egress_usd_per_gib", EGRESS_USD_PER_GIB.get(provider.lower(), 0.0)),
-        gpus=int(fields.number("gpus", 1 if tokens_per_s else gpus)),
+        gpus=fields.whole("gpus", 1 if tokens_per_s else gpus),
     )
     fields.text("origin", "")
     fields.done()
@@ -212,7 +218,7 @@ def _learner(
 ) -> LearnerEstimate:
     gpu, gpu_count = machine
     group = config.learner.rollouts_per_prompt
-    batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
+    batch = fields.whole("rollouts_per_step", config.learner.prompts_per_step * group)
     evaluation = round(evaluation_rollouts(config))
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
@@ -228,7 +234,7 @@ def _learner(
         link=fields.link(config.learner.uplink_limit or 125e6, 125e6, 0.04),
         delta_bytes=fields.parsed("delta_bytes", DELTA_SHARE * whole, parse_bytes),
         full_snapshot_bytes=fields.parsed("full_snapshot_bytes", whole, parse_bytes),
-        rollouts_per_group=int(fields.number("rollouts_per_group", min(group, batch))),
+        rollouts_per_group=fields.whole("rollouts_per_group", min(group, batch)),
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),
         start_s=fields.seconds("start", START_S + whole / LOAD_BYTES_PER_S),
@@ -255,7 +261,7 @@ def learner_gpus(
     usual = sizing.LEARNER_GPU if sizing.LEARNER_GPU in catalogue else next(iter(catalogue))
     gpu = gpu_of(catalogue, fields.text("gpu", usual))
     fewest = 0 if gpu.name == CPU else sizing.gpus_needed(config, size, gpu.memory_bytes)
-    count = int(fields.number("gpu_count", fewest))
+    count = fields.whole("gpu_count", fewest)
     if count < 0 or (count == 0 and gpu.name != CPU):
         raise ConfigError(f"learner: gpu_count: expected a number above 0, got {count}")
     return gpu, max(1, count)

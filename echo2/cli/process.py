@@ -1,7 +1,7 @@
 """How every echo2 process starts, stops and fails.
 
-Guarantees: the first SIGINT or SIGTERM asks the daemon to stop cleanly, the second ends the process at once; an
-`EchoError` ends it with one line on stderr and the error's exit code; nothing is left running.
+Guarantees: the first SIGINT, SIGTERM or SIGHUP asks the daemon to stop cleanly, a second SIGINT or SIGTERM ends the process at
+once; an `EchoError` ends it with one line on stderr and the error's exit code; nothing is left running.
 Waits for: the daemon's `run` to return. Woken by: its end, or a signal.
 """
 
@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import sys
 import textwrap
 import threading
@@ -168,23 +169,41 @@ def report_error(error: EchoError) -> int:
     return error.exit_code
 
 
+def stop_on_signals(stop: Callable[[signal.Signals], object], end: Callable[[], object]) -> None:
+    """On the running loop: the first SIGINT, SIGTERM or SIGHUP calls `stop`, a second SIGINT or SIGTERM calls `end` and ends the
+    process. A closed terminal, for which the kernel and the shell send SIGHUP each, takes no more output. SIGHUP stays ignored
+    where it is, as under nohup."""
+    loop, was_asked = asyncio.get_running_loop(), False
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal was_asked
+        if number is signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in (1, 2):
+                if not stat.S_ISREG(os.fstat(output).st_mode):
+                    os.dup2(nowhere, output)
+        elif was_asked:
+            end()
+            os._exit(FORCED_EXIT_CODE)
+        if not was_asked:
+            was_asked = True
+            stop(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal, number)
+
+
 async def _with_signals(make: Callable[[], Daemon]) -> None:
     from echo2.trust.tls import calls_have_ended  # imports gRPC, which other commands do not need
 
     daemon = make()
-    loop = asyncio.get_running_loop()
-    asked = False
 
-    def on_signal(number: int) -> None:
-        nonlocal asked
-        if asked:
-            os._exit(FORCED_EXIT_CODE)
-        asked = True
-        logging.getLogger("echo2").info("stopping: %s", signal.Signals(number).name)
+    def stop(number: signal.Signals) -> None:
+        logging.getLogger("echo2").info("stopping: %s", number.name)
         daemon.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    stop_on_signals(stop, lambda: None)
     try:
         await daemon.run()
     finally:

@@ -18,10 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from echo2.base.errors import ConfigError, EchoError, StateError, Unreachable
-from echo2.cli.process import FORCED_EXIT_CODE, PARENT, wrapped
+from echo2.cli.process import PARENT, wrapped
 from echo2.cli.report import samples_of
 
 READY_WITHIN_S = 60.0  # imports on a cold disk
@@ -150,28 +148,6 @@ class Children:
         return page.read_text().strip()
 
 
-def stop_on_signals(children: Children, console: Console) -> None:
-    """The first SIGINT, SIGTERM or SIGHUP cancels the current task; the second kills the processes and ends this one, in
-    silence. A closed terminal takes no more output. SIGHUP stays ignored where it is, as under nohup."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-
-    def on_signal(number: signal.Signals) -> None:
-        if task.cancelling():
-            children.kill_all()
-            console.show_cursor(True)
-            os._exit(FORCED_EXIT_CODE)
-        if number is signal.SIGHUP:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, on_signal, number)
-
-
 ENDING_WITHIN_S = 20.0  # twice STOP_WITHIN_S: children of a run that is ending
 LOOK_S = 0.1  # a person does not notice
 STARTER = "echo2"  # the command's own name among the holders of a folder
@@ -219,10 +195,18 @@ class RunLock:
 
 
 def holders_of(folder: Path) -> dict[str, int]:
-    """Processes of `echo2 run` in this folder that are alive, by name."""
+    """Processes of `echo2 run` in this folder that are alive, by name; none if nobody holds the lock: others may have the ids of
+    processes that ended."""
     path = folder / "run.lock"
-    rows = [line.partition(" ") for line in path.read_text(errors="replace").splitlines()] if path.is_file() else []
-    return {name: int(pid) for name, _, pid in rows if pid.isdigit() and _is_alive(int(pid))}
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            rows = [line.partition(" ") for line in file.read().decode(errors="replace").splitlines()]
+            return {name: int(pid) for name, _, pid in rows if pid.isdigit() and _is_alive(int(pid))}
+    return {}
 
 
 def _is_alive(pid: int) -> bool:

@@ -72,7 +72,9 @@ def is_reported(run_folder: Path) -> bool:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The complete lines: the last one may be under way, or torn by a full disk."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 @dataclass(frozen=True, slots=True)

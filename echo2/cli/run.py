@@ -23,7 +23,8 @@ from echo2.base.errors import ConfigError, EchoError, StateError
 from echo2.cli.learner import check_start
 from echo2.cli.live import LiveRun
 from echo2.cli.options import config_of
-from echo2.cli.processes import ChildFailed, Children, RunLock, stop_on_signals
+from echo2.cli.process import stop_on_signals
+from echo2.cli.processes import ChildFailed, Children, RunLock
 from echo2.cli.report import RunReport, write_report
 from echo2.config.load import to_toml
 from echo2.config.run import RunConfig
@@ -73,7 +74,14 @@ class LocalRun:
             raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
         children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)
         live = LiveRun(children, console, is_plain or not console.is_terminal, final_version(), self.still_s)
-        stop_on_signals(children, console)
+        task = asyncio.current_task()
+        assert task is not None, "a task runs this"
+
+        def end() -> None:
+            children.kill_all()
+            console.show_cursor(True)
+
+        stop_on_signals(lambda _: task.cancel(), end)
         try:
             await live.run(list(self.workers))
         except asyncio.CancelledError:

@@ -11,7 +11,7 @@ import codecs
 import hmac
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -221,7 +221,7 @@ class GatewayApp:
         headers = {"x-echo2-ignored": ", ".join(ignored)} if ignored else {}
         call = self._episodes.begin_call(session, parsed)
         if parsed.is_streamed and not call.answer.done():
-            return StreamingResponse(self._streamed(call), media_type="text/event-stream", headers=headers)
+            return EventStream(self._streamed(call), lambda: self._episodes.leave(call), headers)
         try:
             choices = await answered(request, call.answer)
         finally:
@@ -236,16 +236,12 @@ class GatewayApp:
         now_s, sent, answer, pieces = int(unix_now()), "", call.answer, call.pieces
         try:
             while not answer.done():
-                coming = asyncio.ensure_future(pieces.get())
-                both: set[asyncio.Future[Any]] = {answer, coming}
-                await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                coming = await first_of(answer, pieces.get())
                 if coming.done():
                     yield piece_of(call, coming.result(), self._model, now_s, is_first=not sent)
                     sent += coming.result()
-                else:
-                    coming.cancel()
-                    if not answer.done():
-                        yield ": still sampling\n\n"
+                elif not answer.done():
+                    yield ": still sampling\n\n"
             choices = answer.result()
             if not choices[0].text.startswith(sent):
                 raise sampled_anew()
@@ -253,8 +249,6 @@ class GatewayApp:
                 yield piece
         except CallRefused as refused:
             yield f"data: {json.dumps(error_body(refused))}\n\n"
-        finally:
-            self._episodes.leave(call)
 
     async def _models(self, request: Request) -> Response:
         self._session_of(request)
@@ -316,6 +310,33 @@ class GatewayApp:
             raise CallRefused(401, "invalid_api_key", "expected the gateway's key")
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events. `on_end`: called however it ends, also where the client has left before the first event is made."""
+
+    def __init__(
+        self, events: AsyncIterator[str], on_end: Callable[[], None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def first_of(answer: asyncio.Future[Any], other: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """Waits for either, KEEP_ALIVE_S at most. Returns the task of `other`, which ends here unless it is done."""
+    task = asyncio.ensure_future(other)
+    try:
+        both: set[asyncio.Future[Any]] = {answer, task}
+        await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+    return task
+
+
 async def answered(request: Request, answer: asyncio.Future[T]) -> T:
     """Returns the answer. Raises ClientDisconnect if the client hangs up first."""
 
@@ -368,7 +389,7 @@ class GatewayPort:
     def __init__(self, listen: str, certificate: str = "", limits: HttpLimits = GATEWAY) -> None:
         host, _, port = (listen or "127.0.0.1:0").rpartition(":")
         host = host.strip("[]")
-        if not host or not port.isdigit():
+        if not host or not port.isdecimal() or int(port) > 65_535:
             raise ConfigError(f"agent.listen: expected HOST:PORT, got {listen!r}")
         if host not in ("127.0.0.1", "::1", "localhost") and not certificate:
             raise ConfigError(

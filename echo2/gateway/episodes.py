@@ -492,7 +492,10 @@ class Episodes:
                 message = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
                 tree.answered(node, call.place.key, message)
             else:
-                tree.completed(node, prompt + choice.text if isinstance(prompt, str) else "")
+                whole, _ = self.codec.decode(choice.sampled.token_ids, (), has_tools=False)  # with the stop string
+                tree.completed(
+                    node, {prompt + text for text in (choice.text, whole)} if isinstance(prompt, str) else ()
+                )
             session.last = node if number == 0 else session.last
         session.calls.remove(call)
         call.answer.set_result(choices)
@@ -545,8 +548,8 @@ class Episodes:
     def expire(self) -> None:
         """Ends episodes whose own time is up, and fails those whose outside harness asks nothing any more."""
         now = self._clock()
-        for session in list(self.sessions.values()):
-            idle_s = 0.0 if session.is_scored or session.is_waiting else now - session.heard_at
+        for session in [session for session in self.sessions.values() if not session.is_scored]:
+            idle_s = 0.0 if session.is_waiting else now - session.heard_at
             if session.own_s + idle_s > self.limits.episode_s:
                 self._time_out(session)
             elif session.playing is None and idle_s > self.limits.idle_s:

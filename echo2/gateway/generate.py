@@ -13,26 +13,27 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import Rollout, RoutingShape, unpacked
 from echo2.gateway.app import (
-    KEEP_ALIVE_S,
     MASTER,
     AccessCheck,
     Bodies,
+    EventStream,
     answered,
     error_answer,
     error_body,
+    first_of,
     models_answer,
     sampled_anew,
 )
@@ -158,7 +159,7 @@ class GenerateApp:
         asked = await self._bodies.parsed(request, MASTER, parsed_request)
         answer = self._sampler.generate(asked)
         if asked.is_streamed:
-            return StreamingResponse(self._streamed(answer), media_type="text/event-stream")
+            return EventStream(self._streamed(answer), lambda: self._sampler.leave(answer))
         try:
             await answered(request, answer.whole)
         finally:
@@ -192,16 +193,11 @@ class GenerateApp:
                 if is_over:
                     yield "data: [DONE]\n\n"
                     return
-                growing = asyncio.ensure_future(answer.grew.wait())
-                both: set[asyncio.Future[Any]] = {answer.whole, growing}
-                await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                growing.cancel()
+                await first_of(answer.whole, answer.grew.wait())
                 if not answer.whole.done() and not answer.grew.is_set():
                     yield ": still sampling\n\n"
         except CallRefused as refused:
             yield _event(error_body(refused))
-        finally:
-            self._sampler.leave(answer)
 
     def _head(self, answer: TokenAnswer) -> dict[str, object]:
         prompt = len(answer.request.token_ids)

@@ -28,8 +28,8 @@ JSON_DEPTH_MAX = 200  # far below the interpreter's limit on recursion (1,000), 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a UTF-16 pair as JSON escapes it: no UTF-8 holds it
 ROLES = ("system", "user", "assistant", "tool")  # those that chat templates know
 _TAKEN = frozenset({
-    "model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
-    "stream_options", "logprobs", "top_logprobs", "echo", "return_token_ids", "user", "metadata", "store",
+    "model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
+    "stream_options", "logprobs", "return_token_ids", "user", "metadata", "store",
 })  # fmt: skip
 
 
@@ -132,9 +132,10 @@ def _call(
     tools: tuple[Message, ...] = (),
     prompt: str | tuple[int, ...] | None = None,
 ) -> CallRequest:
-    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    tokens = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
     options = body.get("stream_options")
     logprobs = body.get("logprobs")
+    taken = _TAKEN | {"tool_choice"} if body.get("tool_choice") in ("auto", "none") else _TAKEN
     call = CallRequest(
         messages=messages,
         tools=tools,
@@ -147,7 +148,7 @@ def _call(
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
         wants_ids=body.get("return_token_ids") is True,
         temperature=_temperature(body.get("temperature")),
-        ignored=tuple(sorted(name[:40] for name, item in body.items() if name not in _TAKEN and item is not None)[:32]),
+        ignored=tuple(sorted(name[:40] for name, item in body.items() if name not in taken and item is not None)[:32]),
     )
     return call.with_digests()
 

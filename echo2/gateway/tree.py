@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
@@ -196,8 +196,9 @@ class TokenTree:
         """Registers the answer to the chat at `key`, in the form in which the client will repeat it."""
         self._by_history.setdefault(behind(key, answer)[0], node)
 
-    def completed(self, node: Node, text: str) -> None:
-        """Registers the answer to a text completion. `text`: prompt and completion; empty if the prompt was token ids."""
+    def completed(self, node: Node, texts: Iterable[str]) -> None:
+        """Registers the answer to a text completion. `texts`: prompt and completion, with and without its stop string; none if the
+        prompt was token ids."""
         self._ids.add(array("I", node.all_token_ids).tobytes(), node)
-        if text:
+        for text in texts:
             self._texts.add(text.encode(), node)

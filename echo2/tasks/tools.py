@@ -207,9 +207,11 @@ def _calls(value: object, begin: int, end: int) -> Iterator[WrittenCall]:
 
 def _json(text: str) -> object:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair could not be answered
     except (ValueError, RecursionError):
         return None
+    return value
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int, int]]:

@@ -42,7 +42,7 @@ from echo2.weights.host import HostWeights
 class DecodeLimits:
     """Limits of a decoder. `weights_bytes_max`: bytes of weights that a keyframe may claim."""
 
-    weights_bytes_max: int = 1 << 36
+    weights_bytes_max: int = 1 << 42  # two trillion parameters in bf16; each tensor takes memory with its first block
     pending_bytes_max: int = 1 << 26
 
 

@@ -104,7 +104,8 @@ class Generation:
             for index in range(engine.slot_count):
                 request_id = f"{_PROBE}/{index}"
                 sampling = SamplingParams(max_new_tokens=TOKENS_EACH, seed=index)
-                engine.submit(GenerateRequest(request_id, (0,) * PROMPT_TOKENS, (), sampling, _PROBE))
+                # Each a group of its own: several engines keep a group on one of them.
+                engine.submit(GenerateRequest(request_id, (0,) * PROMPT_TOKENS, (), sampling, request_id))
                 self._probes.add(request_id)
         except (EngineError, LimitExceeded):
             pass  # context or vocabulary too small for the probe: measure the requests that were accepted

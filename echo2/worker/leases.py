@@ -472,9 +472,9 @@ class Leases:
         rollout = lease.rollouts[int(index)]
         if rollout.is_settled or rollout.finish_reason is not FinishReason.UNFINISHED:
             return False  # the engine continued past a stop string before the abort reached it
-        if lease.group.exact_version not in (None, chunk.version):  # the engine swapped before the abort reached it
-            chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
         ended = rollout.up_to_stop(chunk, lease.group.sampling)
+        if lease.group.exact_version not in (None, chunk.version):  # the engine swapped before the abort reached it
+            ended = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
         rollout.append(ended)
         if ended is not chunk:
             self._generation.abort(chunk.request_id)

@@ -184,9 +184,10 @@ class CoordinatorCommands:
             dns_name_of(learner.peer_id)
         except TrustError as error:
             raise MalformedMessage(f"the learner's whereabouts: {error}") from None
-        if self.learner is not None:
-            _refuse_other_model(self.learner, learner)
-        self.learner, peer_id = learner, PeerId(learner.peer_id)
+        if self.learner is None:
+            self.learner = learner
+        _refuse_other_model(self.learner, learner)
+        peer_id = PeerId(learner.peer_id)
         self.learner_known.set()
         self._node.set_publisher(peer_id, learner.chunk_address)
         self._node.nat.use_relay(peer_id, learner.relay_address[:ADDRESS_CHARS_MAX])

@@ -192,14 +192,16 @@ class Failing:
 
 
 class Waiting:
-    """Runs until it is stopped; sends itself a signal as soon as it runs."""
+    """Runs until it is stopped; sends itself signals as soon as it runs."""
 
-    def __init__(self) -> None:
-        self.was_asked = False
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.was_asked, self.signals = False, signals
         self.stopped = asyncio.Event()
 
     async def run(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in self.signals:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.05)
         await asyncio.wait_for(self.stopped.wait(), WAIT_S)
 
     def stop(self) -> None:
@@ -257,8 +259,21 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(program: str)
 
 def test_the_first_signal_asks_for_a_clean_stop() -> None:
     made: list[Waiting] = []
-    assert run_daemon(lambda: made.append(Waiting()) or made[0]) == 0  # type: ignore[func-returns-value]
+    assert run_daemon(lambda: made.append(Waiting(signal.SIGTERM)) or made[0]) == 0  # type: ignore[func-returns-value]
     assert made[0].was_asked
+
+
+def test_a_closed_terminal_asks_for_a_clean_stop_however_often_it_says_so() -> None:
+    """The kernel and the shell say so each."""
+    script = (
+        "import signal; from echo2.cli.process import run_daemon; from tests.unit.cli.test_commands import Waiting\n"
+        "waiting = []\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored\n"
+        "code = run_daemon(lambda: waiting.append(Waiting(signal.SIGHUP, signal.SIGHUP)) or waiting[0])\n"
+        "assert waiting[0].was_asked; raise SystemExit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_a_flood_of_a_librarys_errors_is_cut_and_what_was_dropped_is_counted() -> None:

@@ -305,6 +305,7 @@ def test_the_learners_gpus_of_the_file_reach_memory_audit(tmp_path: Path, capsys
         ('[[worker]]\ngpu = "GTX"\n', "gpu: expected one of"),
         ("[[worker]]\nprice_usd_per_hour = -1\n", "price_usd_per_hour"),
         ("[[worker]]\ncolour = 1\n", "no such field: colour"),
+        ("[[worker]]\ncount = inf\n", "worker 0: count: expected a whole number, got inf"),
         ("[[worker]]\ngpus = -1\n", "gpus: expected a finite number, 0 to 64"),
         ("[learner]\ntrain = true\n", "train: expected a number"),
         ('[[worker]]\nuplink = "fast"\n', "worker 0: uplink: .*expected"),

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,28 @@ def test_status_of_a_finished_run_shows_its_report(
     os.utime(finished / "learner" / "metrics.jsonl", (newer, newer))
     assert not is_reported(finished)
     assert main(["status", str(finished)]) != 0 and "links/operator.link" in capsys.readouterr().err
+
+
+def test_a_line_that_is_under_way_is_left_out(
+    finished: Path, without_plots: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("metrics", "evaluations", "samples"):
+        with (finished / "learner" / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 4, "rew')
+    assert not write_report(finished, status_of(4)).problems
+    assert main(["samples", str(finished)]) == 0 and "after '4' (1.00)" in capsys.readouterr().out
+
+
+def test_a_process_that_has_the_id_of_an_ended_run_is_left_alone(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (finished / "run.lock").write_text(f"echo2 {other.pid}\n")  # ended long ago; nobody holds it
+        assert main(["stop", str(finished)]) == 8
+        assert main(["status", str(finished)]) == Unreachable.exit_code
+        assert "no process of the run is at work" in capsys.readouterr().err
+        assert other.poll() is None
+        other.kill()
 
 
 def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, without_plots: None) -> None:

@@ -230,6 +230,13 @@ async def test_an_episode_whose_own_time_is_up_is_scored_and_waiting_for_workers
     assert (end.reward, end.parts, end.chains, end.is_final) == (0.25, {"exact": 0.0}, {0: 1, 1: 1}, True)
     assert (world.episodes.counts.timed_out, world.episodes.counts.dropped) == (1, 0) and not world.episodes.sessions
     await world.episodes.close()
+    late, session = begun(episode_s=100.0)
+    late.ask(session, "hi")
+    late.now = 101.0
+    late.begin(session, chat("a call just before the tick"))
+    for _ in range(3):  # while it is scored
+        late.episodes.expire()
+    assert late.episodes.counts.timed_out == 1
     silent, _ = begun(episode_s=100.0, idle_s=1e9)
     silent.now = 101.0
     silent.episodes.expire()
@@ -445,6 +452,9 @@ async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_
             _, (group,) = world.begin(session, chat(repr(temperature), temperature=temperature))
             assert world.fleet.leases[group].temperature == (obeyed if is_evaluation else None)
     assert chat("x", temperature=0.1, seed=4, model="m").ignored == ("seed", "temperature")
+    assert chat("x", tool_choice="required", top_logprobs=2).ignored == ("tool_choice", "top_logprobs")
+    assert chat("x", tool_choice="auto").ignored == () and text_call({"prompt": "x", "echo": True}).ignored == ("echo",)
+    assert chat("x", max_completion_tokens=None, max_tokens=3).max_tokens == 3
 
 
 # ---- streams: nothing is sent that a later token could take back
@@ -490,6 +500,24 @@ async def test_what_is_read_from_the_whole_is_not_sent_in_pieces(options: dict[s
     world, session = begun()
     call, (first, *_) = world.begin(session, chat("hi", **{"stream": True, **options}))
     assert not pieces_of(world, call, first, "hello")
+
+
+async def test_a_text_that_goes_on_with_the_stop_string_has_it_once() -> None:
+    class Stopping(LetterCodec):
+        def decode(
+            self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool
+        ) -> tuple[str, list[Any]]:
+            text, _ = super().decode(token_ids, stops, has_tools=has_tools)
+            return text.partition(stops[0])[0] if stops else text, []
+
+    world, session = begun()
+    world.episodes.codec = Stopping()
+    for prompt, expected in (("q", "q"), ("qlook\nObs: 7", "qlook\nObs: 7"), ("qlook; Obs: 7", "qlook\nObs:; Obs: 7")):
+        call, (group,) = world.begin(session, text_call({"prompt": prompt, "stop": "\nObs:"}))
+        read = "".join(chr(token % 1000) for token in world.fleet.leases[group].prompt_token_ids)
+        assert read == expected
+        world.sample(group, "look\nObs:")
+        assert texts_of(call) == ["look"]
 
 
 async def test_a_retry_reads_the_stream_from_its_beginning() -> None:

@@ -11,17 +11,18 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.types import ASGIApp
 
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import FinishReason, Rollout, Routing, RoutingShape, VersionSpan, packed
-from echo2.gateway.app import pieces_of, reply_of
+from echo2.gateway.app import GatewayApp, pieces_of, reply_of
 from echo2.gateway.episodes import PIECES_S, Call, CallRefused, Choice, Episodes
 from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest, parsed_request
 from echo2.gateway.requests import chat_call, text_call
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import RecordingFleet, completion, letter_bytes, on_port, whole_rollout
+from tests.unit.gateway.fakes import RecordingFleet, begun, completion, letter_bytes, on_port, whole_rollout
 
 KEY = {"authorization": "Bearer secret"}
 
@@ -112,6 +113,48 @@ async def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_o
     assert [version for choice in choices for version in choice["versions"]] == [3, 4, 4]
     assert choices[0]["finish_reason"] is None and choices[-1]["finish_reason"] == "stop"
     assert '"sampled_anew"' in (await generate({"stream": True}, turns)).text.splitlines()[-2]
+
+
+async def hung_up(app: ASGIApp, path: str, key: str, body: Mapping[str, Any], after_s: float) -> None:
+    """Posts, and hangs up so many seconds after the body."""
+    data = json.dumps(body).encode()
+    came: list[dict[str, Any]] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if not came and after_s:
+            await asyncio.sleep(after_s)
+        return came.pop() if came else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "content-length": str(len(data))}
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "path": path, "query_string": b"", "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+    }  # fmt: skip
+    await app(scope, receive, send)
+    await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing waits for it any more"
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+async def test_a_client_that_hangs_up_before_or_in_its_stream_takes_its_request_along(after_s: float) -> None:
+    async def never(answer: TokenAnswer) -> None:
+        pass
+
+    sampler = PlayedSampler(never)
+    app = GenerateApp(sampler, "policy", 64, "secret").application()
+    await hung_up(app, "/inference/v1/generate", "secret", {"token_ids": [1], "stream": True}, after_s)
+    assert sampler.left == 1
+    world, session = begun()
+    gateway = GatewayApp(world.episodes, "policy", "master", letter_bytes).application()
+    asks = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    await hung_up(gateway, "/v1/chat/completions", session.key, asks, after_s)
+    (group_id,) = world.fleet.leases
+    world.sample(group_id, "ok")
+    world.episodes.reward(session, 1.0, {})
+    assert not session.answered, "nobody received it"
 
 
 async def test_a_refusal_says_when_to_come_again() -> None:

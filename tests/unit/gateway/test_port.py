@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from echo2.base.errors import ConfigError
 from echo2.gateway import app
 from echo2.gateway import app as app_module
-from echo2.gateway.app import Bodies
+from echo2.gateway.app import Bodies, GatewayPort
 from echo2.gateway.episodes import CallRefused, LongWork
 from echo2.gateway.requests import BODY_BYTES_MAX
 from echo2.trust.ports import GATEWAY
@@ -279,3 +280,9 @@ async def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
     await asyncio.gather(*(asked(caller) for caller in ("greedy",) * 6 + ("honest",)))
     work.close()
     assert order.index("honest") <= 2
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:65536", "127.0.0.1:\u00b2", "nowhere", ":80"])
+def test_an_address_that_cannot_be_is_refused_by_name(listen: str) -> None:
+    with pytest.raises(ConfigError, match="agent.listen: expected HOST:PORT, got"):
+        GatewayPort(listen)

@@ -24,7 +24,8 @@ from echo2.weights import (
     encode_keyframe,
     fingerprint,
 )  # fmt: skip
-from echo2.weights.elements import bits_of
+from echo2.weights.container import TensorTable, encode_header
+from echo2.weights.elements import ELEMENT_TYPES, TensorSpec, bits_of
 from tests.unit.weights.models import (
     ALL_TYPES,
     KEY,
@@ -230,6 +231,11 @@ def test_a_wrong_parent_is_refused_on_both_sides() -> None:
     waiting = ContainerDecoder(host, DecodeLimits(pending_bytes_max=20))
     with pytest.raises(LimitExceeded, match="header within 20 bytes"):
         waiting.feed(frames[1])
+
+
+def test_a_keyframe_of_86_billion_parameters_is_begun() -> None:
+    table = TensorTable(tuple(TensorSpec(str(n), ELEMENT_TYPES[0], (1 << 17, 1 << 16)) for n in range(10)), ())
+    ContainerDecoder(HostWeights.empty()).feed(encode_header(DeltaHeader(target_version=Version(0)), table))
 
 
 @pytest.mark.parametrize("setting", CodecSetting)

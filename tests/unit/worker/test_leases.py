@@ -552,6 +552,17 @@ def test_a_version_waits_for_evaluations_and_next_calls_awhile(name: str, ends_a
     assert it.admitted_at == [expected] and not it.running
 
 
+def test_what_was_granted_for_a_version_while_the_next_was_swapped_in_takes_no_slot_any_more() -> None:
+    it = Surroundings().begin(has_learner=False)
+    it.grant(L1, group("g1", 1, version=3))
+    (request_id,) = it.running
+    late = TokenChunk(request_id, (7,), (-0.5,), (-0.5,), Version(4), FinishReason.UNFINISHED)
+    it.leases.on_tokens([late])  # proven before the leases are told of the version
+    it.version = 4
+    it.leases.on_version_live(Version(4), 4)
+    assert not it.running
+
+
 @pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * leases.REPORT_TOKENS_MAX])
 def test_long_rollouts_are_reported_in_bounded_segments_and_finished_ones_first(count: int) -> None:
     assert SEGMENT_TOKENS_MAX <= wire.SEGMENT_TOKENS_MAX and leases.REPORT_TOKENS_MAX <= wire.REPORT_TOKENS_MAX

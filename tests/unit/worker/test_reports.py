@@ -220,8 +220,10 @@ async def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_l
             )  # fmt: skip
             bench.orders.on_order(pb.WorkerOrder(learner=learner))
 
-        tell("a" * 64, 0)
-        tell("a" * 64, 40)  # 0: it had not said, and memory is laid out for the model's whole context
+        tell("a" * 64, 40)
+        tell("a" * 64, 0)  # it does not say
+        tell("a" * 64, 30)
+        tell("a" * 64, 40)  # for which memory is laid out, whatever came between
         with pytest.raises(VersionMismatch, match="expected 40 tokens, .* it is now 41; start this worker anew"):
             tell("a" * 64, 41)
         with pytest.raises(VersionMismatch, match="the learner's model: expected .* it now trains .*ffff"):

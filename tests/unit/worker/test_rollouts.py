@@ -17,6 +17,7 @@ from echo2.outside import SteadyClock
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.worker import generation
 from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, TokenChunk
+from echo2.worker.engines.making import SeveralEngines
 from echo2.worker.generation import FIRST_TOKEN_S_MAX, PROBE_S_MAX, TOKENS_EACH, Generation
 from echo2.worker.rollouts import TokenGate, expected_remaining
 from tests.unit.worker.test_leases import L1, Surroundings, group, held
@@ -139,6 +140,7 @@ class Fake:
     tokens_per_s: float
     starts_after_s: float
     slot_count: int = 4
+    draws_by_seed: bool = True
     open: set[str] = field(default_factory=set)
     began: float = 0.0
 
@@ -176,6 +178,16 @@ def test_the_rate_is_measured(
     rate = loop.run_until_complete(made.measure_rate(cast(Engine, engine)))
     assert rate == pytest.approx(expected, rel=0.25) and not engine.open
     assert loop.time() - began <= within_s + 0.05
+    loop.close()
+
+
+def test_the_rate_is_that_of_all_engines_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ports = VirtualLoop(), Surroundings()
+    monkeypatch.setattr(generation, "monotonic", loop.time)
+    engines = [Fake(loop, 20.0, 0.0) for _ in range(4)]
+    several = SeveralEngines(cast(list[Engine], engines))
+    rate = loop.run_until_complete(Generation(SteadyClock(), ports, ports).measure_rate(several))
+    assert rate == pytest.approx(80.0, rel=0.1)
     loop.close()
 
 
