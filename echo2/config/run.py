@@ -125,7 +125,7 @@ class EvaluationSetTable(Section):
     task: str = Field(description="Task adapter, like task.name.")
     args: dict[str, Any] = opt({}, "The task's arguments.")
     prompts: Whole = opt(0, "Number of the task's prompts; 0: all of a finite data set.")
-    samples: Count = opt(1, "Completions per prompt.")
+    samples: Count = opt(1, "Completions per prompt.", le=4096, why="a group holds at most 4096 rollouts")
 
 
 class MixedTaskTable(Section):
@@ -224,7 +224,7 @@ class StalenessSection(Section):
 class LearnerSection(Section):
     steps: Count = opt(200, "Optimiser steps.")
     prompts_per_step: Count = opt(16, "Groups per step.")
-    rollouts_per_prompt: Count = opt(16, "Completions per prompt.")
+    rollouts_per_prompt: Count = opt(16, "Completions per prompt.", le=4096, why="a group holds at most 4096 rollouts")
     lr: Positive = opt(1e-6, "AdamW's learning rate.")
     warmup_steps: Whole = opt(0, "Steps in which the rate rises from 0.")
     schedule: Literal["constant", "linear", "cosine"] = opt("constant", "Learning rate after the warm-up.")

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Protocol
 
 from echo2.base.errors import ConfigError, TaskError
@@ -227,6 +228,8 @@ class Prompts:
         )
         weights = tuple(entry.weight for entry in config.task.mixture.values()) or (1.0,)
         self.split = MixedSplit(tuple(splits), weights)
+        # A prompt is looked at before it is drawn: some tasks take long to make one, and a template some milliseconds.
+        self._ids_of = lru_cache(maxsize=1)(lambda index: tuple(self._encoded(self.instance(index))))
 
     def make_world(self, spec: TaskSpec) -> PromptWorld:
         """Makes the world of the task or environment that `spec` describes, with the run's tokenizer."""
@@ -250,7 +253,7 @@ class Prompts:
                 return candidate
             index = self.split.train_index(candidate)
             if index not in self._unjudgeable:
-                if (tokens := len(self._encoded(self.instance(index)))) <= self._prompt_tokens_max:
+                if (tokens := len(self._ids_of(index))) <= self._prompt_tokens_max:
                     return candidate
                 _log.warning(
                     "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
@@ -271,7 +274,8 @@ class Prompts:
         sampling = replace(self.sampling, seed=self.secret_seed(f"{self.seed}/{cursor}"))
         if self.is_driven:  # the agent decides what to ask the model
             return DRIVEN_PROMPT, sampling
-        return self.tokens_of(self.instance(self.split.train_index(cursor))), sampling
+        index = self.split.train_index(cursor)
+        return self._checked(self._ids_of(index), f"prompt {index} of task {self.name_of(index)}"), sampling
 
     def secret_seed(self, name: str) -> int:
         digest = hmac.digest(self.secret, name.encode(), "sha256")
@@ -280,7 +284,9 @@ class Prompts:
     def tokens_of(self, instance: TaskInstance, world: PromptWorld | None = None) -> tuple[int, ...]:
         """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long. `world`: as in
         `answer_instance`."""
-        ids, name = self._encoded(instance, world), self._name_of_prompt(instance, world)
+        return self._checked(tuple(self._encoded(instance, world)), self._name_of_prompt(instance, world))
+
+    def _checked(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         if not ids or max(ids) >= self.vocabulary_size:
             raise ConfigError(
                 f"{name}: expected 1 or more token ids below {self.vocabulary_size}, got {len(ids)} up to "
@@ -297,7 +303,7 @@ class Prompts:
                 f"{longest}: lower sampling.max_new_tokens or sampling.max_prompt_tokens, or state the longer context in its "
                 "config.json as its model card says (rope_scaling, max_position_embeddings)"
             )
-        return tuple(ids)
+        return ids
 
     def _encoded(self, instance: TaskInstance, world: PromptWorld | None = None) -> list[int]:
         try:

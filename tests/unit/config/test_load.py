@@ -51,6 +51,11 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("learner.lr", "-1", r"learner\.lr: expected a number above 0, got -1$"),
+        (
+            "learner.rollouts_per_prompt",
+            "5000",
+            r"rollouts_per_prompt: expected a whole number from 1 to 4096, got 5000 \(a group holds at most 4096 rollouts",
+        ),
         ("learner.lrr", "1", r"learner\.lrr: no such option \(did you mean learner\.lr\?\)"),
         ("learner.kappa", "1", r"learner\.kappa: no such option \(did you mean staleness\.kappa\?\)"),
         ("learner.colour", "1", r"learner\.colour: no such option \(`echo2 config show` lists them\)"),
@@ -81,6 +86,13 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
 def test_bad_value_is_refused_by_name(name: str, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config((), None, {name: text})
+
+
+def test_a_further_set_asks_for_no_more_completions_than_a_group_holds(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[task.eval_sets.sums]\ntask = "sums"\nsamples = 4097\n')
+    with pytest.raises(ConfigError, match=r"task\.eval_sets\.sums\.samples: .* got 4097"):
+        load_config([file])
 
 
 def test_a_file_whose_option_became_a_rule_loads_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,6 +88,19 @@ class OddOnesAreLong(SortDigits):
         return TaskInstance(index, "123" * (4 if index % 2 else 1), "123")
 
 
+def test_a_prompt_is_made_once_to_be_looked_at_and_drawn(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, made = prompts_for(options_for(tmp_path, model, task=THREE_DIGITS)), list[int]()
+    world = prompts.worlds[0]
+    real = world.instance
+    monkeypatch.setattr(world, "instance", lambda index: (made.append(index), real(index))[1])
+    for cursor in range(3):
+        assert prompts.next_wanted(cursor) == cursor and prompts.draw(cursor)[0]
+    assert made == [prompts.split.train_index(cursor) for cursor in range(3)]
+    prompts.close()
+
+
 def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     task, limit = {"name": "tests.unit.learner.test_prompts:OddOnesAreLong"}, {"max_prompt_tokens": 9}
     prompts = prompts_for(options_for(tmp_path, model, task=task, sampling=limit))
