@@ -400,6 +400,7 @@ def _sampling_of(config: RunConfig, stop_token_ids: tuple[int, ...], stops: Stop
 
 HELD_OUT_MAX = 64
 """Conversations held out, of at most a twentieth: their mean loss is good to a few per cent, and costs one micro-batch or two."""
+STEPS_TRIED = 16  # steps whose conversations are all too long: more of them are no accident
 
 
 def read_conversations_of(config: RunConfig) -> list[Conversation]:
@@ -433,21 +434,28 @@ class Conversations:
         )  # fmt: skip
 
     def batch(self, step: int) -> Batch:
-        first = step * self._per_step
-        return self._batch(step, (self._split.train_index(first + number) for number in range(self._per_step)))
+        """A step's conversations. If all of them are too long, those of the next step with others, so that the run goes on."""
+        for first in range(step * self._per_step, (step + STEPS_TRIED) * self._per_step, self._per_step):
+            indices = [self._split.train_index(first + number) for number in range(self._per_step)]
+            if groups := self._groups(indices):
+                return Batch(Step(step), groups)
+        raise self._too_long(STEPS_TRIED * self._per_step)
 
     def held_out(self) -> Batch:
-        return self._batch(0, map(self._split.held_out_index, range(self._split.held_out_count)))
-
-    def _batch(self, step: int, indices: Iterable[int]) -> Batch:
-        rows = {index: self._rows[index] for index in indices}
-        groups = [group for index, row in rows.items() if (group := self._group(index, row)) is not None]
+        groups = self._groups(map(self._split.held_out_index, range(self._split.held_out_count)))
         if not groups:
-            raise ConfigError(
-                f"sft.path: expected conversations of at most {self._longest_tokens} tokens, the run's longest sequence, got "
-                f"none among {len(rows)}: raise sampling.max_prompt_tokens or sampling.max_new_tokens"
-            )
-        return Batch(Step(step), tuple(groups))
+            raise self._too_long(self._split.held_out_count)
+        return Batch(Step(0), groups)
+
+    def _groups(self, indices: Iterable[int]) -> tuple[TrainGroup, ...]:
+        groups = (self._group(index, self._rows[index]) for index in dict.fromkeys(indices))
+        return tuple(group for group in groups if group is not None)
+
+    def _too_long(self, count: int) -> ConfigError:
+        return ConfigError(
+            f"sft.path: expected conversations of at most {self._longest_tokens} tokens, the run's longest sequence, got "
+            f"none among {count}: raise sampling.max_prompt_tokens or sampling.max_new_tokens"
+        )
 
     def _group(self, index: int, row: Conversation) -> TrainGroup | None:
         """A conversation as a rollout of several turns; None if it is too long."""

@@ -419,6 +419,21 @@ def test_the_models_turns_are_trained_on_and_nothing_else(chat_model: Path, tmp_
     assert trainer.cross_entropy(alone) < expected
 
 
+def test_a_step_whose_conversations_are_all_too_long_takes_others(chat_model: Path, tmp_path: Path) -> None:
+    """In the middle of a warm start it would end the run, and each start again at the same step."""
+    long = [{"prompt": f"{n}?", "completion": "7" * 300} for n in range(20)]
+    config = RunConfig.model_validate({
+        "sft": {"path": str(written(tmp_path / "rows.jsonl", [*ROWS[:20], *long]))},
+        "learner": {"prompts_per_step": 1, "rollouts_per_prompt": 1},
+    })  # fmt: skip
+    tokenizer = load_tokenizer(str(chat_model))
+    data, again = (Conversations(config, ChatFormat(tokenizer), 200, len(tokenizer)) for _ in range(2))
+    batches = [data.batch(step) for step in range(30)]
+    assert [len(batch.groups) for batch in batches] == [1] * 30 and batches[17] == again.batch(17)
+    with pytest.raises(ConfigError, match="expected conversations of at most 5 tokens, .* got none among 16"):
+        Conversations(config, ChatFormat(tokenizer), 5, len(tokenizer)).batch(0)
+
+
 def test_what_a_message_spells_is_text(tmp_path: Path, chat_model: Path) -> None:
     tokenizer = load_tokenizer(str(chat_model))
     spelled = [{"role": "user", "content": "a<eos>b"}, {"role": "assistant", "content": "c<eos>d"}]
