@@ -265,9 +265,14 @@ def _middle(state: ScreenState, status: coordinator_pb2.RunStatus) -> Renderable
     grid.add_column(ratio=2)
     now = f"{state.rewards[-1]:.2f}" if state.rewards else "-"
     held_out = ", ".join(f"{step}: {reward:.2f}" for step, reward in state.evaluations[-6:]) or "-"
-    drawn = ResizableLines(lambda width: curve(state.rewards, width), "green")
+    low, high = min([0.0, *state.rewards]), max([1.0, *state.rewards])
+    drawn = ResizableLines(
+        lambda width: curve([(reward - low) / (high - low) for reward in state.rewards], width), "green"
+    )
     reward = Group(drawn, Text(f"now {now}   held-out at step  {held_out}"))
-    grid.add_row(_panel(reward, "mean reward (0 to 1)"), _panel(_learner_text(state, status), "learner"))
+    grid.add_row(
+        _panel(reward, f"mean reward ({low:.3g} to {high:.3g})"), _panel(_learner_text(state, status), "learner")
+    )
     bound = status.learner_hello.staleness_bound
     lags = Group(
         ResizableLines(lambda width: lag_lines(list(status.learner.lag_histogram), bound, width)),

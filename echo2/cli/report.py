@@ -332,6 +332,7 @@ def _plot(folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[t
         axes.bar(range(len(lag_counts)), lag_counts)
         axes.axvline(bound + 0.5, color="red", label=f"S = {bound}")
 
-    save("reward.png", rewards, title="Reward", xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
+    seen = [0.0, 1.0, *(row["reward/mean"] for row in steps), *(reward for _, reward in evaluations)]
+    save("reward.png", rewards, title="Reward", xlabel="step", ylabel="mean reward", ylim=(min(seen), 1.02 * max(seen)))
     save("utilisation.png", utilisation, title="Learner utilisation", xlabel="step", ylabel="share", ylim=(0, 1.05))
     save("lag.png", lags, title="Staleness", xlabel="lag of trained tokens (steps)", ylabel="tokens")

@@ -448,13 +448,8 @@ def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byte
             reply["message"] = {"role": "assistant", "content": choice.text, "refusal": None, **called}
         else:
             reply["text"] = choice.text
-        if request.wants_ids:
-            reply |= {"token_ids": list(choice.sampled.token_ids), "versions": list(choice.sampled.versions)}
-        choices.append(reply)
-    whole = _head(call, model, now_s) | {"choices": choices, "usage": _usage(call, answers)}
-    if request.wants_ids:
-        whole["prompt_token_ids"] = list(call.prompt_token_ids)
-    return whole
+        choices.append(reply | _ids_of(request, choice))
+    return _head(call, model, now_s) | {"choices": choices, "usage": _usage(call, answers)} | _prompt_ids_of(call)
 
 
 def piece_of(call: Call, text: str, model: str, now_s: int, *, is_first: bool) -> str:
@@ -474,7 +469,8 @@ def pieces_of(
         if is_chat and choice.tool_calls:
             written = _written(choice)
             content["delta"]["tool_calls"] = [{"index": place, **tool} for place, tool in enumerate(written)]
-        yield _piece(call, model, now_s, number, content, logprobs)
+        prompt = {} if number else _prompt_ids_of(call)
+        yield _piece(call, model, now_s, number, content | _ids_of(request, choice), logprobs, more=prompt)
         end: Json = {"delta": {}} if is_chat else {"text": ""}
         yield _piece(call, model, now_s, number, end, None, choice.finish_reason)
     if request.wants_usage:
@@ -494,10 +490,20 @@ def _content(request: CallRequest, text: str, *, is_first: bool) -> dict[str, An
 
 
 def _piece(
-    call: Call, model: str, now_s: int, number: int, content: Json, logprobs: Json | None = None, reason: str | None = None
+    call: Call, model: str, now_s: int, number: int, content: Json, logprobs: Json | None = None, reason: str | None = None,
+    more: Json | None = None,
 ) -> str:  # fmt: skip
     choice: Json = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
-    return _event(_head(call, model, now_s, ".chunk") | {"choices": [choice]})
+    return _event(_head(call, model, now_s, ".chunk") | {"choices": [choice]} | (more or {}))
+
+
+def _ids_of(request: CallRequest, choice: Choice) -> Json:
+    sampled = choice.sampled
+    return {"token_ids": list(sampled.token_ids), "versions": list(sampled.versions)} if request.wants_ids else {}
+
+
+def _prompt_ids_of(call: Call) -> Json:
+    return {"prompt_token_ids": list(call.prompt_token_ids)} if call.request.wants_ids else {}
 
 
 def _head(call: Call, model: str, now_s: int, of_chat: str = "") -> Json:

@@ -279,7 +279,7 @@ class TinkerApi:
                 is_trained = not asked.forward_only
                 logprobs, total = await self._driven.forward_backward(examples, loss, is_trained=is_trained)
             except EchoError as error:
-                client.fault = "" if asked.forward_only else str(error)
+                client.fault = client.fault if asked.forward_only else str(error)
                 raise
             shapes = [tuple(datum.loss_fn_inputs["target_tokens"].shape[1:]) for datum in asked.data]
             return Response(_output(logprobs, shapes, total), media_type=_PROTOBUF)
@@ -503,8 +503,9 @@ def _example(datum: proto.Datum, loss: ClientLoss, terms: Terms, number: int) ->
     arrays = {name: _tensor(inputs[name], f"{where}.{name}") for name in wanted if name in inputs}
     targets = arrays.pop("target_tokens")
     shape, most = targets.shape, terms.context_tokens
-    if not 1 <= count <= most or targets.ndim not in (1, 2) or len(targets) != count or not targets.size:
-        text = f"expected 1 to {most} tokens and as many targets, got {count} and targets of shape {shape}"
+    is_whole = targets.dtype == np.int64 and targets.ndim in (1, 2) and targets.size > 0
+    if not 1 <= count <= most or not is_whole or len(targets) != count:
+        text = f"expected 1 to {most} tokens and as many targets, got {count} and targets of shape {shape}, {targets.dtype}"
         raise MalformedMessage(f"{where}: {text}")
     for name, array in arrays.items():
         if array.shape != shape or not np.isfinite(array).all():
@@ -532,6 +533,8 @@ def _tensor(tensor: proto.Tensor, where: str) -> np.ndarray:
         csr = tensor.sparse_csr
         rows, columns = (_array(data, np.dtype(np.int64), where) for data in (csr.crow_indices, csr.col_indices))
         if len(shape) != 2 or shape[0] * shape[1] > CHUNK_BYTES or len(rows) != shape[0] + 1:
+            raise ValueError
+        if int(rows[-1]) - int(rows[0]) != len(columns):  # before anything is repeated so often
             raise ValueError
         dense = np.zeros(shape, dtype)
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = _array(csr.values, dtype, where)

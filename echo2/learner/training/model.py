@@ -587,7 +587,8 @@ def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.d
     config = LoraConfig(
         r=rank, lora_alpha=round(SCALE * rank), target_modules=list(layers), lora_dropout=0.0, bias="none"
     )
-    inject_adapter_in_model(config, hf_model)
+    # Not the model itself, by whose config peft leaves out layers that are named as experts once were.
+    inject_adapter_in_model(config, nn.ModuleDict({"policy": hf_model}))
     if weights_dtype == "nf4":
         for name in list(layers):
             hf_model.get_submodule(name).base_layer = Nf4Linear(layers.pop(name), device)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from echo2.base.errors import ConfigError, VersionMismatch
+from echo2.weights.elements import published_tensors
 from echo2.weights.fingerprint import fingerprint
-from echo2.weights.precision import PRECISIONS, round_parameters
+from echo2.weights.precision import PRECISIONS, linear_layers, round_parameters
 
 CONFIG_KEY = "echo2_adapter"
 """The field of the learner's model config that says that it publishes an adapter, and describes it."""
@@ -51,9 +52,19 @@ def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
     return spec
 
 
-def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
-    """The base model's parameters by Hugging Face name, in the learner's dtype. May take seconds. Raises ConfigError if it
-    cannot be loaded, VersionMismatch if it is not the learner's base."""
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """By Hugging Face name: the base's `parameters` in the learner's dtype, the `numbers` that it keeps beside them, and the linear
+    `layers`, each of which has an adapter."""
+
+    parameters: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, torch.Tensor]
+    layers: tuple[str, ...]
+
+
+def load_base(path: str, spec: AdapterSpec) -> AdapterBase:
+    """Loads the base model. May take seconds. Raises ConfigError if it cannot be loaded, VersionMismatch if it is not the learner's
+    base."""
     if not path:
         raise ConfigError(
             "model.path: the learner publishes an adapter only; expected the folder or hub id of its base model, got "
@@ -66,25 +77,24 @@ def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: cannot be loaded as a causal LM: {error}") from None
     round_parameters(model, spec.dtype)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    dtype = PRECISIONS[spec.dtype]  # also of those that transformers keeps in float32
+    parameters = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
     found_fingerprint = f"{fingerprint(parameters, 0):016x}"
     if found_fingerprint != spec.base_fingerprint:
         raise VersionMismatch(
             f"model.path {path}: expected the learner's base model, fingerprint {spec.base_fingerprint}, got {found_fingerprint}"
         )
-    return parameters
+    numbers = {name: each for name, each in published_tensors(model).items() if name not in parameters}
+    return AdapterBase(parameters, numbers, tuple(linear_layers(model)))
 
 
 class Adapter:
-    def __init__(self, base: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
-        self._base = base
+    def __init__(self, base: AdapterBase, spec: AdapterSpec) -> None:
+        self._base = {**base.parameters, **base.numbers}
         self._scale = spec.scale
-        self._modules = [
-            name.removesuffix(".weight") for name, tensor in base.items() if ".layers." in name and tensor.ndim == 2
-        ]
         self.tensors: dict[str, torch.Tensor] = {}
-        for module in self._modules:
-            rows, columns = base[f"{module}.weight"].shape
+        for module in base.layers:
+            rows, columns = base.parameters[f"{module}.weight"].shape
             self.tensors[f"{_PREFIX}{module}.lora_A.weight"] = torch.zeros(spec.rank, columns)
             self.tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.zeros(rows, spec.rank)
 

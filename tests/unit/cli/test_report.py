@@ -63,6 +63,19 @@ def test_the_report_has_rewards_cost_time_samples_and_tracker_and_a_page_that_ne
     assert not re.search(r'(src|href)="?(/|http)', page)
 
 
+def test_rewards_below_0_and_above_1_are_in_the_plot(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    limits = dict[str, tuple[float, float]]()
+    monkeypatch.setattr(Axes, "set", lambda self, **labels: limits.update({labels["title"]: labels.get("ylim")}))
+    (finished / "learner" / "evaluations.jsonl").write_text('{"step": 0, "eval/reward": -2.0}\n')
+    with (finished / "learner" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/mean": 3.0, "step_s": 1.0, "phase/wait_s": 0.0}\n')
+    write_report(finished, status_of(4))
+    low, high = limits["Reward"]
+    assert low <= -2.0 and high >= 3.0
+
+
 def test_the_page_shows_rollouts_token_by_token_by_the_dashboards_own_code(finished: Path, without_plots: None) -> None:
     write_report(finished, status_of(4))
     assert "rollouts-kept" not in (finished / "report.html").read_text(), "an older run's folder has none"

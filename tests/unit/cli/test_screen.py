@@ -36,6 +36,16 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
     assert "deltas 10.0 kB, 25% of full snapshots (40.0 kB)" in text
 
 
+def test_rewards_below_0_and_above_1_are_in_the_curve() -> None:
+    console = Console(width=100, record=True)
+    rewards = [-4.0] * 10 + [-1.0] * 10 + [2.0] * 10
+    console.print(draw(ScreenState(title="demo", rewards=rewards, status=coordinator_pb2.RunStatus())))
+    lines = console.export_text().splitlines()
+    top = next(number for number, line in enumerate(lines) if "mean reward (-4 to 2)" in line)
+    heights = [sum(line.split("│")[1][1 + at] == "█" for line in lines[top + 1 : top + 7]) for at in (0, 10, 20)]
+    assert heights == [0, 3, 6]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_curve_is_torn_at_any_width_and_the_headline_is_shown(width: int) -> None:
     status = coordinator_pb2.RunStatus(headline="Put a worker to work.", headline_kind="bad")

@@ -318,6 +318,20 @@ async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_seve
         assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3]
 
 
+async def test_a_stream_has_the_token_ids_that_a_whole_answer_has() -> None:
+    request = text_call({"prompt": [5, 6], "n": 2, "return_token_ids": True})
+    call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future(), (5, 6))
+    choices = [Choice(text, (), completion(text), "stop") for text in ("yes", "no")]
+    whole: Any = reply_of(call, choices, "policy", 0, letter_bytes)
+    *lines, _ = "".join(pieces_of(call, choices, "policy", 0, letter_bytes)).strip().split("\n\n")
+    events = [json.loads(line[6:]) for line in lines]
+    assert [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event] == [whole["prompt_token_ids"]]
+    said = [
+        (piece["token_ids"], piece["versions"]) for event in events for piece in event["choices"] if "versions" in piece
+    ]
+    assert said == [(choice["token_ids"], choice["versions"]) for choice in whole["choices"]]
+
+
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
 async def test_whole_answers_and_events_are_of_the_stock_clients_own_types(is_chat: bool) -> None:
     from openai import types

@@ -16,6 +16,7 @@ pytest.importorskip("tinker", reason="needs Tinker's SDK: pip install '.[tinker]
 
 import torch
 from tinker import types
+from tinker.proto import tinker_public_pb2 as proto
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
@@ -93,11 +94,14 @@ async def model_of(post: Post, rank: int = 4) -> str:
 
 
 def passed(
-    model_id: str, number: int, data: list[types.Datum], loss: str = "cross_entropy", **settings: float
-) -> bytes:
+    model_id: str, number: int, data: list[types.Datum], loss: str = "cross_entropy", *, is_scored: bool = False,
+    **settings: float,
+) -> bytes:  # fmt: skip
     asked = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings or None)
     request = types.ForwardBackwardRequest(forward_backward_input=asked, model_id=model_id, seq_id=number)
-    return bytes(forward_backward_request_to_proto(request).SerializeToString())
+    message = forward_backward_request_to_proto(request)
+    message.forward_only = is_scored
+    return bytes(message.SerializeToString())
 
 
 def tokens(ids: list[int]) -> dict[str, Any]:
@@ -178,11 +182,35 @@ async def test_a_wrong_example_is_refused_and_no_step_is_made_of_it(example: typ
         model_id = await model_of(post)
         await post("forward_backward", passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])]))
         await post("forward_backward", passed(model_id, 2, [example], loss))
-        await post("optim_step", {"adam_params": {}, "model_id": model_id, "seq_id": 3})
-        answers = [(await post("retrieve_future", {"request_id": f"{model_id}:{n}"})).json() for n in (2, 3)]
+        await post("forward_backward", passed(model_id, 3, [example], loss, is_scored=True))  # which takes nothing back
+        await post("optim_step", {"adam_params": {}, "model_id": model_id, "seq_id": 4})
+        answers = [(await post("retrieve_future", {"request_id": f"{model_id}:{n}"})).json() for n in (2, 4)]
         assert told in answers[0]["error"] and answers[0]["category"] == "user"
         assert "no step is made" in answers[1]["error"] and told in answers[1]["error"]
         assert len(driven.told) == 3 and driven.told[-1] == "forgotten"
+
+
+async def test_numbers_that_no_sdk_sends_are_refused_before_they_take_memory_or_reach_the_trainer() -> None:
+    def no_numbers(tensor: proto.Tensor) -> None:
+        tensor.dtype, tensor.dense = proto.DTYPE_FLOAT32, np.array([1.0, np.nan], np.float32).tobytes()
+
+    def too_many(tensor: proto.Tensor) -> None:
+        del tensor.shape[:]
+        tensor.shape.extend([2, 3])
+        rows = np.array([0, 1 << 40, 1 << 40], np.int64).tobytes()
+        one = np.zeros(1, np.int64).tobytes()
+        tensor.sparse_csr.CopyFrom(proto.SparseCsr(crow_indices=rows, col_indices=one, values=one))
+
+    for change, told in ((no_numbers, "as many targets"), (too_many, "numbers that fill its shape")):
+        async with played() as (post, driven):
+            model_id = await model_of(post)
+            message = proto.ForwardBackwardRequest.FromString(
+                passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])])
+            )
+            change(message.data[0].loss_fn_inputs["target_tokens"])
+            await post("forward_backward", message.SerializeToString())
+            answer = (await post("retrieve_future", {"request_id": f"{model_id}:1"})).json()
+            assert told in answer["error"] and answer["category"] == "user" and len(driven.told) == 1
 
 
 async def test_what_is_not_done_here_is_refused_at_the_first_request_that_asks_for_it() -> None:

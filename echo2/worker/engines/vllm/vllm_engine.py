@@ -255,7 +255,7 @@ class VllmEngine:
             self._routing = RoutingShape(*(await self._rpc("echo2_routing_shape"))[0])
             self._expert_bytes = self._routing.routers * self._routing.chosen * expert_dtype(self._routing).itemsize
         if adapter is not None and base is not None:
-            await self._weights.lay_base(base, adapter.spec)
+            await self._weights.lay_base(base.parameters, adapter.spec)
 
     def _make_llm(self) -> Any:
         for name, value in environment().items():

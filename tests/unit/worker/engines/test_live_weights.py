@@ -18,13 +18,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
+from echo2.learner.training.model import published_name, put_on_adapter
+from echo2.weights.elements import published_tensors
 from echo2.weights.fingerprint import fingerprint
+from echo2.worker.engines.adapter import Adapter, AdapterSpec, load_base
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.embedded.forward import CachedDecoder
 from echo2.worker.engines.embedded.general import ATTENTION, GeneralDecoder, ModuleWeights
 from echo2.worker.engines.embedded.live_weights import LiveWeights, read_shape
 from echo2.worker.engines.embedded.slots import Fill
 from tests.contract.engine_rig import Staged, delta_of, full_blocks, keyframe_of, make_versions, tiny_config
+from tests.contract.families import FAMILIES, save_tiny
 
 ORIGINAL = {"original_max_position_embeddings": 64, "rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -226,3 +230,20 @@ def test_a_model_whose_attention_does_more_than_it_says_is_refused(monkeypatch: 
         torch.inference_mode(),
     ):
         decoder.fill([Fill(0, 0, (1, 2, 3))])
+
+
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning")  # peft's own, for experts
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3-MoE", "GLM-4.5, GLM-4.6", "Qwen3-Next"])
+def test_an_adapter_is_on_the_layers_of_which_the_learner_publishes_one(family: str, tmp_path: Path) -> None:
+    """Not on a router, which is no linear layer; the base comes with the numbers that it keeps beside its parameters."""
+    base = save_tiny(*FAMILIES[family], tmp_path)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    told = put_on_adapter(trained, 4, "bfloat16", torch.device("cpu"))
+    published = {published_name(name): p.shape for name, p in trained.named_parameters() if ".lora_" in name}
+    spec = AdapterSpec(told.rank, told.scale, told.dtype, told.base_fingerprint)
+    adapter = Adapter(load_base(str(tmp_path), spec), spec)
+    assert {name: tensor.shape for name, tensor in adapter.tensors.items()} == published
+    live = ModuleWeights(json.loads((tmp_path / "config.json").read_text()), adapter).tensors
+    assert live.keys() == published_tensors(base).keys()
+    for name, tensor in published_tensors(base).items():
+        assert torch.allclose(live[name], tensor, rtol=1e-2), name
