@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import cast
 from unittest import mock
 
@@ -26,6 +26,8 @@ from echo2.broadcast.connection import CLOSE_S, HEAD, Connection
 from echo2.broadcast.events import Have, SendChunk
 from echo2.broadcast.exchange import Exchange, deserves_ban
 from echo2.broadcast.link import CONTROL_FRAMES_MAX, FINISH_S, PeerLink, greet
+from echo2.broadcast.pace import SLOTS_PER_PEER
+from echo2.broadcast.plan import CHUNK_BYTES_MIN
 from echo2.outside.guard import FairShare
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust.identity import PeerIdentity, Role
@@ -192,6 +194,27 @@ async def taking(read: Read, take: Callable[[bytes], bool]) -> AsyncIterator[asy
         read.connection.connection_lost(None)
         with contextlib.suppress(MalformedMessage):
             await task
+
+
+async def test_of_the_smallest_chunks_a_stream_that_does_not_go_on_takes_two() -> None:
+    """As asyncio's transports count what they could not send."""
+    read, unsent = Read(), 0
+    high = read.stream.set_write_buffer_limits.call_args.kwargs["high"]
+
+    def writelines(parts: Iterable[bytes]) -> None:
+        nonlocal unsent
+        unsent += sum(map(len, parts))
+        if unsent > high:
+            read.connection.pause_writing()
+
+    read.stream.writelines = writelines
+    chunk, taken = bytes(CHUNK_BYTES_MIN), 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            while True:
+                await read.connection.send(chunk)
+                taken += 1
+    assert taken <= SLOTS_PER_PEER
 
 
 async def test_frames_are_taken_as_they_come_those_before_and_to_the_end() -> None:
