@@ -37,6 +37,7 @@ LONGEST_TAILS = 3.0  # the longest rollout if the token limit is unknown, in 95t
 USUAL_SIGMA, AT_THE_CUT = 0.9, 0.995
 IN_FLIGHT_HEADROOM = 1.1
 """Lengths fluctuate from step to step, so a tenth more than the mean is in flight at times; of few groups a deviation more."""
+SLOTS_MAX = 65_536  # of one machine, whatever it claims: sixteen engines of 4096 sequences
 NORMAL = NormalDist()  # for quantiles
 
 
@@ -225,7 +226,7 @@ class FleetModel:
         lost = table[10] * away_s / 3600.0  # a join and the work since the last report each
         away = lost / (1.0 + lost)
         is_available = np.array([worker.state is not WorkerState.UNAVAILABLE for worker in workers])
-        slots = np.maximum(1, np.round(full * mean_s)).astype(np.int64)
+        slots = np.clip(np.round(full * mean_s), 1, SLOTS_MAX).astype(np.int64)
         if learner.lengths:
             lengths = lengths_from_quantiles(learner.lengths)
         else:  # lengths are the task's, so all workers' measurements of them are of the same

@@ -261,3 +261,10 @@ def test_a_worker_that_says_it_has_no_gpu_of_its_kind_keeps_nobody_from_a_plan()
         workers.on_heartbeat(PeerId("w0"), beat(), None, 1.0)
         estimates = telemetry.worker_estimates(board(1.0), list(workers.members.values()), 1.0, catalogue)
         assert estimates is not None and all(one.rollouts_per_s > 0 for one in estimates)
+
+
+def test_what_a_worker_claims_to_run_at_a_time_takes_no_planners_memory() -> None:
+    """Little's law on claims: a million rollouts a second of an hour each are four billion at a time, a list of 30 GB."""
+    for rate, mean_s in ((1e6, 3600.0), (0.5, 1e9), (1e15, 1e9)):
+        fleet = FleetModel.of(snapshot((worker("liar", rate, rollout_s_mean=mean_s, is_pinned=True),)), PlanConfig(4))
+        assert 1 <= fleet.slots.max() <= 65_536
