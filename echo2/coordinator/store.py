@@ -40,6 +40,7 @@ SCHEMA_VERSION = 8  # of the tables and of what their JSON holds
 CHECKPOINT_TRIES = 3  # writes during a try remain in the log; the next checkpoint comes two seconds later anyway
 LOG_PAGES_MAX = 16_384  # 64 MiB: such a log is folded in by `write` itself, in case `checkpoint` is not called
 EVENTS_MAX = 5_000  # what the page's log can show, and a day of a large fleet's joins
+PAID_MAX = 100_000  # 25 MB: each change of who works is one, and each deletion walks through them
 # Transactions between two deletions of old log lines: each deletion scans the log, which may grow by this many lines in between.
 PRUNE_EVERY_FLUSHES = 2_000
 # What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode.
@@ -354,10 +355,11 @@ class SqlStore:
         except (ValueError, KeyError, TypeError, DecodeError, EchoError) as error:
             raise self._damaged(f"a row cannot be read: {error}") from None
 
-    def prune(self, events_max: int, samples_max: int) -> None:
+    def prune(self, events_max: int, samples_max: int, paid_max: int) -> None:
+        """Deletes all but the newest lines of each log."""
         try:
             with self._writing, self._engine.begin() as connection:
-                for kind, count in (("events", events_max), ("samples", samples_max)):
+                for kind, count in (("events", events_max), ("samples", samples_max), ("paid", paid_max)):
                     is_it = _lines.c.kind == kind
                     newest = sa.select(_lines.c.id).where(is_it).order_by(_lines.c.id.desc()).offset(count).limit(1)
                     if (last := connection.execute(newest).scalar()) is not None:
@@ -506,4 +508,4 @@ class StateWriter:
         self.store.write(changes)
         self._flushes += 1
         if self._flushes % PRUNE_EVERY_FLUSHES == 0:
-            self.store.prune(EVENTS_MAX, SAMPLE_LINES * SAMPLES_MAX)
+            self.store.prune(EVENTS_MAX, SAMPLE_LINES * SAMPLES_MAX, PAID_MAX)

@@ -111,10 +111,12 @@ def test_what_was_written_is_there_after_the_process_is_gone_and_later_writes_re
         assert list(saved.tokens[0].silent.items()) == [("v", 6.5), ("x", 7.5)], "a row each, oldest first"
         store.write(StateChanges({("groups", "g"): None, ("groups", "unknown"): None, ("token_peers", "t v"): None}))
         store.write(StateChanges(log=[("events", LoggedEvent(float(i), "k", str(i))) for i in range(10)]))
-        store.prune(events_max=3, samples_max=3)
+        store.write(StateChanges(log=[("paid", replace(PAID, unix_s=float(i))) for i in range(10)]))
+        store.prune(events_max=3, samples_max=3, paid_max=3)
         saved = store.load()
         assert (saved.groups, len(saved.members), saved.tokens[0].peers) == ((), 1, {"w", "x"})
         assert [event.text for event in saved.events] == ["7", "8", "9"]
+        assert [paid.unix_s for paid in saved.paid] == [7.0, 8.0, 9.0], "what grows for weeks has an end"
 
 
 def test_write_is_all_or_nothing(url: str) -> None:

@@ -11,7 +11,7 @@ from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.store import EVENTS_MAX, SAMPLE_LINES, SAMPLES_MAX, CurvePoint
+from echo2.coordinator.store import EVENTS_MAX, PAID_MAX, SAMPLE_LINES, SAMPLES_MAX, CurvePoint
 from echo2.coordinator.streams import SEND_QUEUE_MAX, StreamSession
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_lease_book import spec
@@ -222,7 +222,7 @@ async def test_the_curves_are_whole_after_a_restart(tmp_path: Path) -> None:
             fleet.hub.state.sample(CurvePoint(1.0, step, reward, None, 0.5, 0.5, 1.0, 1.0))
         if step % 1000 == 999:
             fleet.hub.flush_now()
-    fleet.hub.state.store.prune(EVENTS_MAX, SAMPLE_LINES * SAMPLES_MAX)
+    fleet.hub.state.store.prune(EVENTS_MAX, SAMPLE_LINES * SAMPLES_MAX, PAID_MAX)
     before = fleet.commands.view.samples()
     fleet.begin()
     assert fleet.commands.view.samples() == before and len(before["step"]) == SAMPLES_MAX
