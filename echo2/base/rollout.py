@@ -146,6 +146,9 @@ class EndReason(enum.Enum):
     REFUSED = "refused"
 
 
+TEMPERATURE_MIN = 1e-6  # below it a draw is greedy, until logits over it are infinite in float32
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off. A completion ends with
@@ -165,8 +168,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.stop_strings or self.stop_pieces:
             check_stops(self.stop_strings, self.stop_piece_ids, self.stop_pieces)
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise MalformedMessage(f"temperature: expected 0 to 100, got {self.temperature}")
+        if self.temperature and not TEMPERATURE_MIN <= self.temperature <= 100.0:
+            raise MalformedMessage(f"temperature: expected 0, or {TEMPERATURE_MIN} to 100, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise MalformedMessage(f"top_p: expected above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.top_k < 1 << 32:

@@ -313,12 +313,12 @@ def ports_finding(config: RunConfig) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("0.0.0.0", port))
-            except OSError:
-                busy.append(f"{port} ({name})")
+            except OSError as error:
+                busy.append(f"{port} ({name}): {error.strerror}")
     if busy:
         options = ", ".join([*(f"coordinator.{option}" for option in PORT_OPTIONS), "learner.port"])
         advice = f"stop what listens there, or choose others with {options}"
-        text = f"{', '.join(busy)} in use: expected them to be free for a coordinator and a learner"
+        text = f"{', '.join(busy)}; expected them to be free for a coordinator and a learner"
         return Finding("ports", text, is_good=False, advice=advice)
     return Finding("ports", f"{', '.join(map(str, wanted))} are free" if wanted else "any free ones will be taken")
 

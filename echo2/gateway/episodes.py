@@ -268,7 +268,8 @@ class Episodes:
         session.touch(self._clock())
         call.completions[choice] = completion
         if call.is_sampled and call.has_client:
-            self._deliver(session, call)
+            with self._answering(session, call):
+                self._deliver(session, call)
 
     def on_tokens(self, group_id: str, token_ids: tuple[int, ...]) -> None:
         """Streams the part of an unfinished completion that no later token can take back."""
@@ -279,10 +280,11 @@ class Episodes:
         if now - call.streamed_at < PIECES_S:
             return
         call.streamed_at, stops = now, call.request.stops
-        text = certain_part(self.codec.decode(token_ids, stops, has_tools=False)[0], stops)
-        if len(text) > len(call.streamed) and text.startswith(call.streamed):
-            call.pieces.put_nowait(text[len(call.streamed) :])
-            call.streamed = text
+        with self._answering(session, call):
+            text = certain_part(self.codec.decode(token_ids, stops, has_tools=False)[0], stops)
+            if len(text) > len(call.streamed) and text.startswith(call.streamed):
+                call.pieces.put_nowait(text[len(call.streamed) :])
+                call.streamed = text
 
     # ---- what clients ask
 

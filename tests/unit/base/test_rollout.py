@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -63,7 +64,17 @@ def test_inconsistent_rollout_is_refused_by_name(changes: dict[str, object], wor
         rollout(**changes)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": 1e-40},
+        {"temperature": math.nan},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+    ],
+)
 def test_sampling_out_of_range_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(MalformedMessage, match=next(iter(bad))):
         SamplingParams(**bad)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.base.errors import MalformedMessage, TaskError
+from echo2.base.errors import ConfigError, MalformedMessage, TaskError
 from echo2.base.rollout import FinishReason
 from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
 from echo2.gateway.harness import Episode, make_harness
@@ -518,6 +518,25 @@ async def test_a_text_that_goes_on_with_the_stop_string_has_it_once() -> None:
         assert read == expected
         world.sample(group, "look\nObs:")
         assert texts_of(call) == ["look"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_completion_that_cannot_be_decoded_is_answered_with_an_error_and_ends_nothing_else(
+    is_whole: bool,
+) -> None:
+    class Lacking(LetterCodec):
+        def decode(self, *_: Any, **__: Any) -> Any:
+            raise ConfigError("tokenizer: expected one that takes this text, got IndexError: piece id is out of range")
+
+    world, session = begun()
+    call, (group,) = world.begin(session, chat("hi", stream=True))
+    world.episodes.codec, world.now = Lacking(), PIECES_S
+    if is_whole:
+        world.sample(group, "ok")
+    else:
+        world.episodes.on_tokens(group, (1,))
+    error = call.answer.exception()
+    assert isinstance(error, CallRefused) and "piece id is out of range" in error.message
 
 
 async def test_a_retry_reads_the_stream_from_its_beginning() -> None:
