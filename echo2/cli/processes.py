@@ -260,8 +260,10 @@ def tail(args: argparse.Namespace, _: Sequence[str]) -> int:
                 file.seek(read.get(path, max(0, path.stat().st_size - TAIL_BYTES)))
                 if path not in read and file.tell():
                     file.readline()  # the rest of a line that began before
-                data = file.read()
-                read[path] = file.tell()
+                begun, data = file.tell(), file.read()
+                if goes_on:  # a line that is under way comes once it is whole
+                    data = data[: data.rfind(b"\n") + 1]
+                read[path] = begun + len(data)
             for line in data.decode(errors="replace").splitlines():
                 print(f"{path.stem:<11} {line}", flush=True)
         if not goes_on:

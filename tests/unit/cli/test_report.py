@@ -13,7 +13,9 @@ import pytest
 from google.protobuf.json_format import MessageToJson
 
 from echo2.base.errors import Unreachable
+from echo2.cli import processes
 from echo2.cli.main import main
+from echo2.cli.processes import RunLock
 from echo2.cli.report import is_reported, write_report
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -122,6 +124,29 @@ def test_a_line_that_is_under_way_is_left_out(
             file.write('{"step": 4, "rew')
     assert not write_report(finished, status_of(4)).problems
     assert main(["samples", str(finished)]) == 0 and "after '4' (1.00)" in capsys.readouterr().out
+
+
+def test_a_line_of_a_log_is_shown_once_it_is_whole(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = finished / "logs" / "w1.log"
+    log.parent.mkdir()
+    log.write_text("joined\nsleeps")
+    lock, further = RunLock(finished), [" well\nends", None]
+
+    def later(_: float) -> None:
+        if (text := further.pop(0)) is None:
+            os.close(lock.descriptor)
+        else:
+            log.write_text(log.read_text() + text)
+
+    monkeypatch.setattr(processes.time, "sleep", later)
+    assert main(["tail", str(finished)]) == 0
+    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        "joined",
+        "sleeps well",
+        "ends",
+    ]
 
 
 def test_a_process_that_has_the_id_of_an_ended_run_is_left_alone(
