@@ -90,12 +90,13 @@ async def test_a_caller_that_stays_behind_holds_no_pipe(has_splice: bool, monkey
             assert await is_served(s)
 
 
-async def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over() -> None:
+async def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STILL_HERE_S", 10 * WAIT_S)
     async with scene() as s:
         book = with_limits(s, RelayLimits(circuit_s_max=0.5))
-        connection = await s.call()
-        assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
-        await connection.close()
+        called = await s.call()
+        assert await asyncio.wait_for(called.receive(), WAIT_S) is None
+        await called.close()
         assert book.refused == 1, "the log says which limit it was"
 
 
