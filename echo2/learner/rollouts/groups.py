@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
@@ -126,13 +127,18 @@ def extended(held: Rollout, segment: Rollout) -> Rollout | None:
             new_spans.append(VersionSpan(span.version, span.count - skipped))
         skipped = max(0, skipped - span.count)
     count = len(segment.token_ids)
-    return Rollout(
-        held.group_id, held.index, held.token_ids + segment.token_ids[overlap:],
-        held.logprobs + segment.logprobs[overlap:], held.raw_logprobs + segment.raw_logprobs[overlap:],
-        joined_spans(held.version_spans, new_spans),
-        segment.finish_reason if segment.is_finished else FinishReason.UNFINISHED,
-        joined_routing(held.routing, held_count, segment.routing.after(overlap, count), count - overlap),
-    )  # fmt: skip
+    grown = {
+        "token_ids": held.token_ids + segment.token_ids[overlap:],
+        "logprobs": held.logprobs + segment.logprobs[overlap:],
+        "raw_logprobs": held.raw_logprobs + segment.raw_logprobs[overlap:],
+        "version_spans": joined_spans(held.version_spans, new_spans),
+        "finish_reason": segment.finish_reason if segment.is_finished else FinishReason.UNFINISHED,
+        "routing": joined_routing(held.routing, held_count, segment.routing.after(overlap, count), count - overlap),
+    }
+    whole = copy(held)  # both were checked; to check all again takes ten times as long, with every report of a long one
+    for name, value in grown.items():
+        object.__setattr__(whole, name, value)
+    return whole
 
 
 def extended_senders(held: tuple[SentTokens, ...], peer_id: PeerId, token_count: int) -> tuple[SentTokens, ...]:
