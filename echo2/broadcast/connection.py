@@ -35,9 +35,7 @@ STALLED_S = 30.0  # 4 MiB at 1.1 Mbit/s
 CLOSE_S = 2.0  # a few round trips for what was written
 READ_BYTES = 256 << 10  # one chunk of the usual size
 _ROOM_BYTES_MIN = 32 << 10  # two TLS records; a smaller read costs more than moving
-UNSENT_BYTES_MAX = (
-    32 << 10
-)  # in this process, two of the smallest chunks; what the kernel holds is limited by uplink.py
+UNSENT_BYTES_MAX = 32 << 10  # in this process: two of the smallest chunks; what the kernel holds, uplink.py limits
 WRITE_BYTES = 4 * PLAIN_BYTES_MAX
 """Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
 UNREAD_BYTES_MAX = 1 << 20  # whole frames that wait to be taken; then the peer's bytes wait in its own machine

@@ -206,8 +206,6 @@ class TlsStream(asyncio.BufferedProtocol):
         try:
             while records > 0 and not self._is_closing:
                 records, left = self._read_into(self._reader.get_buffer(-1), records)
-        except ssl.SSLZeroReturnError:
-            self.close()
         except ssl.SSLError as error:
             self._fail(error)
         if self._outgoing.pending:

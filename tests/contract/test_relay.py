@@ -17,6 +17,9 @@ from libp2p.host.autonat.autonat import AUTONAT_PROTOCOL_ID
 from libp2p.host.autonat.pb.autonat_pb2 import Message
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as CircuitPeer
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status, StopMessage
+from libp2p.relay.circuit_v2.protocol import STOP_PROTOCOL_ID
 from libp2p.utils import encode_varint_prefixed, read_varint_prefixed_bytes
 from multiaddr import Multiaddr
 
@@ -90,6 +93,11 @@ async def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytes
             for protocol, sent in ((PING, b"x" * 32), (IDENTIFY, b""), (DCUTR, b"")):
                 answer = await p2p._thread.call(partial(ask, p2p._host, asked, protocol, sent))
                 assert bool(answer) == (is_answered and protocol != DCUTR), (protocol, is_answered)
+            connect = StopMessage(type=StopMessage.CONNECT, peer=CircuitPeer(id=ID.from_base58(asked[0]).to_bytes()))
+            sent = encode_varint_prefixed(connect.SerializeToString())
+            answer = await p2p._thread.call(partial(ask, p2p._host, asked, STOP_PROTOCOL_ID, sent))
+            expected = Status.OK if is_answered else Status.PERMISSION_DENIED
+            assert StopMessage.FromString(answer[1:]).status == expected, "nor is a circuit taken of a stranger"
 
 
 async def test_members_alone_have_places_and_vouch_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
