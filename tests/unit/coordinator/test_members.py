@@ -269,7 +269,9 @@ def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alon
     member.hello.price_usd_per_hour = 6.1
     assert member.activation is Activation.STANDBY
     member.hello.price_usd_per_hour = 5.9
-    restored = Member(A, member.hello, 0.0, 0.0, setting=OperatorSetting.ACTIVE)
+    restored = Member(A, member.hello, 0.0, 0.0, setting=OperatorSetting.ACTIVE, price_approved=member.price_approved)
     membership().restore([restored], 0.0)
     restored.price_limit = member.price_limit
     assert restored.activation is Activation.ACTIVE
+    restored.hello.price_usd_per_hour = 6.1
+    assert restored.activation is Activation.STANDBY, "a restart approves no other price"
