@@ -390,6 +390,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a seal finds no room in a full store", "broadcast/library.py",
            "        self._with_room(lambda: self.store.append(entry, wire.seal_to_bytes(seal)), key)\n",
            "        self.store.append(entry, wire.seal_to_bytes(seal))\n", (_UNIT + "broadcast/test_library.py",)),
+    Mutant("a call into libp2p that is given up goes on there", "broadcast/nat/libp2p.py",
+           "            self._in_trio(scope.cancel)\n", "            pass\n", (_UNIT + "broadcast/test_bridge.py",)),
     Mutant("a circuit of a stranger is taken", "broadcast/nat/relay.py",
            "            is_member = self._members.is_member(relay)  #", "            is_member = True  #", ("tests/contract/test_relay.py",)),
     Mutant("an evaluation waits for versions after the last", "learner/rollouts/evaluation.py",

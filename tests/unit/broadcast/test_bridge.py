@@ -87,3 +87,22 @@ async def test_calls_that_wait_for_the_thread_have_a_bound_and_one_that_is_given
     await thread.stop()
     ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(end) for end in ends} == {Unreachable}, "none waits for a thread that has ended"
+
+
+async def test_a_call_that_is_given_up_ends_on_the_other_side_too() -> None:
+    begun, ended, thread = asyncio.Event(), asyncio.Event(), TrioThread("libp2p")
+
+    async def work() -> None:
+        thread.to_asyncio(begun.set)
+        try:
+            await trio.sleep_forever()
+        finally:
+            thread.to_asyncio(ended.set)
+
+    await thread.start()
+    calling = asyncio.create_task(thread.call(work))
+    async with asyncio.timeout(WAIT_S):
+        await begun.wait()
+        calling.cancel()
+        await ended.wait()
+    await thread.stop()
