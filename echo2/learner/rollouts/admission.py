@@ -234,10 +234,10 @@ class OpenGroups:
         group = self.groups.get(root)
         if group is None or not is_driven_root(root):
             return None
-        chain = group.add_chain() if chain is None else chain
         of_problem = group.spec.sampling
         if temperature is not None and not group.is_training:
-            of_problem = replace(of_problem, temperature=temperature)
+            of_problem = replace(of_problem, temperature=temperature)  # may be refused: then no chain was added
+        chain = group.add_chain() if chain is None else chain
         return self._open_member(
             group, TurnOf(root, chain, len(self.turns(root, chain)) + 1), prompt, sampling, of_problem
         )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.base.errors import DiskFull, TaskError
+from echo2.base.errors import DiskFull, MalformedMessage, TaskError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec, Verdict, Work
 from echo2.learner.rollouts.evaluation import QuestionSet
@@ -383,6 +383,15 @@ def test_an_audit_judges_held_out_calls_by_the_temperature_that_their_agent_chos
     alike, mixed = stage.answered
     assert alike.spec.sampling.temperature == 0.7 and {sent.peer_id for sent in alike.senders[0]} == {ALICE}
     assert mixed.senders == ((),), "nobody is judged by a temperature that was not his"
+
+
+def test_a_temperature_that_is_refused_leaves_its_problem_as_it_was() -> None:
+    stage = evaluated()
+    one, *_ = problems(stage)
+    with pytest.raises(MalformedMessage, match="temperature: expected 0, or"):
+        call(stage, one, None, (5, 6), 1e-9)
+    end(stage, one, {play(stage, one): 2}, 1.0)
+    assert [group.spec.group_id for group in stage.answered] == [one]
 
 
 def test_held_out_problems_are_played_by_one_version_and_none_is_trained_on() -> None:
