@@ -313,7 +313,8 @@ class Episodes:
                 self.counts.retried += 1
                 call.has_client, call.pieces, call.streamed = True, asyncio.Queue(), ""
                 if call.is_sampled:
-                    self._deliver(session, call)
+                    with self._answering(session, call):
+                        self._deliver(session, call)
                 return call
         self._check_limits(session, request)
         session.call_count += 1  # refused or not: to look at it costs time
@@ -494,10 +495,11 @@ class Episodes:
                 message = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
                 tree.answered(node, call.place.key, message)
             else:
-                whole, _ = self.codec.decode(choice.sampled.token_ids, (), has_tools=False)  # with the stop string
-                tree.completed(
-                    node, {prompt + text for text in (choice.text, whole)} if isinstance(prompt, str) else ()
-                )
+                texts = set[str]()
+                if isinstance(prompt, str):
+                    whole, _ = self.codec.decode(choice.sampled.token_ids, (), has_tools=False)  # with the stop string
+                    texts = {prompt + choice.text, prompt + whole}
+                tree.completed(node, texts)
             session.last = node if number == 0 else session.last
         session.calls.remove(call)
         call.answer.set_result(choices)

@@ -24,6 +24,7 @@ from echo2.base.errors import TaskError
 from echo2.base.units import imported
 
 OUTPUT_BYTES_MAX = 1 << 20  # only the last line counts; the rest is for the log
+PROBLEM_BYTES_MAX = (128 << 10) - len("ECHO2_PROBLEM=\0")  # Linux's MAX_ARG_STRLEN
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # MODULE:FUNCTION; anything else is a command
 # What an interpreter needs to start; no keys, tokens or proxies of the learner.
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
@@ -75,6 +76,11 @@ def _program_harness(command: str) -> Harness:
             "OPENAI_API_KEY": episode.api_key,
             "ECHO2_PROBLEM": problem,
         }
+        if len(problem) > PROBLEM_BYTES_MAX:
+            raise TaskError(
+                f"agent {arguments[0]}: expected a problem of at most {PROBLEM_BYTES_MAX} bytes as JSON, the most that Linux "
+                f"passes on in a variable, got {len(problem)}: let agent.harness name a function (module:function) instead"
+            )
         process = await asyncio.create_subprocess_exec(
             *arguments, env=environment | past_proxies(episode.base_url), stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe, stderr=pipe, start_new_session=True,

@@ -534,7 +534,7 @@ def _tensor(tensor: proto.Tensor, where: str) -> np.ndarray:
         rows, columns = (_array(data, np.dtype(np.int64), where) for data in (csr.crow_indices, csr.col_indices))
         if len(shape) != 2 or shape[0] * shape[1] > CHUNK_BYTES or len(rows) != shape[0] + 1:
             raise ValueError
-        if int(rows[-1]) - int(rows[0]) != len(columns):  # before anything is repeated so often
+        if rows.min() < 0 or rows.max() > len(columns) or rows[-1] - rows[0] != len(columns):  # before so many are made
             raise ValueError
         dense = np.zeros(shape, dtype)
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = _array(csr.values, dtype, where)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import ConfigError, MalformedMessage, TaskError
 from echo2.base.rollout import FinishReason
 from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
-from echo2.gateway.harness import Episode, make_harness
+from echo2.gateway.harness import PROBLEM_BYTES_MAX, Episode, make_harness
 from echo2.gateway.requests import CHOICES_MAX, chat_call, text_call, whole_number
 from tests.patience import WAIT_S
 from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, completion, texts_of
@@ -141,6 +141,14 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
     assert play is not None
     with pytest.raises(TaskError, match="expected it to exit with 0, got 3"):
         await play(episode)
+
+
+async def test_the_longest_problem_reaches_a_program_and_a_longer_one_is_told() -> None:
+    play, longest = make_harness("sh -c 'echo ${#ECHO2_PROBLEM}'", 1), PROBLEM_BYTES_MAX - len('{"text": ""}')
+    assert play is not None
+    assert await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * longest})) == PROBLEM_BYTES_MAX
+    with pytest.raises(TaskError, match="let agent.harness name a function"):
+        await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * (longest + 1)}))
 
 
 async def test_the_end_ends_what_plays() -> None:
@@ -520,14 +528,15 @@ async def test_a_text_that_goes_on_with_the_stop_string_has_it_once() -> None:
         assert texts_of(call) == ["look"]
 
 
+class Lacking(LetterCodec):
+    def decode(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError("tokenizer: expected one that takes this text, got IndexError: piece id is out of range")
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_a_completion_that_cannot_be_decoded_is_answered_with_an_error_and_ends_nothing_else(
     is_whole: bool,
 ) -> None:
-    class Lacking(LetterCodec):
-        def decode(self, *_: Any, **__: Any) -> Any:
-            raise ConfigError("tokenizer: expected one that takes this text, got IndexError: piece id is out of range")
-
     world, session = begun()
     call, (group,) = world.begin(session, chat("hi", stream=True))
     world.episodes.codec, world.now = Lacking(), PIECES_S
@@ -537,6 +546,17 @@ async def test_a_completion_that_cannot_be_decoded_is_answered_with_an_error_and
         world.episodes.on_tokens(group, (1,))
     error = call.answer.exception()
     assert isinstance(error, CallRefused) and "piece id is out of range" in error.message
+    assert not session.calls
+
+
+async def test_nor_does_one_that_waited_for_its_retry() -> None:
+    world, session = begun()
+    request = chat("hi")
+    call, (group,) = world.begin(session, request)
+    world.episodes.leave(call)
+    world.sample(group, "ok")
+    world.episodes.codec = Lacking()
+    assert isinstance(world.begin(session, request)[0].answer.exception(), CallRefused) and not session.calls
 
 
 async def test_a_retry_reads_the_stream_from_its_beginning() -> None:

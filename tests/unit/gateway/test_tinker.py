@@ -201,7 +201,14 @@ async def test_numbers_that_no_sdk_sends_are_refused_before_they_take_memory_or_
         one = np.zeros(1, np.int64).tobytes()
         tensor.sparse_csr.CopyFrom(proto.SparseCsr(crow_indices=rows, col_indices=one, values=one))
 
-    for change, told in ((no_numbers, "as many targets"), (too_many, "numbers that fill its shape")):
+    def far_around(tensor: proto.Tensor) -> None:
+        del tensor.shape[:]
+        tensor.shape.extend([4, 3])
+        rows = np.array([0, 1 << 62, -1 << 63, -1 << 62, 0], np.int64).tobytes()  # four times 2^62 more, which is 0
+        tensor.sparse_csr.CopyFrom(proto.SparseCsr(crow_indices=rows))
+
+    fill = "numbers that fill its shape"
+    for change, told in ((no_numbers, "as many targets"), (too_many, fill), (far_around, fill)):
         async with played() as (post, driven):
             model_id = await model_of(post)
             message = proto.ForwardBackwardRequest.FromString(
