@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from echo2.base.errors import ConfigError, TaskError
@@ -435,26 +435,34 @@ class Conversations:
 
     def batch(self, step: int) -> Batch:
         """A step's conversations. If all of them are too long, those of the next step with others, so that the run goes on."""
+        held_out = {group.cursor for group in self._held_out}
         for first in range(step * self._per_step, (step + STEPS_TRIED) * self._per_step, self._per_step):
             indices = [self._split.train_index(first + number) for number in range(self._per_step)]
-            if groups := self._groups(indices):
+            if groups := self._groups(index for index in indices if index not in held_out):
                 return Batch(Step(step), groups)
-        raise self._too_long(STEPS_TRIED * self._per_step)
+        raise self._too_long()
 
     def held_out(self) -> Batch:
-        groups = self._groups(map(self._split.held_out_index, range(self._split.held_out_count)))
-        if not groups:
-            raise self._too_long(self._split.held_out_count)
-        return Batch(Step(0), groups)
+        if not self._held_out:
+            raise self._too_long()
+        return Batch(Step(0), self._held_out)
+
+    @cached_property
+    def _held_out(self) -> tuple[TrainGroup, ...]:
+        """Those set apart, of few perhaps one. If all of them are too long, the first other conversation that is not."""
+        if groups := self._groups(map(self._split.held_out_index, range(self._split.held_out_count))):
+            return groups
+        others = range(min(len(self._rows) - self._split.held_out_count, STEPS_TRIED * self._per_step))
+        return next(filter(None, (self._groups([self._split.train_index(place)]) for place in others)), ())
 
     def _groups(self, indices: Iterable[int]) -> tuple[TrainGroup, ...]:
         groups = (self._group(index, self._rows[index]) for index in dict.fromkeys(indices))
         return tuple(group for group in groups if group is not None)
 
-    def _too_long(self, count: int) -> ConfigError:
+    def _too_long(self) -> ConfigError:
         return ConfigError(
             f"sft.path: expected conversations of at most {self._longest_tokens} tokens, the run's longest sequence, got "
-            f"none among {count}: raise sampling.max_prompt_tokens or sampling.max_new_tokens"
+            f"none among {len(self._left_out)}: raise sampling.max_prompt_tokens or sampling.max_new_tokens"
         )
 
     def _group(self, index: int, row: Conversation) -> TrainGroup | None:

@@ -95,9 +95,7 @@ class RequestPool(RolloutPool):
             return
         answer.whole.cancel()
         for group_id, asked in list(self._asked.items()):
-            if (
-                asked.answer is answer and group_id in self.groups.groups
-            ):  # else closed, which is told with the next version
+            if asked.answer is answer and group_id in self.groups.groups:  # else a coming version has closed it
                 self.groups.close_family(group_id, "unused")
         self._waiting = [waiting for waiting in self._waiting if waiting.answer is not answer]
         heapq.heapify(self._waiting)

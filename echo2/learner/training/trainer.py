@@ -216,7 +216,7 @@ class Trainer:
             norm, lr = self._update(loss_metrics(part_sums_M, part_max))
             watch.lap("optimiser")
             sums_M += part_sums_M
-            ratio_max, grad_norm = max(ratio_max, part_max), max(grad_norm, norm)
+            ratio_max, grad_norm = max(ratio_max, part_max), norm if math.isnan(norm) else max(grad_norm, norm)
             tokens, is_skipped = tokens + totals.token_count, is_skipped or lr == 0.0
         self.step_count += 1
         sums_M[SUM_NAMES.index("loss")] /= len(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import shutil
 import threading
 import urllib.request
@@ -390,7 +391,8 @@ def test_losses_that_stay_not_finite_end_it(model_path: Path, tmp_path: Path, mo
     kept = sorted(path.name for path in (tmp_path / "run" / "not_finite").iterdir())
     assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
     assert len(wrote) == 3 and threading.main_thread() not in wrote, "the event loop serves meanwhile"
-    assert [row["is_skipped"] for row in rows_of(tmp_path / "run")[1:]] == [False, True, True]
+    rows = rows_of(tmp_path / "run")[1:]
+    assert [row["is_skipped"] for row in rows] == [math.isnan(row["grad_norm"]) for row in rows] == [False, True, True]
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_cause(model_path: Path, tmp_path: Path) -> None:

@@ -430,8 +430,26 @@ def test_a_step_whose_conversations_are_all_too_long_takes_others(chat_model: Pa
     data, again = (Conversations(config, ChatFormat(tokenizer), 200, len(tokenizer)) for _ in range(2))
     batches = [data.batch(step) for step in range(30)]
     assert [len(batch.groups) for batch in batches] == [1] * 30 and batches[17] == again.batch(17)
-    with pytest.raises(ConfigError, match="expected conversations of at most 5 tokens, .* got none among 16"):
+    with pytest.raises(ConfigError, match="expected conversations of at most 5 tokens, .* got none among 18"):
         Conversations(config, ChatFormat(tokenizer), 5, len(tokenizer)).batch(0)
+
+
+def test_few_conversations_whose_held_out_one_is_too_long_hold_out_another(chat_model: Path, tmp_path: Path) -> None:
+    tokenizer, rows = load_tokenizer(str(chat_model)), ROWS[:20]
+    config = RunConfig.model_validate({"sft": {"path": str(tmp_path / "rows.jsonl")}})
+
+    def conversations() -> Conversations:
+        written(tmp_path / "rows.jsonl", rows)
+        return Conversations(config, ChatFormat(tokenizer), 200, len(tokenizer))
+
+    (first,) = conversations().held_out().groups
+    rows[first.cursor] = {"prompt": "1?", "completion": "7" * 300}
+    data, again = conversations(), conversations()
+    batches = [again.batch(step) for step in range(4)]  # as after a restart, before the loss is measured
+    (other,) = data.held_out().groups
+    trained = {group.cursor for batch in batches for group in batch.groups}
+    assert trained == set(range(20)) - {first.cursor, other.cursor}
+    assert batches == [data.batch(step) for step in range(4)]
 
 
 def test_what_a_message_spells_is_text(tmp_path: Path, chat_model: Path) -> None:
