@@ -177,7 +177,7 @@ def _place(address: str) -> tuple[_Ip, int] | None:
 def _host(address: str) -> _Ip | None:
     """The host of `address:port` if the port may be dialled; None otherwise."""
     host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit() and PORT_MIN <= int(port[:6]) < 1 << 16):
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and PORT_MIN <= int(port) < 1 << 16):
         return None
     return _ip(host.removeprefix("[").removesuffix("]"))
 

@@ -130,7 +130,7 @@ class Transport:
         """Unreachable unless exactly `peer_id` answers at host:port. Of a name's addresses the first that does."""
         where = f"peer {peer_id} at {address}"
         host, _, port = address.rpartition(":")
-        if not port.isdigit():
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise Unreachable(f"{where}: expected host:port")
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
@@ -138,7 +138,7 @@ class Transport:
                 connection, _ = await first_of(hosts, lambda ip: self._dial(ip, int(port), peer_id, way))
         except TimeoutError:
             raise Unreachable(f"{where}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # or no name that there can be
             raise Unreachable(f"{where}: expected a known name, got: {error}") from None
         return connection
 

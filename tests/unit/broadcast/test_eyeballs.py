@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import cast
 
 import pytest
 
 from echo2.base.errors import Unreachable
+from echo2.base.ids import RunId
 from echo2.broadcast.connection import Connection
-from echo2.broadcast.transport import NEXT_ADDRESS_S, first_of, hosts_of
+from echo2.broadcast.transport import NEXT_ADDRESS_S, Transport, first_of, hosts_of
 from echo2.sim.virtual_loop import VirtualLoop
+from echo2.trust.identity import Identity, Role, RunAuthority
+from tests.certificates import issued
 
 
 class Line:
@@ -82,3 +86,13 @@ def test_a_names_addresses_of_both_families_take_turns(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", found)
     assert asyncio.run(hosts_of("peer.example", 7)) == ["fe80::1%eth0", "10.0.0.1", "2001:db8::1", "10.0.0.2"]
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0070001", "127.0.0.1:0", "127.0.0.1:\u00b2", "a..b:7000", f"[fd00::1%{'x' * 70}]:7000"]
+)
+async def test_where_there_can_be_nobody_nobody_answers(address: str) -> None:
+    """Another error would end the node that dials, and with it whoever has such a peer in its plan."""
+    credentials = issued(RunAuthority.create(Identity.generate(), RunId("run"), time.time()), Role.WORKER)
+    with pytest.raises(Unreachable):
+        await Transport(credentials).dial(address, credentials.peer_id)
