@@ -58,8 +58,9 @@ class Relaying:
 
     def set_plan(self, plan: BroadcastPlan) -> list[tuple[Ref, PeerId | None, Route]]:
         """Returns what came by this plan before it."""
+        self._plans.pop(plan.epoch, None)  # in the order in which they come: a coordinator's clock may go back
         self._plans[plan.epoch] = plan
-        for old in sorted(self._plans)[:-PLANS_KEPT]:
+        for old in list(self._plans)[:-PLANS_KEPT]:
             del self._plans[old]
         self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
@@ -67,7 +68,7 @@ class Relaying:
         return [chunk for chunk in early if chunk[2].epoch == plan.epoch]
 
     def is_early(self, route: Route) -> bool:
-        return route.epoch > max(self._plans, default=-1)
+        return route.epoch not in self._plans and route.epoch > next(reversed(self._plans), -1)
 
     def keep(self, ref: Ref, parent: PeerId | None, route: Route) -> None:
         self._early.append((ref, parent, route))

@@ -313,6 +313,22 @@ def test_a_childs_lie_about_its_backlog_makes_no_message_that_our_parent_cannot_
     assert acks and all(wire.control_from(wire.parse(wire.control_frame(ack), "me"), ack.peer) == ack for ack in acks)
 
 
+def test_a_plan_of_a_coordinator_whose_clock_went_back_is_followed() -> None:
+    """Epochs are times, so after its restart they are lower."""
+    names = ("seed", "me", "leaf")
+    nodes = tuple(NodeLink(PeerId(name), name, (name,), 1e6, 1e6, 0.1) for name in names)
+    session = session_with("seed", "leaf")
+    for epoch in (11, 12, 13, 5):
+        session.handle(PlanSet(BroadcastPlan(epoch, nodes, (Tree(1.0, (0, 1)),))), 0.0)
+    taken = session.handle(ChunkSeen(PeerId("seed"), KEY, 0, 1000, Route(5, 0)), 0.1)
+    assert [action.peer for action in taken if isinstance(action, SendChunk)] == ["leaf"]
+    assert not any(
+        isinstance(a, SendChunk) for a in session.handle(ChunkSeen(PeerId("seed"), KEY, 1, 1, Route(6, 0)), 0.2)
+    )
+    taken = session.handle(PlanSet(BroadcastPlan(6, nodes, (Tree(1.0, (0, 1)),))), 0.3)
+    assert [action.index for action in taken if isinstance(action, SendChunk)] == [1], "it came before its plan"
+
+
 def test_what_a_peer_was_told_of_thousands_of_versions_is_not_kept_for_ever() -> None:
     session = session_with("a")
     for number in range(4000):
