@@ -69,8 +69,8 @@ class RecentChunks:
 
 
 class Library:
-    """`revision` rises when an artifact is added, sealed, completed or dropped. `on_drop`: called with the key of each that was
-    dropped, also to make room."""
+    """`revision` rises when an artifact is added, sealed, completed or dropped. `published_unix_s`: of the newest publication that
+    ever was here. `on_drop`: called with the key of each that was dropped, also to make room."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Library:
         self.entries: dict[ArtifactKey, Entry] = {}
         self.recent = RecentChunks(RECENT_BYTES_MAX)
         self.unsound_files = 0
-        self.revision = 0
+        self.revision, self.published_unix_s = 0, 0.0
         self._rotten: set[ArtifactKey] = set()
 
     # ---- from an earlier run
@@ -99,8 +99,7 @@ class Library:
             raise VersionMismatch(f"{left.entry.path}: expected {LINEAGE}, got {header.lineage!r} of another release")
         self.store.fit(header.full_snapshot_bytes)
         self.store.adopt(left.entry)
-        self.entries[header.key] = left.entry
-        self.revision += 1
+        self._enter(left.entry)
 
     # ---- taking in
 
@@ -116,8 +115,12 @@ class Library:
         while len(self.entries) >= ARTIFACTS_MAX and self._drop_victims(header.key, 1):
             pass
         self.store.fit(header.full_snapshot_bytes)
-        self.entries[header.key] = self._with_room(lambda: self.store.create(header), header.key)
+        self._enter(self._with_room(lambda: self.store.create(header), header.key))
+
+    def _enter(self, entry: Entry) -> None:
+        self.entries[entry.header.key] = entry
         self.revision += 1
+        self.published_unix_s = max(self.published_unix_s, entry.header.published_unix_s)
 
     def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> bool:
         """Stores a verified chunk; False if its artifact turned out to be sealed wrongly, and is dropped. DiskFull without

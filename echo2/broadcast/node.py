@@ -309,7 +309,9 @@ class BroadcastNode:
         if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
             return entry.seal
         run_id = self.credentials.run_id
-        header = Header(artifact, run_id, LINEAGE, unix_now(), full_snapshot_bytes, is_pushed, self.peer_id)
+        # Later than what was published before, also where the clock has gone back: else it would be the older publication.
+        now_unix_s = max(unix_now(), self.library.published_unix_s + 1e-3)
+        header = Header(artifact, run_id, LINEAGE, now_unix_s, full_snapshot_bytes, is_pushed, self.peer_id)
         header = header.signed(self.credentials.identity)
         self.library.add_header(header)
         self.exchange.act(HeaderSeen(None, header.key, is_wanted=False))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.artifact import ArtifactId, ArtifactKey, Header, Seal, root_of, signed_chunks
+from echo2.broadcast.artifact import LINEAGE, ArtifactId, ArtifactKey, Header, Seal, root_of, signed_chunks
 from echo2.broadcast.events import Have, Request
 from echo2.broadcast.library import RecentChunks
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
@@ -125,6 +125,28 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     assert any(at < STALL_S for at in asked)
     assert [at for at in asked if STALL_S + SLACK_S < at < FORGOTTEN_S], "there is no other way"
     assert [at for at in asked if at > FORGOTTEN_S + STALL_S], "and it may come after all"
+
+
+def test_a_version_published_again_is_the_newer_one_also_where_the_learners_clock_has_gone_back(tmp_path: Path) -> None:
+    """Workers take the newer of two publications, and of the first nobody sends the rest."""
+    learner = issued(RunAuthority.create(Identity.generate(), RUN, time.time()), Role.LEARNER)
+    artifact, ahead_unix_s = ArtifactId(Version(1), None), time.time() + 3600
+
+    async def scene() -> None:
+        killed = BroadcastNode(learner, NodeOptions(tmp_path))
+        header = Header(artifact, RUN, LINEAGE, ahead_unix_s, 1 << 20, True, learner.peer_id).signed(learner.identity)
+        killed.library.add_header(header)
+        killed.library.close()
+        node = BroadcastNode(learner, NodeOptions(tmp_path))
+        await node.start()
+        await node.publish(artifact, iter([bytes(250)]), lambda: "print", 1 << 20)
+        (entry,) = node.artifacts_available()
+        assert entry.header.published_unix_s > ahead_unix_s
+        await node.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
 
 
 def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Path) -> None:
