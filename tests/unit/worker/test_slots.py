@@ -216,6 +216,21 @@ def test_the_chat_that_goes_on_keeps_its_cache_where_others_must_go() -> None:
     assert table.shared_prompt_tokens - shared == 40
 
 
+def test_a_request_for_which_no_cache_makes_room_costs_none() -> None:
+    table = SlotTable(2, CONTEXT, CONTEXT + BLOCK_TOKENS)  # five blocks in all
+    said = said_by(table, request("old", "d", max_new_tokens=1), [5])
+    table.submit(GenerateRequest("long", tuple(range(60, 150)), (), SamplingParams(max_new_tokens=8), "l"))
+    (long,) = table.admit()
+    table.filled(table.next_fills(1000))
+    table.submit(GenerateRequest("large", tuple(range(200, 300)), (), SamplingParams(max_new_tokens=1), "w"))
+    assert table.admit() == []
+    table.abort("large")
+    table.release(long)
+    shared = table.shared_prompt_tokens
+    said_by(table, GenerateRequest("next", (*said, 50), (), SamplingParams(max_new_tokens=1), "n"), [5])
+    assert table.shared_prompt_tokens - shared == 40
+
+
 def test_the_youngest_waits_where_blocks_run_out_and_goes_on_with_what_it_has() -> None:
     table = SlotTable(2, CONTEXT, CONTEXT)
     table.submit(GenerateRequest("old", tuple(range(60)), (), SamplingParams(max_new_tokens=60), "o"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -52,6 +52,12 @@ class BlockPool:
     @property
     def free_count(self) -> int:
         return len(self._free) + self.block_count - self._unused
+
+    def free_without(self, rows: Iterable[int]) -> int:
+        """Blocks that were free if only these rows held any."""
+        return self.block_count - len(
+            set[int]().union(*(self.tables[row, : self.counts[row]].tolist() for row in rows))
+        )
 
     def missing(self, slot: int, tokens: int) -> int:
         return max(0, blocks_for(tokens) - self.counts[slot])
@@ -385,13 +391,18 @@ class SlotTable:
 
     def _has_room_for(self, request: GenerateRequest) -> bool:
         """Whether blocks suffice for the request's tokens and for what running sequences still lack. Drops kept caches, oldest
-        first, until they suffice; the row that the request would share goes last."""
+        first, until they suffice; the row that the request would share goes last; none where all of them would not do."""
         prompt = request.prompt_token_ids
         row, shared = self._kept.longest(prompt, len(prompt) - 1)
         if row >= 0:
             self._kept.used(row)
         needed = blocks_for(min(len(prompt) + len(request.token_ids) + 1, self.context_tokens)) - shared // BLOCK_TOKENS
         needed += sum(self.blocks.missing(slot, len(other.tokens)) for slot, other in self.running.items())
+        if self.blocks.free_count < needed:
+            sharing = [*self.running, row] if row >= 0 else self.running
+            has_room = self.blocks.free_without(sharing) >= needed
+            if not has_room and self.blocks.free_without(self.running) < needed + shared // BLOCK_TOKENS:
+                return False
         while self.blocks.free_count < needed:
             if self._kept.oldest == row:
                 needed += shared // BLOCK_TOKENS
