@@ -4,7 +4,8 @@ A link is one connection, or several: control frames go over the first, chunks o
 On a further connection an artifact's header goes before its first chunk: nothing there waits for what travels on another. A further
 connection that ends makes the link thinner, no more; when the first ends, all do.
 
-Waits for: frames to send, frames that arrive, the transport's back-pressure; FINISH_S for a connection that is given up.
+Waits for: frames to send, frames that arrive once the publisher is known, the transport's back-pressure; FINISH_S for a
+connection that is given up.
 Guarantees: control frames keep their order and go first; at most CONTROL_FRAMES_MAX wait, beyond that the peer is too slow and the
 link ends. A chunk that a further connection did not take goes over another one.
 """

@@ -81,7 +81,7 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
                     return
                 _log.info("libp2p: no hole to %s after %d of %d attempts", peer, number, len(PAUSES_S))
         except Exception as error:  # the relayed link stays
-            _log.info("libp2p: no hole to %s: %s", peer, error or type(error).__name__)
+            _log.info("libp2p: no hole to %s: %s", peer, str(error) or type(error).__name__)
         finally:
             self._at_work.discard(peer)
 
@@ -275,7 +275,7 @@ class P2pHost:
                         pause_s, turn, logged = RETRY_S_MIN, turn - 1, ""
                         await self._stay_at(peer)
                     except Exception as error:  # a relay may fail in any way; it is tried again
-                        text = f"relay {peer} at {address}: {error or type(error).__name__}"
+                        text = f"relay {peer} at {address}: {str(error) or type(error).__name__}"
                         if text != logged:  # retried forever, but each error is logged only once
                             _log.info("%s", text)
                         logged = text
@@ -317,7 +317,9 @@ class P2pHost:
         try:
             verdict = await self._autonat.is_reachable(server, host, self.options.own_port)
         except Exception as error:  # asked again at the next renewal
-            _log.info("libp2p: %s did not say whether we can be reached: %s", server, error or type(error).__name__)
+            _log.info(
+                "libp2p: %s did not say whether we can be reached: %s", server, str(error) or type(error).__name__
+            )
             return
         if verdict is None:
             return

@@ -133,6 +133,8 @@ class HoleConnection(Connection, asyncio.BufferedProtocol):
 class P2pSide:
     """`accept`: called with each connection over a hole, whoever opened it; None: there are none."""
 
+    _running: asyncio.Task[None]
+
     def __init__(
         self,
         credentials: Credentials,
@@ -162,17 +164,20 @@ class P2pSide:
         run = functools.partial(self._host.run, lambda: self._thread.to_asyncio(listens.set))
         try:
             await self._thread.start()
-            running = self._tasks.start(self._thread.call(run), listens.set)
+            self._running = self._tasks.start(self._thread.call(run), listens.set)
             async with asyncio.timeout(START_S):
                 await listens.wait()
-            if running.done():
-                running.result()
+            if self._running.done():
+                self._running.result()
             self._is_open = True
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
                 raise Unreachable(f"libp2p: expected it to listen within {START_S:.0f} s") from None
             raise
+
+    async def wait_ended(self) -> None:
+        await asyncio.wait([self._running])
 
     def _failed(self, error: BaseException) -> None:
         if self._is_open:
@@ -204,7 +209,7 @@ class P2pSide:
         try:
             await self._thread.call(functools.partial(self._host.punch, peer, relay))
         except Exception as error:  # libp2p raises many kinds; the link stays relayed
-            _log.info("libp2p: no hole to %s: %s", peer, error or type(error).__name__)
+            _log.info("libp2p: no hole to %s: %s", peer, str(error) or type(error).__name__)
         finally:
             self._punching.discard(peer)
 
@@ -245,7 +250,7 @@ async def _moved(move: Coroutine[Any, Any, None], both: trio.CancelScope) -> Non
     except trio.Cancelled:
         raise
     except Exception as error:  # whatever ends the stream, the link is over and is dialled again
-        _log.debug("libp2p: a hole ended: %s", error or type(error).__name__)
+        _log.debug("libp2p: a hole ended: %s", str(error) or type(error).__name__)
         both.cancel()
     both.deadline = min(both.deadline, trio.current_time() + ENDING_S)
 

@@ -315,7 +315,9 @@ class PipeRelay:
                 case None:
                     pass  # it ended before it had said what it wants
         except (OSError, TimeoutError, EchoError) as error:
-            self._refusals.warn("pipe port %d: a caller from %s was refused: %s", self.port, host, error or "too slow")
+            self._refusals.warn(
+                "pipe port %d: a caller from %s was refused: %s", self.port, host, str(error) or "too slow"
+            )
         finally:
             if is_counted:
                 _uncount(self._openings, host)
@@ -504,7 +506,7 @@ class PipeMember:
                     keep_alive(raw)
                     await carry(raw, port, lambda count: None)
         except (OSError, TimeoutError, EchoError) as error:
-            _members_log.debug("byte pipes: a caller did not come through: %s", error or "too slow")
+            _members_log.debug("byte pipes: a caller did not come through: %s", str(error) or "too slow")
         finally:
             if raw is not None:
                 raw.close()

@@ -91,7 +91,7 @@ class Nat:
         self._options = options or HostOptions()
         self.own_port = self._options.own_port
         self._p2p: P2pSide | None = None
-        self._starting: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
         self._relays: dict[PeerId, str] = {}
         self._pipe_relay: PipeRelay | None = None
         self._pipe_places: dict[PeerId, str] = {}
@@ -125,8 +125,8 @@ class Nat:
             self._relays[peer] = address
         if self._p2p is not None:
             self._p2p.keep_relays(self._relays)
-        elif address and self._starting is None:
-            self._starting = asyncio.create_task(self._keep_starting())
+        elif address and self._running is None:
+            self._running = asyncio.create_task(self._keep_running())
 
     def punch(self, peer_id: PeerId, relay: PeerId) -> None:
         """Tries to punch a hole to a peer that is met at a relay; the connection over it comes by `accept`."""
@@ -138,31 +138,36 @@ class Nat:
         self._options, self.own_port = replace(options, is_relay=True), options.own_port
         for turn in range(RELAY_TRIES):
             check_free(options.listen_host, options.port, address_of(options.listen_host, options.port))
-            await self._start()
-            assert self._p2p is not None
+            p2p = await self._start()
             relay = PipeRelay(self._credentials, options.is_barred)
             try:
-                relay.listen(options.listen_host, self._p2p.port + 1)
+                relay.listen(options.listen_host, p2p.port + 1)
             except (PortBusy, OverflowError):
                 if options.port or turn == RELAY_TRIES - 1:
                     raise
-                await self._p2p.close()  # any port will do, if the next one is free too
+                await p2p.close()  # any port will do, if the next one is free too
                 continue
             self._pipe_relay = relay
+            self._options = replace(self._options, port=p2p.port)
+            self._running = asyncio.create_task(self._keep_running(p2p))
             _log.info("byte pipes at %s", address_of(options.listen_host, relay.port))
-            return self._p2p.port
+            return p2p.port
         raise AssertionError("the last try returned or raised")
 
-    async def _keep_starting(self) -> None:
+    async def _keep_running(self, p2p: P2pSide | None = None) -> None:
         while True:
             try:
-                return await self._start()
+                p2p = p2p or await self._start()
+                await p2p.wait_ended()
+                await p2p.close()
+                why = "libp2p has ended"
             except Exception as error:  # of any kind; links through byte pipes go on without libp2p
-                why = str(error) or type(error).__name__
-                _log.warning("libp2p did not start: %s; it is tried again in %.0f s", why, START_PAUSE_S)
+                why = f"libp2p did not start: {str(error) or type(error).__name__}"
+            _log.warning("%s; it is tried again in %.0f s", why, START_PAUSE_S)
             await asyncio.sleep(START_PAUSE_S)
+            p2p = None
 
-    async def _start(self) -> None:
+    async def _start(self) -> P2pSide:
         p2p = (await asyncio.to_thread(_p2p_side))(
             self._credentials, replace(self._options, own_port=self.own_port), self._accept, self._changed
         )
@@ -170,10 +175,11 @@ class Nat:
         self._p2p = p2p
         _log.info("libp2p listens on %s:%d", self._options.listen_host, p2p.port)
         p2p.keep_relays(self._relays)
+        return p2p
 
     async def close(self) -> None:
-        if self._starting is not None:
-            await cancel_all([self._starting])
+        if self._running is not None:
+            await cancel_all([self._running])
         if self._pipe_relay is not None:
             await self._pipe_relay.close()
         if self._p2p is not None:

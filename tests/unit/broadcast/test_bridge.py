@@ -71,6 +71,48 @@ def test_libp2p_is_started_until_it_runs_and_a_node_that_closes_leaves_none_of_i
         assert [text.partition(";")[0] for text in warnings] == ["libp2p did not start: no descriptors are left"]
 
 
+async def test_libp2p_that_ends_is_started_again_with_its_relays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    relays = list[tuple[str, str]]()
+
+    class Host:
+        """Ends once a relay is to be kept, the first time."""
+
+        port = 7
+
+        def __init__(self, *_: Any) -> None:
+            self.is_to_end = trio.Event()
+
+        async def run(self, started: Callable[[], object]) -> None:
+            started()
+            await self.is_to_end.wait()
+            raise OSError("a listener is gone")
+
+        async def keep_relays(self, wanted: dict[PeerId, str]) -> None:
+            if not relays:
+                self.is_to_end.set()
+            relays.extend(wanted.items())
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(libp2p, "P2pHost", Host)
+    monkeypatch.setattr(reach, "START_PAUSE_S", 0.0)
+    credentials: Any = None
+    nat = Nat(credentials)
+    with caplog.at_level(logging.WARNING, "echo2.broadcast"):
+        nat.use_relay(PeerId("relay"), "relay.example:1")
+        async with asyncio.timeout(WAIT_S):
+            while len(relays) < 2:
+                await asyncio.sleep(0.01)
+        await nat.close()
+    assert relays == 2 * [("relay", "relay.example:1")]
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "libp2p: OSError: a listener is gone", "libp2p has ended",
+    ]  # fmt: skip
+    assert not [thread for thread in threading.enumerate() if thread.name == "libp2p"]
+
+
 async def test_calls_that_wait_for_the_thread_have_a_bound_and_one_that_is_given_up_makes_room() -> None:
     async def answer() -> int:
         return 7
