@@ -118,8 +118,8 @@ class LivenessRule:
 class Member:
     """One worker, as last heard. `hello`: without the tickets of leases. `reach`: how to reach it, as it found out; None: as in its
     hello. `record`: what it has delivered and failed. `cut_at`: when its stream broke; None while it is open.
-    `is_barred_by_record`: the last plan was made without it. `price_approved`: USD/h that the operator has approved. `usd_spent`:
-    cost while it worked; `usd_standby`: cost on standby since this process began."""
+    `is_barred_by_record`: the last plan was made without it. `price_approved`: USD/h that the operator has approved.
+    `usd_spent`: cost while it worked; `usd_standby`: cost on standby since this process began."""
 
     peer_id: PeerId
     hello: pb.WorkerHello
@@ -140,7 +140,7 @@ class Member:
     is_barred_by_record: bool = False
     paused: str = ""  # why no worker of the run works now; empty while it goes on
     price_limit: PriceLimit = NO_LIMIT
-    price_approved: float = 0.0
+    price_approved: float | None = None
     activation_since: float = 0.0
     usd_spent: float = 0.0
     usd_standby: float = 0.0
@@ -188,7 +188,7 @@ class Member:
     def asks_too_much(self) -> bool:
         """Whether its price is beyond its limit and beyond what the operator has approved."""
         price = self.hello.price_usd_per_hour
-        return self.price_limit.is_exceeded_by(price) and price > self.price_approved * ROUNDING
+        return self.price_limit.is_exceeded_by(price) and price > (self.price_approved or 0.0) * ROUNDING
 
     @property
     def _may_work(self) -> bool:
@@ -252,6 +252,8 @@ class Membership:
                 member.last_liveness = Liveness.SUSPECT
             else:
                 member.has_left = True  # until it reconnects
+            if member.setting is OperatorSetting.ACTIVE and member.price_approved is None:
+                member.price_approved = member.hello.price_usd_per_hour  # an earlier release did not save it
             for at in ("heard_at", "metered_until", "activation_since"):  # the clock may have been set back
                 setattr(member, at, min(getattr(member, at), now))
             self.members[member.peer_id] = member

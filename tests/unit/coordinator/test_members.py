@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 
@@ -29,6 +30,7 @@ from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.costs import Money
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.planning.telemetry import believed_rate
+from echo2.coordinator.store import _ROWS
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as plan_of
 from echo2.cost_model.snapshot import PlanConfig
@@ -275,3 +277,15 @@ def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alon
     assert restored.activation is Activation.ACTIVE
     restored.hello.price_usd_per_hour = 6.1
     assert restored.activation is Activation.STANDBY, "a restart approves no other price"
+
+
+def test_a_price_that_was_approved_when_no_release_saved_that_is_approved_still() -> None:
+    text = _ROWS["members"].to_json(join(membership(), price=6.0)).replace('"automatic"', '"active"')
+    row = {name: value for name, value in json.loads(text).items() if name != "price_approved"}
+    member = _ROWS["members"].from_json(json.dumps(row))
+    fleet = membership()
+    fleet.restore([member], 0.0)
+    member.price_limit = limit_of(member, fleet, cap=5.0)
+    assert member.activation is Activation.ACTIVE
+    member.hello.price_usd_per_hour = 6.1
+    assert member.activation is Activation.STANDBY
