@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,11 +61,17 @@ QUIET_S = 3.0
 """A finished learner stays so long after no connected worker lacks its last version: one whose link is down can reconnect."""
 HEARD_S = 120.0
 """A finished learner waits so long for a coordinator that must learn of it: until then workers cost money."""
+NOT_EVALUATED = -1.0  # in a report
 REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0  # a wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s
 NodeFactory = Callable[[Credentials, LearnerOptions, NodeCalls], SeedNode]
 ServerFactory = Callable[[TrainingLoop], VersionServer]
 """Of a learner that publishes what other trainers hand in, and answers their requests."""
 _log = logging.getLogger("echo2.learner")
+
+
+def as_reported(evaluation: float) -> float:
+    """As reported: all failures of a task that gives -1 for one are told apart from no evaluation."""
+    return math.nextafter(evaluation, 0.0) if evaluation == NOT_EVALUATED else evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +452,7 @@ class Learner:
             waits_for=waits_for[0],
             waits_since_s=waits_for[1],
             is_finished=loop.is_exported,  # a local run ends its learner then
-            eval_reward=rewards[max(rewards)] if rewards else -1.0,
+            eval_reward=as_reported(rewards[max(rewards)]) if rewards else NOT_EVALUATED,
             evaluation_rollouts=pool.evaluations.rollouts_per_step,
             idle_s=loop.idle_s,
             fingerprint=f"{publisher.newest_fingerprint:016x}",

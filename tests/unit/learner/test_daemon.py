@@ -18,7 +18,8 @@ import torch
 from echo2.base.errors import ConfigError, DiskFull, EchoError, RunFinished, StateError, TaskError, TrainingError
 from echo2.base.ids import PeerId, Step
 from echo2.cli.main import main
-from echo2.learner.learner import LearnerDaemon, RunSummary
+from echo2.coordinator.planning.telemetry import LearnerBoard
+from echo2.learner.learner import LearnerDaemon, RunSummary, as_reported
 from echo2.learner.loop import keep_for_inspection
 from echo2.learner.options import LearnerLimits, RunFolder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
@@ -416,3 +417,12 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_cause(model_path: Pat
     assert reason.startswith("finished: ") and "no reward today" in reason, (
         "rented machines are given back, and the page says why; the same command opens the run again"
     )
+
+
+@pytest.mark.parametrize("reward", [-1.0, -0.5, 0.0])
+def test_an_evaluation_in_which_all_failed_is_no_missing_one(reward: float) -> None:
+    report = coordinator_pb2.LearnerReport.FromString(
+        coordinator_pb2.LearnerReport(eval_reward=as_reported(reward)).SerializeToString()
+    )
+    assert LearnerBoard(report=report).eval_reward == pytest.approx(reward)
+    assert LearnerBoard().eval_reward is None
