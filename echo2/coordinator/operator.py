@@ -301,23 +301,22 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
         self._commands = commands
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
-        async with _for_operators(context):
+        async with self._for_operators(context):
             return self._commands.view.status()
 
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
-        async with _for_operators(context):
+        async with self._for_operators(context):
             answer = await self._commands.act(request.name, request.body_json)
         return pb.ActReply(answer_json=to_json(answer, inf_nan_mode="null"))
 
-
-@asynccontextmanager
-async def _for_operators(context: Any) -> AsyncIterator[None]:
-    """Aborts the call if its caller is no operator, or if the block raises an error of echo2."""
-    try:
-        peer_of(context, Role.OPERATOR)
-        yield
-    except EchoError as error:
-        is_trust = isinstance(error, TrustError)
-        status = grpc.StatusCode.PERMISSION_DENIED if is_trust else grpc.StatusCode.INVALID_ARGUMENT
-        await context.abort(status, f"{type(error).__name__}: {error}"[:2000])
-        raise
+    @asynccontextmanager
+    async def _for_operators(self, context: Any) -> AsyncIterator[None]:
+        """Aborts the call if its caller is no operator (any more), or if the block raises an error of echo2."""
+        try:
+            self._commands.hub.tokens.check_operator(peer_of(context, Role.OPERATOR))
+            yield
+        except EchoError as error:
+            is_trust = isinstance(error, TrustError)
+            status = grpc.StatusCode.PERMISSION_DENIED if is_trust else grpc.StatusCode.INVALID_ARGUMENT
+            await context.abort(status, f"{type(error).__name__}: {error}"[:2000])
+            raise

@@ -177,6 +177,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
         self._hub.membership.check_not_banned(caller.peer_id)
+        self._hub.tokens.check_operator(caller)
         certificate = self._authority.issue(request.certificate_request_der, caller.role, now, token_id=caller.token_id)
         certificate.check_peer(caller.peer_id)
         self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate", caller.peer_id, "renews")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import BadToken, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.trust.identity import Role
+from echo2.trust.identity import PeerIdentity, Role
 
 SECRET_CHARS_MIN = 32  # of base64: 192 bits
 LABEL_CHARS_MAX = 100  # a cell of the page
@@ -152,6 +152,12 @@ class TokenBook:
         if token.is_revoked or now >= token.expires_at:
             raise BadToken(f"join token {token.token_id} ({token.label or token.role}) of {peer}: {token.problem(now)}")
         return token
+
+    def check_operator(self, caller: PeerIdentity) -> None:
+        """NotAllowed for an operator whose token was revoked: nothing else takes the right from one that has joined."""
+        token = self.tokens.get(caller.token_id)
+        if caller.role is Role.OPERATOR and token is not None and token.is_revoked:
+            raise NotAllowed(f"operator {caller.peer_id}: join token {token.token_id}, by which it came, was revoked")
 
     def revoke(self, token_id: str) -> Token:
         token = self.tokens.get(token_id)

@@ -41,6 +41,7 @@ from echo2.trust.identity import (
     certificate_request,
 )
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
@@ -123,6 +124,20 @@ async def test_a_certificate_names_the_link_that_let_its_holder_in_and_keeps_it_
         assert NodeCertificate.parse(one.certificate.pem).whose.token_id == before
         told = [event.text for event in daemon.hub.state.events if f"{one.peer_id} renewed" in event.text]
         assert len(told) == 1, "no node can fill the event log"
+
+
+async def test_an_operator_whose_link_was_revoked_has_no_say_any_more_and_no_new_certificate(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        operator, worker = [await Node.join(daemon, role) for role in (Role.OPERATOR, Role.WORKER)]
+        stub = coordinator_pb2_grpc.OperatorStub(operator.channel)
+        await stub.GetStatus(coordinator_pb2.GetStatusRequest())
+        for node in (operator, worker):
+            daemon.hub.tokens.revoke(node.credentials.certificate.token_id)
+        with pytest.raises(grpc.aio.AioRpcError, match="by which it came, was revoked"):
+            await stub.GetStatus(coordinator_pb2.GetStatusRequest())
+        with pytest.raises(NotAllowed, match="by which it came, was revoked"):
+            await renew(operator.credentials)
+        await renew(worker.credentials)  # who works stays
 
 
 async def test_a_certificate_is_renewed_when_two_thirds_of_its_life_are_over_and_tried_again_where_that_fails(

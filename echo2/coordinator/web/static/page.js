@@ -89,7 +89,7 @@ function drawTokens() {
   if (!state.tokens.length) $("token-list").replaceChildren(make("li", { class: "empty" }, "No token: nobody can join."));
 }
 function revoke(token) {
-  $("confirm-title").textContent = `Revoke ${token.label || token.id}?`; $("confirm-text").textContent = "Nobody joins with it any more. Those who joined stay.";
+  $("confirm-title").textContent = `Revoke ${token.label || token.id}?`; $("confirm-text").textContent = token.role === "operator" ? "Nobody operates the run with it any more." : "Nobody joins with it any more. Those who joined stay.";
   $("confirm-go").textContent = "Revoke"; $("confirm-reason").hidden = true; $("confirm-form").onsubmit = () => act("/api/tokens/revoke", { token_id: token.id }).then((ok) => ok && toast("revoked"));
   ask($("confirm-dialog"));
 }
