@@ -377,7 +377,7 @@ class Hub:
 
     @property
     def halted(self) -> str:
-        """Why no worker works now, whom the operator has activated neither; empty while they may."""
+        """Why nobody works now, not even whom the operator has activated; empty while workers may."""
         return self.paused or self._spent
 
     def pause(self, why: str) -> None:

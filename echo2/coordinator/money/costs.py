@@ -113,7 +113,7 @@ class Money:
 
     def _joined_from(self, machine: RentedMachine) -> Collection[PeerId]:
         token = self._tokens.tokens.get(machine.token_id)
-        return token.peers.union(machine.replaced) if token is not None else ()
+        return token.peers.union(machine.replaced) if token is not None else machine.replaced
 
     def rental_by(self, token_id: str) -> RentedMachine | None:
         """The machine that joins with this token."""

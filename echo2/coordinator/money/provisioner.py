@@ -32,6 +32,7 @@ from echo2.base.errors import (
     Unreachable,
 )
 from echo2.base.ids import PeerId
+from echo2.coordinator.fleet.members import Liveness, OperatorSetting
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.money.costs import FleetCosts
@@ -64,14 +65,13 @@ LOST_AFTER_S = 60.0
 ANSWER_S = 3.0
 """Most seconds that a caller waits for a provider's answer. Clouds take minutes, so the request then goes on in the background."""
 LATE_S = 60.0  # as long as an operator's command may list machines
-REST_S, REST_S_MAX = (
-    60.0,
-    3600.0,
-)  # for which nothing is rented of an offer that is sold out or whose machines do not join
+REST_S, REST_S_MAX = 60.0, 3600.0
+"""Seconds, at first and at most, in which nothing is rented of an offer that is sold out or whose machines do not join."""
 NAME_CHARS, CHECK_CHARS = 12, 6  # of a machine's id: what sets it apart, and of that the digest
 MACHINES_MAX = 20_000  # as many as workers (hub); those that ended count
 REASON_CHARS_MAX = 1000  # an error of a cloud's library
 _UNSEEN = "nothing has been looked at yet"
+_Listing = asyncio.Task[dict[str, ObservedMachine]]
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -98,9 +98,7 @@ class Provisioner:
         self._why_none = _UNSEEN
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._listing: dict[
-            str, tuple[float, asyncio.Task[dict[str, ObservedMachine]]]
-        ] = {}  # by offer, and since when
+        self._listing: dict[str, tuple[float, _Listing]] = {}  # by offer, and since when
         self._done_at: dict[str, float] = {}  # by machine: when its provider had made or ended it
         self._resting: dict[str, tuple[int, float]] = {}  # by offer: vain rentals in a row, and until when it rests
         for machine in [m for m in self.machines.values() if m.is_open and m.offer not in self._providers]:
@@ -184,6 +182,13 @@ class Provisioner:
             raise errors[0]
 
     async def _release(self, machine: RentedMachine, reason: str) -> None:
+        """A machine that a person ends stays on the bill until its worker is gone, and is asked about again at the next look."""
+        workers = self._hub.money.workers_of(machine) if machine.provider == "manual" else []
+        if any(worker.last_liveness is not Liveness.GONE for worker in workers):
+            for worker in workers:
+                if worker.setting is not OperatorSetting.DRAINING:  # it came back
+                    self._hub.drain(worker.peer_id, f"its machine is given back: {reason}")
+            return
         try:
             await self._provider(machine).release(machine.machine_id)
         except Exception as error:
@@ -305,6 +310,8 @@ class Provisioner:
         for machine in [m for m in self.machines.values() if m.offer == name and m.is_open]:
             if machine.machine_id in self._asking:
                 continue
+            if not (machine.token_id or machine.replaced):
+                self._recognise_worker(machine)
             try:
                 await self._compare(machine, observed.get(machine.machine_id), asked_at)
             except EchoError as error:
@@ -376,6 +383,13 @@ class Provisioner:
         self.machines[machine_id] = machine
         self._journal(machine, "found", "its provider lists it and the journal did not know it")
 
+    def _recognise_worker(self, machine: RentedMachine) -> None:
+        """Of a machine that was found nobody knows the token, but its worker has its name."""
+        members = self._hub.membership.members.values()
+        machine.replaced = tuple(member.peer_id for member in members if member.hello.name == machine.machine_id)
+        if machine.replaced:
+            self._keep(machine)
+
     def _on_notice(self, machine: RentedMachine, notice: str) -> None:
         if machine.state in (MachineState.ENDING, MachineState.GONE):
             return
@@ -390,12 +404,11 @@ class Provisioner:
         now = self._hub.clock.now()
         machine.state, machine.ended_at = MachineState.GONE, now
         self._done_at[machine.machine_id] = now
-        vain, until = self._resting.pop(machine.offer, (0, 0.0))
-        if not self._hub.money.workers_of(machine):
-            is_more = now >= until  # of several that fail together one counts
-            self._resting[machine.offer] = (
-                (vain + 1, now + ceiling_s(vain, REST_S, REST_S_MAX)) if is_more else (vain, until)
-            )
+        vain, until = self._resting.get(machine.offer, (0, 0.0))
+        if self._hub.money.workers_of(machine):
+            self._resting.pop(machine.offer, None)
+        elif now >= until:  # of several that fail together one counts
+            self._resting[machine.offer] = vain + 1, now + ceiling_s(vain, REST_S, REST_S_MAX)
         token = self._hub.tokens.tokens.get(machine.token_id)
         if token is not None and not token.is_revoked:
             token.is_revoked = True

@@ -96,7 +96,7 @@ _GIVEN_BACK = (MachineState.STARTING, MachineState.RUNNING, MachineState.ENDING)
 @dataclass(slots=True)
 class RentedMachine:
     """`command`: what a person has to run on it; empty if the provider has done so. `replaced`: workers that it had before the
-    one of now, each lost with its identity."""
+    one of now, each lost with its identity; of a machine that was found, the worker of its name."""
 
     machine_id: str
     offer: str

@@ -11,6 +11,8 @@ import pytest
 
 from echo2.base.errors import LimitExceeded, ResourceError
 from echo2.base.ids import PeerId, RunId
+from echo2.coordinator.fleet.members import Activation
+from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.provisioner import LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
 from echo2.coordinator.money.provisioning import (
     JOIN_S_MAX,
@@ -295,3 +297,57 @@ async def test_a_clock_that_was_set_back_leaves_nothing_unbilled(tmp_path: Path)
     run.hub.membership.members[own].heard_at = run.clock.now()
     run.hub.tick()
     assert run.hub.money.sums().usd_spent == pytest.approx(machine.usd_per_hour + 1.0, rel=0.01)
+
+
+async def test_a_found_machine_and_its_worker_are_billed_once_and_it_is_not_given_back_while_it_works(
+    tmp_path: Path,
+) -> None:
+    """After an older backup of the state was restored, which knows neither the machine nor its token."""
+    run = Scene(tmp_path, Cloud())
+    name = run.provisioner._name("gpu", "abcdef")
+    run.cloud.there = {name: ObservedMachine(MachineState.RUNNING)}
+    await run.look(5)
+    machine = run.provisioner.machines[name]
+    peer, hello = PeerId("back"), pb.WorkerHello(name=name, price_usd_per_hour=2.0)
+    run.hub.review(run.hub.membership.on_hello(peer, hello, run.clock.now()))
+    await run.look(5)
+    assert run.hub.money.sums().usd_per_hour == machine.usd_per_hour
+    run.clock.time += JOIN_S_MAX
+    run.hub.membership.members[peer].heard_at = run.clock.now()
+    assert not run.provisioner.advice().release
+    run.hub.flush_now()
+    run.begin()
+    assert [worker.peer_id for worker in run.hub.money.workers_of(run.provisioner.machines[name])] == [peer]
+
+
+class ByHand(Scene):
+    """A person starts and ends the machines."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.commands = Commands(self.hub, "h", 1, [BY_HAND], {BY_HAND.name: ManualProvider(BY_HAND)})
+        self.provisioner = self.commands.provisioner
+
+
+BY_HAND = MachineOffer("hand", "manual", usd_per_hour=1.0, is_automatic=False)
+
+
+async def test_a_machine_that_a_person_ends_is_on_the_bill_until_its_worker_is_gone(tmp_path: Path) -> None:
+    run = ByHand(tmp_path, Cloud())
+    machine = await run.provisioner.rent("hand", "", "because")
+    peer = run.join(machine)
+    worker = run.hub.membership.members[peer]
+    run.hub.review(worker)
+    await run.provisioner.release(machine.machine_id, "enough")
+    assert worker.activation is Activation.DRAINING and machine.state is MachineState.RELEASING
+    worker.heard_at = run.clock.time = run.clock.time + 3600
+    run.hub.membership.on_hello(peer, worker.hello, run.clock.now())
+    await run.look()
+    assert worker.activation is Activation.DRAINING, "it is given no work once it is back either"
+    assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
+    run.hub.part_with(peer, "ended by its owner")
+    await run.look(5)
+    assert not machine.is_open and run.journal()[-1][0] == "released"
+    other = await run.provisioner.rent("hand", "", "because")
+    await run.provisioner.release(other.machine_id, "nobody has joined from it")
+    assert not other.is_open
