@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 from urllib.parse import urlsplit
 
 from echo2.base.errors import TaskError
@@ -138,6 +138,6 @@ def _printed(text: str) -> float | None:
 def _number(value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool | int | float):
+    if isinstance(value, SupportsFloat):  # numpy's and torch's numbers, too
         return float(value)
     raise TaskError(f"agent: expected a reward as a number, got {value!r:.80}")

@@ -10,6 +10,7 @@ import tracemalloc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,6 +142,19 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
     assert play is not None
     with pytest.raises(TaskError, match="expected it to exit with 0, got 3"):
         await play(episode)
+
+
+async def test_a_function_may_earn_numbers_of_any_kind_but_no_text() -> None:
+    episode = Episode("http://127.0.0.1:1/v1", "key", {"rewards": [np.float32(0.5), 0.25, True, "0.5"]})
+    play = make_harness(f"{__name__}:earn", 1)
+    assert play is not None
+    assert [await play(episode) for _ in range(3)] == [0.5, 0.25, 1.0]
+    with pytest.raises(TaskError, match="expected a reward as a number, got '0.5'"):
+        await play(episode)
+
+
+def earn(episode: Episode) -> object:
+    return episode.problem["rewards"].pop(0)
 
 
 async def test_the_longest_problem_reaches_a_program_and_a_longer_one_is_told() -> None:
