@@ -170,11 +170,12 @@ def state_fields(
 
 
 def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
-    """Tokens left out of the step, by worker, because their reported log-probabilities are too far from the learner's own."""
+    """Tokens left out of the step, by worker, because their reported log-probabilities are too far from the learner's own. None
+    of a step that was skipped: the learner's own may be NaN."""
     counts: Counter[PeerId] = Counter()
     rollouts = [senders for group in batch.groups for senders in group.senders or [()] * len(group.rollouts)]
     for senders, tokens in zip(rollouts, result.left_out, strict=False):
-        for peer_id in {sent.peer_id for sent in senders} if tokens else ():
+        for peer_id in {sent.peer_id for sent in senders} if tokens and not result.is_skipped else ():
             counts[peer_id] += tokens
     return counts
 

@@ -369,7 +369,9 @@ def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(mode
     assert go(enough.finish()).is_finished, "no more prompts are missed than there are steps"
 
 
-def test_losses_that_stay_not_finite_end_it(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_that_stay_not_finite_end_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     options = options_for(tmp_path / "run", model_path, task={"eval_prompts": 0}, learner={"steps": 12})
     monkeypatch.setattr("echo2.learner.training.trainer.NONFINITE_STEPS_MAX", 2)
     wrote: list[threading.Thread] = []
@@ -393,6 +395,7 @@ def test_losses_that_stay_not_finite_end_it(model_path: Path, tmp_path: Path, mo
     assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
     assert len(wrote) == 3 and threading.main_thread() not in wrote, "the event loop serves meanwhile"
     rows = rows_of(tmp_path / "run")[1:]
+    assert "are left out" not in caplog.text, "no worker is to blame"
     assert [row["is_skipped"] for row in rows] == [math.isnan(row["grad_norm"]) for row in rows] == [False, True, True]
 
 
