@@ -127,6 +127,7 @@ class Hub:
         self.settings: dict[str, Any] = {}  # what the operator changed while the run went on
         self.paused = ""  # by the operator: why; empty while the run goes on
         self._spent = ""  # likewise by its budget
+        self.awaits_plan = bool(saved.meta.get("awaits_plan"))  # since its budget was spent, in any mode of the planner
         self.book = LeaseBook(LeaseRules(self.learner_bound, self.config.coordinator.lease_timeout))
         liveness = LivenessRule(self.config.coordinator.suspect_after, self.config.coordinator.gone_after)
         self.membership = Membership(liveness, WORKERS_MAX, self.book.records)
@@ -484,8 +485,15 @@ class Hub:
                 self.review(member)
         if self._spent:
             self._want([member for member in living if member.is_wanted], (), self._spent)
+            self.await_plan(True)
         elif before and self.plan.now is None:
             self._want(living, {member.peer_id for member in living}, "the budget is not spent any more")
+            self.await_plan(False)
+
+    def await_plan(self, awaits: bool) -> None:
+        if awaits is not self.awaits_plan:
+            self.awaits_plan = awaits
+            self.state.meta("awaits_plan", "1" if awaits else "")
 
     def _keep_totals(self) -> None:
         self.state.meta("usd_standby", f"{self.money.standby_usd():.6f}")

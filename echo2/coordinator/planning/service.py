@@ -107,9 +107,10 @@ class Planning:
         config = plan_config(hub.config, hub.board)
         plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan.now)
         # In any mode a plan ends what a spent budget has begun: nobody else lets those work whom it put on standby.
-        is_stopped = not any(member.is_wanted for member in members if member.peer_id in choosable)
-        is_acted_on = section.planner_mode == "auto" or has_spent or is_stopped
+        is_acted_on = section.planner_mode == "auto" or has_spent or hub.awaits_plan
         hub.adopt_plan(plan, choosable, is_acted_on, rate_ratio, has_settled)
+        is_at_work = any(hub.membership.members[peer_id].is_wanted for peer_id in plan.pool)
+        hub.await_plan(has_spent or (hub.awaits_plan and not is_at_work))
         hub.broadcast_needed.set()  # the share of the pool that needs versions first may have changed
 
     async def _run_broadcast(self) -> None:

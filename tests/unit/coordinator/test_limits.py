@@ -436,6 +436,14 @@ async def test_once_the_budget_is_raised_a_plan_says_who_works_in_every_mode_and
     async with asyncio.timeout(60):
         while not working(hub):
             await asyncio.sleep(0.02)
+        if mode != "auto":  # what the operator has chosen stays, though nobody of it is left
+            first, other = fleet.everybody
+            hub.adopt_plan(plan((first,)), fleet.everybody, is_acted_on=True)
+            hub.part_with(first, "its owner needs it")
+            before = hub.plan.now
+            while hub.plan.now is before:
+                await asyncio.sleep(0.02)
+            assert not hub.membership.members[other].is_wanted
     planning.cancel()
 
 
