@@ -179,9 +179,9 @@ def stop_on_signals(stop: Callable[[signal.Signals], object], end: Callable[[], 
         nonlocal was_asked
         if number is signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            for output in (1, 2):
-                if not stat.S_ISREG(os.fstat(output).st_mode):
-                    os.dup2(nowhere, output)
+            for output in (sys.__stdout__, sys.__stderr__):  # None if it was closed: then others have its number
+                if output is not None and not stat.S_ISREG(os.fstat(output.fileno()).st_mode):
+                    os.dup2(nowhere, output.fileno())
         elif was_asked:
             end()
             os._exit(FORCED_EXIT_CODE)

@@ -263,7 +263,8 @@ def test_the_first_signal_asks_for_a_clean_stop() -> None:
     assert made[0].was_asked
 
 
-def test_a_closed_terminal_asks_for_a_clean_stop_however_often_it_says_so() -> None:
+@pytest.mark.parametrize("closed", ["", "2>&-"])
+def test_a_closed_terminal_asks_for_a_clean_stop_however_often_it_says_so(closed: str) -> None:
     """The kernel and the shell say so each."""
     script = (
         "import signal; from echo2.cli.process import run_daemon; from tests.unit.cli.test_commands import Waiting\n"
@@ -272,7 +273,8 @@ def test_a_closed_terminal_asks_for_a_clean_stop_however_often_it_says_so() -> N
         "code = run_daemon(lambda: waiting.append(Waiting(signal.SIGHUP, signal.SIGHUP)) or waiting[0])\n"
         "assert waiting[0].was_asked; raise SystemExit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
+    command = ["bash", "-c", f'exec {sys.executable} -c "$0" {closed}', script]
+    done = subprocess.run(command, check=False, capture_output=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
