@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.events import RelayAck, Route
-from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, SLOTS_PER_PEER, RelayWindow
+from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
 from echo2.broadcast.peer import Peer, Ref
 from echo2.broadcast.plan import BY_REGION, BroadcastPlan, fluid_bound
 
@@ -282,11 +282,11 @@ class Seeding:
     def _least_used(
         self, trees: Sequence[SeedTree], ref: Ref, peers: Mapping[PeerId, Peer], now: float
     ) -> SeedTree | None:
-        """Of those with room whose relays lack the chunk and take what they get: the one with the least bytes sent per weight."""
+        """Of those with room whose relays lack the chunk: the one with the least bytes sent per weight."""
         able = [
             tree for tree in trees
             if tree.window.has_room(now) and self._is_at_work(tree, peers, now)
-            and not any(peers[r].has(*ref) or len(peers[r].relay_queue) > SLOTS_PER_PEER for r in tree.relays)
+            and not any(peers[relay].has(*ref) for relay in tree.relays)
         ]  # fmt: skip
         return min(able, key=lambda tree: tree.window.sent_bytes / (tree.weight or 1.0), default=None)
 
