@@ -381,7 +381,8 @@ class RolloutPool:
             self._port.offer(moved)
 
     def _journal_dropped(self, group_ids: Iterable[GroupId]) -> None:
-        for group_id in group_ids:
+        """Later turns first: if the power fails in between, none is left of a group that may be opened again."""
+        for group_id in sorted(group_ids, key=is_later_turn, reverse=True):
             self.journal.append(records.closed(group_id))
 
     def _draw_missing(self) -> None:
@@ -520,9 +521,9 @@ class RolloutPool:
         for group in restored:
             if (group_id := group.spec.group_id) not in names:
                 del self.groups.groups[group_id]
-                self.journal.append(records.closed(group_id))
                 if group.spec.exact_version == newest and not is_later_turn(group_id):
                     again.append((group.cursor, group.retry + 1))
+        self._journal_dropped(group.spec.group_id for group in restored if group.spec.group_id not in names)
         if newest is None:
             return
         asked = 1 + max(group.cursor for group in current)

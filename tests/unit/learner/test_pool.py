@@ -329,6 +329,22 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_a_power_cut_while_the_answer_of_a_barred_worker_is_dropped_leaves_no_turn_of_it(kept: int) -> None:
+    """The disk has the first few of the records since the last sync. A turn left alone would be the reopened question's."""
+    machine = PoolMachine()
+    machine.begin(bound=0, drops=False, evaluates=True)
+    machine.evaluate(is_last=False)
+    machine.finish(again=0, pick=2, turns=2)
+    machine.checkpoint()
+    machine.bar(worker=ALICE, is_back=False)
+    for lost in (kept, None):
+        machine.kill(lost)
+        machine.what_was_acknowledged_is_trained_dropped_or_held()
+        machine.the_journal_gives_back_what_is_held()
+    machine.teardown()
+
+
 def test_a_full_disk_acknowledges_nothing_and_what_was_acknowledged_comes_back() -> None:
     stage = Stage()
     first, second, *_ = stage.offered
