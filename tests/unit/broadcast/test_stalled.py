@@ -66,6 +66,11 @@ def header_by(learner: Credentials, artifact: ArtifactId) -> Header:
     return Header(artifact, RUN, "", 1.0, 1 << 20, True, learner.peer_id).signed(learner.identity)
 
 
+def two_chunks_of(header: Header) -> tuple[bytes, bytes]:
+    """The frames by which a peer says that it has them."""
+    return wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False))
+
+
 def asked_of(
     authority: RunAuthority, folder: Path, promises: Promises, seconds: float, live: Version | None = None,
     *, learner: PeerId = PEER, known_after_s: float = 0.0,
@@ -117,10 +122,7 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
     learner = issued(authority, Role.LEARNER)
     header = header_by(learner, ArtifactId(Version(1), None))
-    promises = Promises(
-        PeerIdentity(learner.peer_id, Role.LEARNER),
-        wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False)),
-    )  # fmt: skip
+    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(header))
     asked = asked_of(authority, tmp_path, promises, 2 * STALL_S + FORGOTTEN_S)[header.key]
     assert any(at < STALL_S for at in asked)
     assert [at for at in asked if STALL_S + SLACK_S < at < FORGOTTEN_S], "there is no other way"
@@ -184,10 +186,7 @@ def test_what_was_said_before_the_learner_is_known_is_taken_then(tmp_path: Path)
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
     learner = issued(authority, Role.LEARNER)
     header = header_by(learner, ArtifactId(Version(1), None))
-    promises = Promises(
-        PeerIdentity(learner.peer_id, Role.LEARNER),
-        wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False)),
-    )  # fmt: skip
+    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(header))
     assert asked_of(authority, tmp_path, promises, 3.0, known_after_s=5.0)[header.key][0] > 5.0
 
 
@@ -195,10 +194,7 @@ def test_a_lie_that_was_told_before_the_learner_is_known_ends_its_tellers_link_a
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
     learner, liar = issued(authority, Role.LEARNER), issued(authority, Role.WORKER)
     header = replace(header_by(learner, ArtifactId(Version(1), None)), signature=bytes(64))
-    promises = Promises(
-        PeerIdentity(liar.peer_id, Role.WORKER),
-        wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False)),
-    )  # fmt: skip
+    promises = Promises(PeerIdentity(liar.peer_id, Role.WORKER), *two_chunks_of(header))
     assert not asked_of(authority, tmp_path, promises, 3.0, learner=learner.peer_id, known_after_s=5.0)
 
 
@@ -206,10 +202,7 @@ def test_what_the_way_leads_over_no_longer_is_asked_for_no_more(tmp_path: Path) 
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
     learner = issued(authority, Role.LEARNER)
     old, new = (header_by(learner, ArtifactId(Version(version), None)) for version in (1, 2))
-    frames = [
-        (wire.header_to_bytes(header), wire.control_frame(Have(PEER, header.key, 0b11, False))) for header in (old, new)
-    ]
-    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *frames[0], later=frames[1])
+    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(old), later=two_chunks_of(new))
     asked = asked_of(authority, tmp_path, promises, 9.0)
     assert asked[old.key][-1] < 1.5 < asked[new.key][0] + 0.5 and asked[new.key][-1] > 5.0
 
