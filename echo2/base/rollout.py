@@ -146,7 +146,7 @@ class EndReason(enum.Enum):
     REFUSED = "refused"
 
 
-TEMPERATURE_MIN = 1e-6  # below it a draw is greedy, until logits over it are infinite in float32
+TEMPERATURE_MIN = 1e-6  # smaller ones draw greedily too, and at last divide logits to infinity in float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class Transport:
                 connection, _ = await first_of(hosts, lambda ip: self._dial(ip, int(port), peer_id, way))
         except TimeoutError:
             raise Unreachable(f"{where}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
-        except (OSError, ValueError) as error:  # or no name that there can be
+        except (OSError, ValueError) as error:  # or an impossible name
             raise Unreachable(f"{where}: expected a known name, got: {error}") from None
         return connection
 

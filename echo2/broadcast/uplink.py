@@ -209,7 +209,7 @@ def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
         if raw != known and is_loopback(as_ipv4(host)):
             return None
         info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_PARTS.size)
-    except (OSError, ValueError, AttributeError):  # reused for another kind, of which getpeername tells other things
+    except (OSError, ValueError, AttributeError):  # reused for another kind of socket
         return None
     finally:
         view.detach()

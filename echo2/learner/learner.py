@@ -70,7 +70,7 @@ _log = logging.getLogger("echo2.learner")
 
 
 def as_reported(evaluation: float) -> float:
-    """As reported: all failures of a task that gives -1 for one are told apart from no evaluation."""
+    """The next number towards 0 in place of -1, which stands for no evaluation: some tasks give -1 for a failure."""
     return math.nextafter(evaluation, 0.0) if evaluation == NOT_EVALUATED else evaluation
 
 

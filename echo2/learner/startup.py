@@ -69,7 +69,7 @@ class Prepared:
         self.published: Mapping[str, Tensor] = team.snapshot()
         identity = _identity_of(options, team, self.published) | prompts.content() | {"began": begun.isoformat()}
         sft = self.conversations and [self.conversations.content, config.sft.steps, config.sft.lr]
-        identity |= {"teacher": config.learner.teacher, "sft": sft}  # none too: neither may be added later
+        identity |= {"teacher": config.learner.teacher, "sft": sft}  # also if none: neither may be added later
         folder.check_identity(identity, {"model_path": config.model.path})
         self.store = CheckpointStore(folder.path / "checkpoints", options.limits)
         self.store.check_room(team.checkpoint_bytes)

@@ -156,7 +156,7 @@ class GrpcNet:
             ) from None
         except ssl.SSLError as error:
             raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
-        except (OSError, UnicodeError, OverflowError) as error:  # or no name, or no port, that there can be
+        except (OSError, UnicodeError, OverflowError) as error:  # or an impossible name or port
             text = getattr(error, "strerror", None) or error
             raise Unreachable(
                 f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {text}"

@@ -41,7 +41,7 @@ def _caught(work: Callable[[], Answer]) -> Answer:
 
 
 def _reward(reward: Reward) -> Answer:
-    """As numbers that JSON knows: numpy's and torch's have others."""
+    """As JSON's own numbers: numpy's and torch's are of other types."""
     return {"value": float(reward.value), "parts": {name: float(number) for name, number in reward.parts.items()}}
 
 

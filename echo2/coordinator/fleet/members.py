@@ -118,8 +118,8 @@ class LivenessRule:
 class Member:
     """One worker, as last heard. `hello`: without the tickets of leases. `reach`: how to reach it, as it found out; None: as in its
     hello. `record`: what it has delivered and failed. `cut_at`: when its stream broke; None while it is open.
-    `is_barred_by_record`: the last plan was made without it. `price_approved`: USD/h that the operator has approved.
-    `usd_spent`: cost while it worked; `usd_standby`: cost on standby since this process began."""
+    `is_barred_by_record`: the last plan was made without it. `price_approved`: USD/h that the operator has approved; None: never
+    one. `usd_spent`: cost while it worked; `usd_standby`: cost on standby since this process began."""
 
     peer_id: PeerId
     hello: pb.WorkerHello

@@ -384,7 +384,7 @@ class Provisioner:
         self._journal(machine, "found", "its provider lists it and the journal did not know it")
 
     def _recognise_worker(self, machine: RentedMachine) -> None:
-        """Of a machine that was found nobody knows the token, but its worker has its name."""
+        """Nobody knows the token of a machine that was found, but its worker has the machine's name."""
         members = self._hub.membership.members.values()
         machine.replaced = tuple(member.peer_id for member in members if member.hello.name == machine.machine_id)
         if machine.replaced:

@@ -239,7 +239,7 @@ class StateView:
             {
                 "id": token.token_id, "role": token.role, "label": token.label, "expires": round(token.expires_at),
                 "use_limit": token.use_limit, "uses": len(token.peers), "is_revoked": token.is_revoked,
-                # As of its beginning: `expires` says the rest, and a text that counts seconds would be sent every second.
+                # Without its age, which `expires` tells: a text that counts seconds would be sent every second.
                 "problem": token.problem(token.created_at) if token.is_revoked or token.use_limit else "",
             }
             for token in tokens

@@ -186,7 +186,7 @@ class History:
 
 class Journal:
     """Writes the newest segment. Call `append` and `commit` only on one event loop's thread. Writes raise `DiskFull` if space
-    runs out, `StateError` if the disk does not take them for another reason."""
+    runs out, `StateError` if the disk fails in another way."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

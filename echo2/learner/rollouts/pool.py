@@ -353,7 +353,7 @@ class RolloutPool:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error, as of a task that cannot draw its next instance, ends the run: agents and workers only hear of it."""
+        """Ends the run with any error of the block, such as a task's that cannot draw: agents and workers would only hear of it."""
         try:
             yield
         except Exception as error:
@@ -443,7 +443,7 @@ class RolloutPool:
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:
-            if evaluation.asked < evaluation.rules.questions:  # else nothing is, which is asked with every report
+            if evaluation.asked < evaluation.rules.questions:  # this is asked with every report
                 for number in evaluation.wanted(self.groups.evaluation):
                     self._open_question(number)
             if not evaluation.is_answered:

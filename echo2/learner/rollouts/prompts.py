@@ -449,7 +449,7 @@ class Conversations:
 
     @cached_property
     def _held_out(self) -> tuple[TrainGroup, ...]:
-        """Those set apart, of few perhaps one. If all of them are too long, the first other conversation that is not."""
+        """Those set apart. If all of them are too long, as one alone may be, the first other conversation that is not."""
         if groups := self._groups(map(self._split.held_out_index, range(self._split.held_out_count))):
             return groups
         others = range(min(len(self._rows) - self._split.held_out_count, STEPS_TRIED * self._per_step))

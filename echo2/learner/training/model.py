@@ -587,7 +587,7 @@ def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.d
     config = LoraConfig(
         r=rank, lora_alpha=round(SCALE * rank), target_modules=list(layers), lora_dropout=0.0, bias="none"
     )
-    # Not the model itself, by whose config peft leaves out layers that are named as experts once were.
+    # Wrapped: by the model's own config peft leaves out layers that have the names of former experts.
     inject_adapter_in_model(config, nn.ModuleDict({"policy": hf_model}))
     if weights_dtype == "nf4":
         for name in list(layers):

@@ -244,7 +244,7 @@ class UnitSpan:
     def parts(self) -> Iterator[tuple[slice, slice, bool]]:
         """Queries, keys, and whether a query attends only to keys up to itself. Together they are all allowed pairs."""
         prompt = slice(self.begin, self.prompt_end)
-        if self.prompt_end > self.begin:  # chats may begin alike with nothing, by whose length the kernel would divide
+        if self.prompt_end > self.begin:  # chats may share nothing, and the kernel would divide by its length
             yield prompt, prompt, True
             yield slice(self.prompt_end, self.ends[-1]), prompt, False
         for begin, end in pairwise((self.prompt_end, *self.ends)):

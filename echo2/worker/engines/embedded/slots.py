@@ -54,10 +54,9 @@ class BlockPool:
         return len(self._free) + self.block_count - self._unused
 
     def free_without(self, rows: Iterable[int]) -> int:
-        """Blocks that were free if only these rows held any."""
-        return self.block_count - len(
-            set[int]().union(*(self.tables[row, : self.counts[row]].tolist() for row in rows))
-        )
+        """Blocks that would be free if only these rows held any."""
+        held = set[int]().union(*(self.tables[row, : self.counts[row]].tolist() for row in rows))
+        return self.block_count - len(held)
 
     def missing(self, slot: int, tokens: int) -> int:
         return max(0, blocks_for(tokens) - self.counts[slot])
@@ -391,7 +390,7 @@ class SlotTable:
 
     def _has_room_for(self, request: GenerateRequest) -> bool:
         """Whether blocks suffice for the request's tokens and for what running sequences still lack. Drops kept caches, oldest
-        first, until they suffice; the row that the request would share goes last; none where all of them would not do."""
+        first, until they suffice; the row that the request would share goes last. If dropping all would not do, drops none."""
         prompt = request.prompt_token_ids
         row, shared = self._kept.longest(prompt, len(prompt) - 1)
         if row >= 0:
