@@ -37,7 +37,7 @@ CALLS_PER_S, CALLS_BURST, CALL_WAIT_S_MAX = (
     200,
     5.0,
 )  # of a caller: further calls queue, and wait so long at most
-OVER_MAX = 200  # calls beyond the pace, without one within it: then the connection is ended
+OVER_MAX = 200  # calls beyond the pace, and as many a second as are within it: then the connection is ended
 _log = logging.getLogger("echo2.ports")
 # How a kind of error travels; any other is told as UNAUTHENTICATED.
 _STATUS: dict[type[EchoError], grpc.StatusCode] = {
@@ -88,21 +88,17 @@ class _Gate:
         self._admit = admit
         self._open: Counter[str] = Counter()
         self._pace = Pace(CALLS_PER_S, CALLS_BURST, CALL_WAIT_S_MAX)
-        self._over: Counter[str] = Counter()
+        self._over = Pace(CALLS_PER_S, OVER_MAX)
         self._shares = FairShares()
         self._refusals = Refusals(_log)
 
     async def paced(self, context: Any) -> tuple[str, FairShare]:
         """Admits the caller and waits for its turn; returns its name and share. LimitExceeded if it calls too often."""
         caller, share = self._admit(context)
-        wait_s = self._pace.wait_s(caller, monotonic())
-        if wait_s <= CALL_WAIT_S_MAX:
-            self._over.pop(caller, None)
-        else:
-            self._over[caller] += 1
-            if self._over[caller] > OVER_MAX:
-                self._over.clear()
-                DOORS.offended(context.peer())
+        now = monotonic()
+        wait_s = self._pace.wait_s(caller, now)
+        if wait_s > CALL_WAIT_S_MAX and self._over.wait_s(caller, now) > 0:
+            DOORS.offended(context.peer())
         if wait_s > 0:
             await asyncio.sleep(min(wait_s, CALL_WAIT_S_MAX))
         if wait_s > CALL_WAIT_S_MAX:

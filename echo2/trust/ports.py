@@ -339,7 +339,7 @@ class Doors:
     _thread: threading.Thread | None = None
     _floods: Floods = field(default_factory=Floods)
     _shut_out: frozenset[str] = frozenset()
-    _offenders: set[Remote] = field(default_factory=set)
+    _offenders: dict[Remote, Caller] = field(default_factory=dict)
     _freed_at: float = float("-inf")
 
     def watch(self, port: int, limits: PortLimits) -> None:
@@ -386,8 +386,8 @@ class Doors:
     def offended(self, name: str) -> None:
         """The caller at `name` does not keep to its limits, whatever it is answered: its connection is ended, its host shut out."""
         with self._lock:
-            if len(self._offenders) < EARLY_MAX:
-                self._offenders.add(remote_of(name))
+            if (caller := self._caller(remote_of(name))) is not None and len(self._offenders) < EARLY_MAX:
+                self._offenders[caller.remote] = caller
 
     def release(self, name: str) -> None:
         """Stops watching a connection: its owner limits it from now on, and its bytes are not held in this process."""
@@ -434,11 +434,11 @@ class Doors:
                 at_port = [caller for caller in callers if caller.port == port]
                 for reason, overdue_callers in overdue(at_port, limits, now).items():
                     reasons[f"port {port}: {reason}"] += overdue_callers
-            by_remote = {caller.remote: caller for caller in callers}
-            if offenders := [by_remote[remote] for remote in self._offenders if remote in by_remote]:
+            offenders, self._offenders = list(self._offenders.values()), {}  # also who hung up since, to come again
+            offending = {caller.peer for caller in offenders}
+            if offenders:
                 reasons["calls without end"] += offenders
-            self._offenders.clear()
-            proven = {caller.remote[0] for caller in callers if caller.peer and caller not in offenders}
+            proven = {caller.remote[0] for caller in callers if caller.peer and caller.peer not in offending}
             for host in {caller.remote[0] for reason in reasons for caller in reasons[reason] if "share" in reason}:
                 self._floods.offended(host, now, is_shared=host in proven)
             for caller in offenders:

@@ -203,12 +203,12 @@ async def peers_of_worker(scene: Scene, until: float) -> int:
 
 @attacker("peer messages by grammar, to the learner")
 async def peers_of_learner(scene: Scene, until: float) -> int:
-    return await _peer(scene, scene.learner, until, is_flood=False)
+    return await _peer(scene, scene.learner_node, until, is_flood=False)
 
 
 @attacker("flood of whole have-maps")
 async def have_maps(scene: Scene, until: float) -> int:
-    return await _peer(scene, scene.learner, until, is_flood=True)
+    return await _peer(scene, scene.learner_node, until, is_flood=True)
 
 
 @attacker("flood of the largest reports")

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from echo2.trust.ports import SHUT_OUT_MAX_S
 from tests.e2e.cluster import Cluster, small_run
 from tests.redteam.attacking import ATTACKERS
 from tests.redteam.cost import DAEMONS, Cost, attacking, cost_of, held_bytes
@@ -84,6 +85,11 @@ async def measured(cluster: Cluster, seconds: float, only: str | None) -> list[d
                 after = await cost_of(cluster, scene, None, window_s)
                 trios.append((before, cost, after))
                 before = after
+        assert name == NOBODY or any(cost.messages for _, cost, _ in trios), (
+            f"{name}: nothing was sent, nothing measured"
+        )
+        if attack is not None:
+            await asyncio.sleep(SHUT_OUT_MAX_S)  # the next one comes from the same address
         rows += (found := rows_of(name, trios, {one: size - held[one] for one, size in held_bytes(cluster).items()}))
         print(name + ": " + ", ".join(f"{row['name'].rpartition(': ')[2]} {row['value']}" for row in found), flush=True)
     return rows

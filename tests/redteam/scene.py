@@ -19,6 +19,7 @@ from typing import Any
 import grpc.aio
 
 from echo2.base.ids import GroupId, PeerId, RunId
+from echo2.broadcast.node import port_beside
 from echo2.coordinator.leases.lease import lease_id_of
 from echo2.trust import tls
 from echo2.trust.identity import Role, RunAuthority, TlsKey
@@ -46,6 +47,7 @@ class Scene:
     coordinator: Target
     enrolment: str
     learner: Target
+    learner_node: Target
     worker: Target
     page_port: int
     rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -98,9 +100,10 @@ async def scene_of(folder: Path) -> Scene:
     config = tomllib.loads((folder / "run.toml").read_text())
     ports = config["coordinator"]
     coordinator = Target(f"127.0.0.1:{ports['port']}", identity.peer_id)
+    learner, port = tls.load_or_create_identity(folder / "learner" / "node").peer_id, config["learner"]["port"]
     scene = Scene(
-        folder, authority, coordinator, f"127.0.0.1:{ports['enrol_port']}",
-        Target(f"127.0.0.1:{config['learner']['port']}", PeerId("")), Target("", PeerId("")), ports["dashboard_port"],
+        folder, authority, coordinator, f"127.0.0.1:{ports['enrol_port']}", Target(f"127.0.0.1:{port}", learner),
+        Target(f"127.0.0.1:{port_beside(port)}", learner), Target("", PeerId("")), ports["dashboard_port"],
     )  # fmt: skip
     operator = scene.identity(Role.OPERATOR)
     async with scene.channel(coordinator, operator) as channel:
@@ -108,7 +111,6 @@ async def scene_of(folder: Path) -> Scene:
         status = await stub.GetStatus(pb.GetStatusRequest())
     (worker,) = [one for one in status.workers if one.hello.name == "w0"]  # attackers leave some
     scene.worker = Target(worker.hello.addresses[0], PeerId(worker.peer_id))
-    scene.learner.peer_id = tls.load_or_create_identity(folder / "learner" / "node").peer_id
     return scene
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from echo2.trust import calls
 from echo2.trust.ports import (
     BROUGHT_NOTHING,
     HOSTS_MAX,
@@ -215,16 +218,43 @@ def test_who_goes_on_is_shut_out_longer_and_a_shared_host_never_long() -> None:
     assert times[0] == SHUT_OUT_S and times == sorted(times) and times[-1] == SHUT_OUT_MAX_S
 
 
-def test_a_caller_far_beyond_its_pace_loses_its_connection(listener: socket.socket) -> None:
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_caller_far_beyond_its_pace_loses_its_connection_and_cannot_come_again(
+    listener: socket.socket, hangs_up: bool
+) -> None:
     doors, port = Doors(), listener.getsockname()[1]
     doors._ports[port] = LEARNER
     made = connected(listener, FLOODER)
     assert made is not None
-    with made, listener.accept()[0]:
+    with made, listener.accept()[0] as accepted:
         told = f"ipv4:{FLOODER}:{made.getsockname()[1]}"
         doors.know(told, "peer")
         doors.look(time.monotonic())
         doors.offended(told)
-        assert doors.look(time.monotonic()) == 1
+        if hangs_up:
+            accepted.close()
+        assert doors.look(time.monotonic()) == (not hangs_up)
         assert made.recv(1) == b""
     assert connected(listener, FLOODER) is None
+
+
+async def test_calls_far_beyond_the_pace_are_an_offence_though_a_few_of_them_are_within_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of calls that are reset at once Python hears a thousand a second; each twentieth of a second one is within the pace."""
+    now, offences, gate = 0.0, list[str](), calls._Gate(lambda context: ("w1", calls.FairShare.SHARE))
+    monkeypatch.setattr(calls, "monotonic", lambda: now)
+    monkeypatch.setattr(calls, "DOORS", SimpleNamespace(offended=offences.append))
+
+    async def call(times: int, per_s: float) -> int:
+        nonlocal now
+        for _ in range(times):
+            now += 1 / per_s
+            task = asyncio.create_task(gate.paced(SimpleNamespace(peer=lambda: "ipv4:10.0.0.1:7")))
+            await asyncio.sleep(0)
+            task.cancel()
+        return len(offences)
+
+    assert await call(times=1_000, per_s=2 * calls.CALLS_PER_S) == 0, "too many, and told so"
+    now += 60
+    assert await call(times=1_000, per_s=1_000.0) > 400
