@@ -152,7 +152,8 @@ class LearnerDaemon:
             return stored
         if not options.join_link:
             raise ConfigError(
-                f"run {options.config.run.name}: expected a join link on the learner's first start, got none"
+                f"run {options.config.run.name}: expected a join link on the learner's first start, and once its certificate has "
+                "expired, got none"
             )
         link = JoinLink.parse(options.join_link)
         self._waits.begin("coordinator", f"the coordinator at {link.address}")

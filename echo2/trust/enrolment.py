@@ -85,21 +85,29 @@ async def find_coordinator(
     link: JoinLink, link_file: Path | None, credentials: Credentials, save: Callable[[Credentials], None]
 ) -> None:
     """Looks up the coordinator's present address at the link's host, or at the host that the link's file names by now. Accepts
-    only the peer that the first link pinned. Updates the address in `credentials`, which `save` keeps; leaves them unchanged if
-    no coordinator answers, or the token is used up."""
+    only the peer that the first link pinned. Updates the address in `credentials`, and the certificate if it is due for renewal,
+    which an expired one would not get, or came by another token, which may be revoked; `save` keeps them. They stay as they are
+    if no coordinator answers, or the token is used up."""
     if link_file is not None:
         with contextlib.suppress(OSError, EchoError):
             newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
             link = newer if newer.peer_id == link.peer_id else link
     try:
-        address = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
-    except EchoError as error:
-        _log.debug("the coordinator's address could not be looked up: %s", error)
-        return
-    if address != credentials.coordinator_address:
-        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, address)
-        credentials.coordinator_address = address
-        save(credentials)
+        found = await enrol(link, credentials.identity, credentials.role)
+        has_moved = found.coordinator_address != credentials.coordinator_address
+        if has_moved:
+            _log.warning(
+                "the coordinator has moved from %s to %s", credentials.coordinator_address, found.coordinator_address
+            )
+            credentials.coordinator_address = found.coordinator_address
+        old, new = credentials.certificate, found.certificate
+        is_better = old.token_id != new.token_id or renewal_due_unix_s(old) <= unix_now()
+        if is_better:
+            credentials.renew(found.tls_key_pem, new)
+        if has_moved or is_better:
+            save(credentials)
+    except (EchoError, OSError) as error:
+        _log.debug("the coordinator could not be looked up, or its address kept: %s", error)
 
 
 async def _answered(call: Awaitable[Reply], peer: str) -> Reply:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,7 @@ _BOUND_TO_IDENTITY = ("authority.pem", "authority.key", "credentials.json")
 CALLS_END_WITHIN_S = 2.0  # a daemon that stops hands partial work back within 2 s
 MESSAGE_BYTES_MAX = 16 << 20
 """Twice the largest report (wire/bounds.CALLS); channels of calls that carry more have options of their own."""
+_log = logging.getLogger("echo2.trust")
 
 
 def write_secret(path: Path, data: bytes) -> None:
@@ -216,6 +218,7 @@ def _check_of(fields: Mapping[str, str]) -> str:
 
 
 def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
+    """None if there are none, or they no longer hold: whoever was away until its certificate expired enrols anew."""
     path = folder / "credentials.json"
     if not path.exists():
         return None
@@ -236,7 +239,11 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
         raise StateError(
             f"{path}: expected saved credentials, got something else ({error}); remove it and join again"
         ) from None
-    credentials.check(unix_now())
+    try:
+        credentials.check(unix_now())
+    except TrustError as error:
+        _log.info("%s: enrolling anew: %s", folder, error)
+        return None
     return credentials
 
 

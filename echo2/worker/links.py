@@ -4,7 +4,7 @@ Guarantees: identity and credentials are kept in the folder, so a restart needs 
 refused; an unreachable coordinator is retried without limit, with jittered backoff; a wrong token, peer or protocol version ends
 the join at once. Messages sent while no session is open are dropped: the next hello lists the leases still held. A grant that is
 malformed or for another worker is refused with the reason and affects nothing else; deadlines, which are on the coordinator's
-clock, are corrected by the measured skew. A learner with another model than before ends the session.
+clock, are taken by the time that its welcome told. A learner with another model than before ends the session.
 
 Reports leave in the order given, and each gets one verdict in that order; a stream that breaks, or stays silent for `VERDICT_S`
 with reports in flight, is replaced, with jittered backoff and without limit; the ticket of a lease travels with its first report on
@@ -58,11 +58,7 @@ async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> 
         identity = load_or_create_identity(folder)
     except OSError as error:
         raise ResourceError(f"{folder}: expected a folder to keep the identity in, got {error}") from None
-    try:
-        credentials = load_credentials(folder, identity)
-    except TrustError as error:
-        _log.info("enrolling anew: %s", error)
-        credentials = None
+    credentials = load_credentials(folder, identity)
     if credentials is not None and credentials.coordinator_peer_id != link.peer_id:
         raise StateError(
             f"{folder}: it belongs to run {credentials.run_id} of coordinator {credentials.coordinator_peer_id}, the "
@@ -139,7 +135,7 @@ class CoordinatorCommands:
         self.learner_known = asyncio.Event()
         self._link, self._leases, self._reports, self._node = link, leases, reports, node
         self._clock, self._add_finding = clock, add_finding
-        self._skew_s = 0.0
+        self._ahead_s = unix_now() - clock.now()  # the coordinator's time before this clock, which nobody sets
 
     def on_lost(self) -> None:
         self._leases.on_coordinator_lost()
@@ -148,8 +144,8 @@ class CoordinatorCommands:
         check_interval("report_interval_s", welcome.report_interval_s)
         _log.info("welcome in run %s, staleness bound %d", welcome.run_id, welcome.staleness_bound)
         if welcome.unix_s:
-            self._skew_s = welcome.unix_s - unix_now()
-            self._add_finding(clock_finding(self._skew_s))
+            self._ahead_s = welcome.unix_s - self._clock.now()
+            self._add_finding(clock_finding(welcome.unix_s - unix_now()))
         coordinator = self._link.credentials.coordinator_peer_id
         self._node.nat.use_relay(coordinator, welcome.relay_address[:ADDRESS_CHARS_MAX])
         self._node.bans.name_all(map(PeerId, welcome.banned_peer_ids))
@@ -210,8 +206,9 @@ class CoordinatorCommands:
         if grant.is_renewal and lease_id not in self._leases.lease_ids:
             return  # the two messages crossed: the lease has ended here, so neither it nor its ticket begins again
         self._reports.keep_ticket(ticket)
-        deadline = self._clock.now() + ticket.deadline_unix_s - (unix_now() + self._skew_s)
-        self._leases.grant(lease_id, group, deadline, is_continuation=grant.is_continuation)
+        self._leases.grant(
+            lease_id, group, ticket.deadline_unix_s - self._ahead_s, is_continuation=grant.is_continuation
+        )
 
 
 def _refuse_other_model(known: coordinator_pb2.LearnerWhereabouts, learner: coordinator_pb2.LearnerWhereabouts) -> None:

@@ -26,9 +26,14 @@ async def test_a_link_has_what_was_asked_for_and_what_is_refused_is_the_error_th
                 await operator.act("machines", {"ofer": "local"})
             with pytest.raises(ConfigError, match=r"^usd_budget: expected a number, got 'much'$"):
                 await operator.act("run/settings", {"usd_budget": "much"})
+            new = (await operator.act("tokens", body | {"role": "operator", "label": ""}))["join_link"]
         (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
         assert (token.role, token.use_limit) == ("worker", 2)
         assert JoinLink.parse(made).address == daemon.enrol_address
+        (first,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "operator.link"]
+        daemon.hub.tokens.revoke(first.token_id)
+        async with OperatorClient.at(new, tmp_path / "me") as operator:
+            assert await operator.status(), "whose link was revoked, and who was given another"
 
 
 async def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_cost(tmp_path: Path) -> None:

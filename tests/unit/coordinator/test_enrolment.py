@@ -189,6 +189,14 @@ async def test_a_coordinator_that_has_moved_is_looked_up_by_the_link_or_by_the_n
         worker.coordinator_address = here
         await find_coordinator(link, None, worker, kept.append)
         assert not kept, "nothing is written where nothing has changed"
+        late, before = worker.certificate.not_after_unix_s + 1.0, worker.certificate.pem
+        for token in daemon.hub.tokens.tokens.values():
+            token.expires_at = late + 1.0
+        with entered(outside_at(late)):
+            daemon.hub.clock = SimpleNamespace(now=lambda: late)
+            await find_coordinator(link, None, worker, kept.append)
+            worker.check(late)
+        assert kept == [worker] and worker.certificate.pem != before, "one that was away until it had expired"
 
 
 async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_admits_one_worker_at_a_time(
