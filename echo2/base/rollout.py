@@ -147,6 +147,7 @@ class EndReason(enum.Enum):
 
 
 TEMPERATURE_MIN = 1e-6  # smaller ones draw greedily too, and at last divide logits to infinity in float32
+TEMPERATURE_MAX = 2.0  # as of OpenAI's API; vLLM takes none above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.stop_strings or self.stop_pieces:
             check_stops(self.stop_strings, self.stop_piece_ids, self.stop_pieces)
-        if self.temperature and not TEMPERATURE_MIN <= self.temperature <= 100.0:
-            raise MalformedMessage(f"temperature: expected 0, or {TEMPERATURE_MIN} to 100, got {self.temperature}")
+        if self.temperature and not TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX:
+            expected = f"0, or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
+            raise MalformedMessage(f"temperature: expected {expected}, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise MalformedMessage(f"top_p: expected above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.top_k < 1 << 32:

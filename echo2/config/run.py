@@ -71,7 +71,7 @@ Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 # Why temperature has its bounds.
-_GREEDY = "greedy rollouts of one prompt are all the same; from 100 on every token is as likely as the next"
+_GREEDY = "greedy rollouts of one prompt are all the same; vLLM takes none above 2"
 
 
 class Section(BaseModel):
@@ -196,7 +196,7 @@ class AgentSection(Section):
 
 
 class SamplingSection(Section):
-    temperature: float = opt(1.0, "Divides the logits.", gt=0, le=100, why=_GREEDY)
+    temperature: float = opt(1.0, "Divides the logits.", gt=0, le=2, why=_GREEDY)
     top_p: float = opt(1.0, "Nucleus sampling; 1: off.", gt=0, le=1)
     top_k: Whole = opt(0, "Keeps the k likeliest tokens; 0: off.")
     max_new_tokens: Count = opt(1024, "Longest completion.")

@@ -392,7 +392,7 @@ class Episodes:
         episode = Episode(self._base_url, session.key, session.problem.description)
         try:
             reward = await harness(episode)
-        except Exception as error:  # noqa: BLE001 - the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code, whose exit would be the learner's
             return self.fail(session, cause_of(error)[:500])
         if reward is None:
             self.finish(session)
@@ -530,7 +530,11 @@ class Episodes:
     # ---- ends
 
     async def _score(self, session: Session, token_ids: tuple[int, ...]) -> None:
-        outcome = await self._fleet.score(session.problem.root, token_ids)
+        outcome: Scored | str
+        try:
+            outcome = await self._fleet.score(session.problem.root, token_ids)
+        except Exception as error:  # noqa: BLE001 - the task's code: an episode that is scored has no time limit
+            outcome = cause_of(error)[:500]
         if isinstance(outcome, str):
             self.fail(session, outcome)
         else:

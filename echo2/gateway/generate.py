@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from echo2.base.errors import EchoError, MalformedMessage
-from echo2.base.rollout import Rollout, RoutingShape, unpacked
+from echo2.base.rollout import TEMPERATURE_MAX, Rollout, RoutingShape, unpacked
 from echo2.gateway.app import (
     MASTER,
     AccessCheck,
@@ -277,7 +277,7 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
         token_ids=tuple(token_ids),
         request_id=str(body.get("request_id") or "")[:128],
         choices=whole_number(1 if params.get("n") is None else params["n"], "sampling_params.n", CHOICES_MAX),
-        temperature=_number(params, "temperature", 0.0, 100.0),
+        temperature=_number(params, "temperature", 0.0, TEMPERATURE_MAX),
         top_p=_number(params, "top_p", 1e-6, 1.0),
         top_k=0 if top_k in (None, -1, 0) else whole_number(top_k, "sampling_params.top_k", TOKENS_MAX),
         max_tokens=None if tokens is None else whole_number(tokens, "sampling_params.max_tokens", TOKENS_MAX),

@@ -22,8 +22,11 @@ from urllib.parse import urlsplit
 
 from echo2.base.errors import TaskError
 from echo2.base.units import imported
+from echo2.outside.guard import cancel_all
 
 OUTPUT_BYTES_MAX = 1 << 20  # only the last line counts; the rest is for the log
+LOOK_S = 0.1  # how soon the end of a program is seen whose pipes others hold
+CLOSED_S = 1.0  # killed processes close theirs at once; one that has left the group may keep them
 PROBLEM_BYTES_MAX = (128 << 10) - len("ECHO2_PROBLEM=\0")  # Linux's MAX_ARG_STRLEN
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # MODULE:FUNCTION; anything else is a command
 # What an interpreter needs to start; no keys, tokens or proxies of the learner.
@@ -85,17 +88,25 @@ def _program_harness(command: str) -> Harness:
             *arguments, env=environment | past_proxies(episode.base_url), stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe, stderr=pipe, start_new_session=True,
         )  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None, "they are pipes"
+        output, errors = bytearray(), bytearray()
+        kept = ((process.stdout, output), (process.stderr, errors))
+        readers = [asyncio.create_task(_keep_last(*each)) for each in kept]
         try:
-            assert process.stdout is not None and process.stderr is not None, "they are pipes"
-            output, errors = await asyncio.gather(_last_of(process.stdout), _last_of(process.stderr))
-            status = await process.wait()
+            # Its own end counts, not that of its pipes, which what it has left running may hold open; `wait` waits for both.
+            while process.returncode is None:
+                _, is_open = await asyncio.wait(readers, timeout=LOOK_S)
+                if not is_open:
+                    await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if status != 0:
-            raise TaskError(f"agent {arguments[0]}: expected it to exit with 0, got {status}: {errors[-400:]}")
-        return _printed(output)
+            await asyncio.wait(readers, timeout=CLOSED_S)
+            await cancel_all(readers)
+        if process.returncode != 0:
+            said = errors.decode(errors="replace")[-400:]
+            raise TaskError(f"agent {arguments[0]}: expected it to exit with 0, got {process.returncode}: {said}")
+        return _printed(output.decode(errors="replace"))
 
     return play
 
@@ -119,12 +130,11 @@ def cause_of(error: BaseException) -> str:
     return text if first is error else f"{text} ({type(first).__name__}: {first})"
 
 
-async def _last_of(stream: asyncio.StreamReader) -> str:
-    """Reads the stream to its end and returns its last OUTPUT_BYTES_MAX bytes as text."""
-    held = b""
+async def _keep_last(stream: asyncio.StreamReader, held: bytearray) -> None:
+    """Reads the stream to its end; `held` has the last OUTPUT_BYTES_MAX bytes so far."""
     while data := await stream.read(1 << 16):
-        held = (held + data)[-OUTPUT_BYTES_MAX:]
-    return held.decode(errors="replace")
+        held += data
+        del held[:-OUTPUT_BYTES_MAX]
 
 
 def _printed(text: str) -> float | None:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from echo2.base.errors import MalformedMessage
-from echo2.base.rollout import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
+from echo2.base.rollout import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, TEMPERATURE_MAX
 
 Message = Mapping[str, object]
 BODY_BYTES_MAX = 8 << 20  # PROMPT_TOKENS_MAX of some 4 bytes each, twice for JSON's escapes
@@ -36,7 +36,7 @@ _TAKEN = frozenset({
 @dataclass(frozen=True, slots=True)
 class CallRequest:
     """A parsed call: the `messages` of a chat, or the `prompt` of a text completion, as a string or as token ids. `max_tokens`
-    None: as many as the limits allow. `temperature`: obeyed in evaluations only; None: missing, or not a number from 0 to 100.
+    None: as many as the limits allow. `temperature`: obeyed in evaluations only; None: missing, or not a number from 0 to 2.
     `digest`: covers everything that determines the answer, so a retry has the same one. For a chat, `history` holds the key of
     its tools, then the key of the chat up to each message; `sizes` holds the length of each as JSON, in characters."""
 
@@ -148,7 +148,10 @@ def _call(
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
         wants_ids=body.get("return_token_ids") is True,
         temperature=_temperature(body.get("temperature")),
-        ignored=tuple(sorted(name[:40] for name, item in body.items() if name not in taken and item is not None)[:32]),
+        # ASCII, since they go into a header.
+        ignored=tuple(ascii(name)[1:-1][:40] for name in sorted(body) if name not in taken and body[name] is not None)[
+            :32
+        ],
     )
     return call.with_digests()
 
@@ -245,7 +248,7 @@ def stop_texts(value: object) -> tuple[str, ...]:
 
 def _temperature(value: object) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value <= 100 else None  # type: ignore[operator, arg-type]
+    return float(value) if is_number and 0 <= value <= TEMPERATURE_MAX else None  # type: ignore[operator, arg-type]
 
 
 def whole_number(value: object, name: str, high: int) -> int:

@@ -43,6 +43,7 @@ from echo2.outside.guard import MISHAPS
 API = "/api/v1"  # as the SDK asks
 POLL_S = 20.0  # the SDK gives a poll 45 s
 SILENT_S = 30.0  # the SDK sends a heartbeat every 10 s
+SESSIONS_MAX = 1024  # far more than clients of one run at a time
 CHUNK_BYTES = 4 << 20  # of examples in one request, by the SDK's estimate: half of what a body may have
 CHUNK_EXAMPLES = 256
 """Examples in one request: a chunk's steps are not interrupted by another's, so a poll ends within seconds."""
@@ -165,6 +166,8 @@ class TinkerApi:
     def _create_session(self, _: types.CreateSessionRequest) -> BaseModel:
         terms, session_id = self._driven.terms, here().rng.randbytes(12).hex()
         self._sessions[session_id] = monotonic()
+        if len(self._sessions) > SESSIONS_MAX:  # the one that has been silent for longest
+            del self._sessions[min(self._sessions, key=self._sessions.__getitem__)]
         rank = terms.lora_rank
         trained = f"an adapter of rank {rank}" if rank else "all weights, whatever rank is asked for"
         text = (
@@ -177,9 +180,7 @@ class TinkerApi:
     def _heartbeat(self, asked: SessionHeartbeatRequest) -> BaseModel:
         if asked.session_id not in self._sessions:
             raise CallRefused(404, "no_session", "expected a session since the learner's last start")
-        now = monotonic()
-        self._sessions = {name: heard_at for name, heard_at in self._sessions.items() if now - heard_at < SILENT_S}
-        self._sessions[asked.session_id] = now
+        self._sessions[asked.session_id] = monotonic()
         return SessionHeartbeatResponse()
 
     async def _finish(self, request: Request) -> Response:

@@ -91,7 +91,9 @@ class RequestPool(RolloutPool):
 
     def leave(self, answer: TokenAnswer) -> None:
         """Closes the request if it is still under way."""
-        if answer.whole.done():
+        if (
+            answer.whole.done() and not answer.whole.cancelled()
+        ):  # whoever waited for it may have been cancelled with it
             return
         answer.whole.cancel()
         for group_id, asked in list(self._asked.items()):

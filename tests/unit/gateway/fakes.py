@@ -80,7 +80,7 @@ class RecordingFleet:
         self.leases: dict[str, Lease] = {}
         self.ends: list[End] = []
         self.broken: Exception | None = None
-        self.score_answer: Scored | str = "no task"
+        self.score_answer: Scored | str | Exception = "no task"
         self._depths: dict[tuple[str, int], int] = {}
         self._chains = 0
 
@@ -103,6 +103,8 @@ class RecordingFleet:
         self.ends.append(End(root, chains, reward, parts, is_final, outcome if isinstance(outcome, str) else ""))
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
+        if isinstance(self.score_answer, Exception):
+            raise self.score_answer
         return self.score_answer
 
 

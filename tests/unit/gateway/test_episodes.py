@@ -135,9 +135,10 @@ async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_e
 
 async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_error() -> None:
     episode = Episode("http://127.0.0.1:1/v1", "key", {})
-    for command, reward in (("echo played; echo 0.5", 0.5), ("echo played", None)):
+    left_running = "sleep 1000 & echo 0.5"  # with the program's output open
+    for command, reward in (("echo played; echo 0.5", 0.5), ("echo played", None), (left_running, 0.5)):
         play = make_harness(f"sh -c '{command}'", 1)
-        assert play is not None and await play(episode) == reward
+        assert play is not None and await asyncio.wait_for(play(episode), WAIT_S) == reward
     play = make_harness("sh -c 'echo 0.5; exit 3'", 1)
     assert play is not None
     with pytest.raises(TaskError, match="expected it to exit with 0, got 3"):
@@ -176,25 +177,30 @@ async def test_the_end_ends_what_plays() -> None:
 
 async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -> None:
     world = World()
-    plays: list[Any] = [0.25, None, None, OSError("no such tool")]
+    plays: list[Any] = [0.25, None, None, None, OSError("no such tool"), SystemExit(0)]
 
     class Harness:
         async def __call__(self, episode: Any) -> float | None:
             (session,) = world.episodes.sessions.values()
             world.ask(session, "hi")
             outcome = plays.pop(0)
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException):
                 raise outcome
             return outcome  # type: ignore[no-any-return]
 
     world = World(Harness(), restarts_max=0)  # type: ignore[arg-type]
-    answers: list[Any] = [(0.75, {"exact": 0.5}), "it cannot be judged"]
-    for number in range(4):
-        if number in (1, 2):
+    answers: list[Any] = [(0.75, {"exact": 0.5}), "it cannot be judged", OSError("no such row")]
+    for number in range(6):
+        if number in (1, 2, 3):
             world.fleet.score_answer = answers.pop(0)
         world.episodes.open_problem(f"a{number}", 1, {})
         await settle()
-    assert [end.reward for end in world.fleet.ends] == [0.25, 0.75, None, None]
+    assert [end.reward for end in world.fleet.ends] == [0.25, 0.75, None, None, None, None]
+    assert [end.failure for end in world.fleet.ends[3:]] == [
+        "OSError: no such row",
+        "OSError: no such tool",
+        "SystemExit: 0",
+    ]
     assert world.fleet.ends[1].parts == {"exact": 0.5}
     await world.episodes.close()
 
@@ -477,6 +483,7 @@ async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_
     assert chat("x", tool_choice="required", top_logprobs=2).ignored == ("tool_choice", "top_logprobs")
     assert chat("x", tool_choice="auto").ignored == () and text_call({"prompt": "x", "echo": True}).ignored == ("echo",)
     assert chat("x", max_completion_tokens=None, max_tokens=3).max_tokens == 3
+    assert chat("x", **{"\u6e29\n": 1}).ignored == (r"\u6e29\n",), "in a header"
 
 
 # ---- streams: nothing is sent that a later token could take back

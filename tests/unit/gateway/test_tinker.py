@@ -21,6 +21,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
 from echo2.base.rollout import AdamStep, ClientLoss, Example
+from echo2.gateway import tinker as gateway_tinker
 from echo2.gateway.app import error_answer
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
@@ -85,9 +86,13 @@ async def played() -> AsyncIterator[tuple[Post, Recorder]]:
     await api.operations.close()
 
 
+async def session_of(post: Post) -> str:
+    asked = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    return str((await post("create_session", asked)).json()["session_id"])
+
+
 async def model_of(post: Post, rank: int = 4) -> str:
-    session = (await post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})).json()
-    named = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "tiny"}
+    named = {"session_id": await session_of(post), "model_seq_id": 0, "base_model": "tiny"}
     asked = {**named, "lora_config": {"rank": rank}}
     future = (await post("create_model", asked)).json()
     return str((await post("retrieve_future", {"request_id": future["request_id"]})).json()["model_id"])
@@ -163,6 +168,21 @@ async def test_a_training_client_whose_place_was_taken_is_not_made_again_under_i
         assert (await post("create_model", {**asked, "model_seq_id": 1})).status_code == 200
         again = await post("create_model", {**asked, "model_seq_id": 0})
         assert again.status_code == 400 and "a new model_seq_id" in again.json()["error"]["message"]
+
+
+async def test_a_client_that_slept_keeps_its_place_unless_another_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(gateway_tinker, "monotonic", lambda: now[0])
+    async with played() as (post, _):
+        first, second = (await model_of(post)).split(":")[0], await session_of(post)
+        now[0] += 100.0
+        for session in (second, first):
+            assert (await post("session_heartbeat", {"session_id": session})).status_code == 200
+        asked = {"session_id": second, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+        refused = await post("create_model", asked)
+        assert refused.status_code == 400 and "expected one training client a run" in refused.text
+        now[0] += 100.0
+        assert (await post("create_model", asked)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -173,14 +173,14 @@ APPLY_TIMEOUT_S = 300.0  # bounds every call to vLLM's processes; loading a larg
 _log = logging.getLogger("echo2.worker")
 _EXTENSION = "echo2.worker.engines.vllm.extension.WorkerExtension"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-_TEMPERATURE_MIN = 0.01  # vLLM raises smaller ones to this
 
 
 @dataclass(slots=True)
 class _Stream:
-    """One sequence at vLLM. `count`: tokens received so far; `is_known`: vLLM has accepted it."""
+    """One sequence at vLLM. `parameters`: vLLM's own; `count`: tokens received so far; `is_known`: vLLM has accepted it."""
 
     request: GenerateRequest
+    parameters: Any = None
     task: asyncio.Task[None] | None = None
     count: int = 0
     is_known: bool = False
@@ -339,15 +339,12 @@ class VllmEngine:
 
     def submit(self, request: GenerateRequest) -> None:
         refuse_bad_request(request, self._context_tokens, self._vocab_count)
-        if 0.0 < request.sampling.temperature < _TEMPERATURE_MIN:
-            raise EngineError(
-                f"request {request.request_id}: expected temperature 0 or at least {_TEMPERATURE_MIN}, as vLLM raises it"
-            )
-        self._outbox.open(request.request_id)
         stream = _Stream(request)
         if self._tells_routing and not request.token_ids and not self._is_sharing(request):
             self._prompt_count += 1
             stream.prompt_file = Path(self._folder.name, f"prompt-{self._prompt_count}")
+        stream.parameters = self._parameters(stream)
+        self._outbox.open(request.request_id)
         self._streams[request.request_id] = stream
         if self.version is not None:
             self._begin(stream)
@@ -419,7 +416,7 @@ class VllmEngine:
         reason = FinishReason.ABORTED
         try:
             outputs = await self._llm.add_request(
-                request.request_id, prompt, self._parameters(stream), lora_request=self._lora_request()
+                request.request_id, prompt, stream.parameters, lora_request=self._lora_request()
             )
             stream.is_known = True
             if stream.is_aborted:
@@ -506,30 +503,38 @@ class VllmEngine:
         return LoRARequest("policy", ADAPTER_ID, "/in/memory")
 
     def _parameters(self, stream: _Stream) -> Any:
+        """Raises EngineError for what vLLM refuses or changes, such as a temperature below 0.01."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         request, sampling = stream.request, stream.request.sampling
         prompt_file = {} if stream.prompt_file is None else {PROMPT_FILE: str(stream.prompt_file)}
         length = len(request.prompt_token_ids) + len(request.token_ids)
-        return VllmSamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=min(sampling.max_new_tokens - len(request.token_ids), self._context_tokens - length),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
-            # With drafts, a continuation starts a new random stream: vLLM's cannot be entered in the middle.
-            seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids))
-            if self._draft_tokens
-            else None,
-            extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)} | prompt_file,
-            logprobs=1
-            - (-self._expert_bytes // 3),  # beside the token's own: the raw one, and experts, three bytes each
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        try:
+            parameters = VllmSamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=min(sampling.max_new_tokens - len(request.token_ids), self._context_tokens - length),
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,
+                # With drafts, a continuation starts a new random stream: vLLM's cannot be entered in the middle.
+                seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids))
+                if self._draft_tokens
+                else None,
+                extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)} | prompt_file,
+                # beside the token's own: the raw one, and experts, three bytes each
+                logprobs=1 - (-self._expert_bytes // 3),
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+        except Exception as error:
+            raise EngineError(f"request {request.request_id}: vLLM refuses it: {error}") from error
+        if parameters.temperature != sampling.temperature:
+            text = f"expected a temperature that vLLM keeps, got {sampling.temperature}, for which it takes"
+            raise EngineError(f"request {request.request_id}: {text} {parameters.temperature}")
+        return parameters
 
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> VllmEngine:
