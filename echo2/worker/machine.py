@@ -275,27 +275,36 @@ class Hardware:
     read_memory: Callable[[], tuple[int, int]]
 
 
-def parse_gpus(text: str) -> tuple[LocalGpu, ...]:
-    """Parses nvidia-smi's rows of name, memory in MiB and driver version; skips other rows."""
-    gpus = []
+def parse_gpus(text: str, visible: str | None = None) -> tuple[LocalGpu, ...]:
+    """Parses nvidia-smi's rows of name, memory in MiB, driver version and UUID; skips other rows. `visible`: which of them, as
+    CUDA_VISIBLE_DEVICES says it: numbers or beginnings of UUIDs, up to the first unknown one. None, or parts of GPUs (MIG): all."""
+    gpus: list[tuple[str, LocalGpu]] = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 3 and fields[1].isdigit():
-            gpus.append(LocalGpu(fields[0], int(fields[1]) << 20, fields[2]))
-    return tuple(gpus)
+        if len(fields) >= 3 and fields[1].isdigit():
+            gpus.append(("".join(fields[3:]), LocalGpu(fields[0], int(fields[1]) << 20, fields[2])))
+    if visible is None or "MIG" in visible:
+        return tuple(gpu for _, gpu in gpus)
+    chosen: list[LocalGpu] = []
+    for name in map(str.strip, visible.split(",")):
+        named = [gpu for at, (uuid, gpu) in enumerate(gpus) if name == str(at) or (name and uuid.startswith(name))]
+        if not named:
+            break
+        chosen.append(named[0])
+    return tuple(chosen)
 
 
 def local_gpus() -> tuple[LocalGpu, ...]:
-    """The GPUs that nvidia-smi lists; none if it is missing or fails. Takes up to `TOOL_S`."""
+    """The GPUs that nvidia-smi lists and this process may use; none if it is missing or fails. Takes up to `TOOL_S`."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    query = [tool, "--query-gpu=name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TOOL_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return parse_gpus(done.stdout) if done.returncode == 0 else ()
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")) if done.returncode == 0 else ()
 
 
 def look(folder: Path) -> WorkerMachine:

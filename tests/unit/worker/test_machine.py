@@ -51,6 +51,11 @@ WITH_GPUS = replace(BARE, gpus=parse_gpus("NVIDIA H200, 143771, 570.1\nNVIDIA H2
 def test_this_machine_is_looked_at_and_vllm_chosen_where_there_is_a_gpu_and_vllm(tmp_path: Path) -> None:
     assert parse_gpus("NVIDIA L4, 23034, 550.54\n[Unknown Error]\n") == (LocalGpu("NVIDIA L4", 23034 << 20, "550.54"),)
     assert (WITH_GPUS.gpu_text, BARE.gpu_text) == ("2 x NVIDIA H200", "cpu")
+    rows = "".join(f"NVIDIA {name}, 100, 570.1, GPU-{name}-0\n" for name in ("A", "B", "C"))
+    for visible, seen in (
+        (None, "ABC"), ("1", "B"), ("2, 0", "CA"), ("GPU-C-0,GPU-A", "CA"), ("0,3,1", "A"), ("", ""), ("-1", ""), ("MIG-7", "ABC"),
+    ):  # fmt: skip
+        assert "".join(gpu.name[-1] for gpu in parse_gpus(rows, visible)) == seen, "as CUDA counts them"
     for choice, machine, expected in (
         ("auto", BARE, "embedded"), ("auto", WITH_GPUS, "vllm"), ("auto", replace(WITH_GPUS, has_vllm=False), "embedded"),
         ("embedded", WITH_GPUS, "embedded"),
