@@ -258,7 +258,7 @@ class LearnerSection(Section):
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = opt(
         (), "tensorboard, wandb, trackio, besides metrics.jsonl."
     )
-    port: Port = opt(0, "Ingest and broadcast, its second relay 2 above; 0: any free ones.")
+    port: Port = opt(0, "Ingest and broadcast, its second relay 4 above; 0: any free ones.")
     advertise: str = opt("", "host:port for workers; empty: where it listens.")
     uplink_limit: BytesPerSecond = opt(0.0, "Largest sending rate; 0: no limit.")
     emulated_link: EmulatedLink = opt(LinkShape(), "For experiments: uplink, downlink, round trip.")
@@ -284,8 +284,8 @@ class LearnerSection(Section):
 
     @property
     def relay_port(self) -> int:
-        """Beside the port and its bulk port; any free one where that is any free one."""
-        return self.port + 2 if 0 < self.port < 65_534 else 0
+        """As far above as the coordinator's is, for both may be on one machine; any free one where that is any free one."""
+        return self.port + 4 if 0 < self.port < 65_532 else 0
 
 
 class SftSection(Section):

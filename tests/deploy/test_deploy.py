@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from echo2.broadcast.node import port_beside
 from echo2.cli import coordinator, learner, worker
 from echo2.config.load import load_config
 from echo2.coordinator.web.page import METRICS, WORKER_METRICS
@@ -110,14 +111,23 @@ def test_what_compiles_dependencies_is_there_before_pip_needs_it() -> None:
     assert "libgmp10" in (DEPLOY / "containers" / "coordinator.Containerfile").read_text().split("\nFROM ")[-1]
 
 
-def test_ports_agree() -> None:
+def test_ports_agree_and_a_learner_beside_its_coordinator_takes_none_of_its() -> None:
     config = load_config([DEPLOY / "run.toml"], None, {})
-    c = config.coordinator
+    c, port = config.coordinator, config.learner.port
     ports = (c.enrol_port, c.port, c.dashboard_port, c.relay_port, c.relay_port + 1)
-    of_role = {"coordinator": ports, "learner": (config.learner.port,), "worker": (config.worker.port,)}
+    learners = (port, port_beside(port))
+    of_role = {"coordinator": ports, "learner": learners, "worker": (config.worker.port,)}
     for name, wanted in of_role.items():
         text = (DEPLOY / "containers" / f"{name}.Containerfile").read_text()
         assert re.search(r"^EXPOSE (.+)$", text, re.MULTILINE)[1].split() == [str(port) for port in wanted]  # type: ignore[index]
+    service, stateful = yaml.safe_load_all((DEPLOY / "kubernetes" / "learner.yaml").read_text())
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    assert tuple(one["port"] for one in service["spec"]["ports"]) == learners, "a service passes no other port on"
+    assert tuple(one["containerPort"] for one in container["ports"]) == learners
+    rented = yaml.safe_load((DEPLOY / "skypilot" / "learner.yaml").read_text())
+    assert tuple(rented["resources"]["ports"]) == learners
+    relay = config.learner.relay_port
+    assert len({*ports, *learners, relay, relay + 1}) == len(ports) + 4
 
 
 @pytest.mark.extras
