@@ -1,6 +1,6 @@
 """What an operator asks of a run's coordinator: `echo2 status`, `echo2 link`, and `echo2 ctl`, the page's buttons from a terminal.
 
-Guarantees: enrols once per identity folder and coordinator, and keeps the certificate; every call has a timeout; the coordinator
+Guarantees: enrols once per identity folder and coordinator, and keeps each certificate; every call has a timeout; the coordinator
 checks, logs and saves each change before it answers.
 """
 
@@ -46,12 +46,13 @@ class OperatorClient:
     @asynccontextmanager
     async def at(cls, text: str, folder: Path) -> AsyncIterator[Self]:
         link, identity = JoinLink.parse(text), load_or_create_identity(folder)
-        credentials = load_credentials(folder, identity)
-        if credentials is None or credentials.coordinator_peer_id != link.peer_id:
+        kept = folder / link.peer_id
+        credentials = load_credentials(kept, identity)
+        if credentials is None:
             credentials = await enrol(link, identity, Role.OPERATOR)
-            save_credentials(folder, credentials)
+            save_credentials(kept, credentials)
         else:
-            await find_coordinator(link, None, credentials, lambda new: save_credentials(folder, new))
+            await find_coordinator(link, None, credentials, lambda new: save_credentials(kept, new))
         origin = f"coordinator {link.peer_id} at {link.address}"
         limit = ("grpc.max_receive_message_length", SERVICES.reply_bytes)  # the state of a large fleet
         async with open_channel(

@@ -10,6 +10,7 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.cli.operator import OperatorClient
+from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.trust.identity import JoinLink, Role
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
@@ -50,8 +51,16 @@ async def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_
         assert since and all(abs(one - began) < 60 for one in since)
 
 
-async def test_who_was_an_operator_of_one_run_is_let_into_another(tmp_path: Path) -> None:
+async def test_who_was_an_operator_of_one_run_is_let_into_another_and_back_once_the_link_has_ended(
+    tmp_path: Path,
+) -> None:
+    async def ask(daemon: CoordinatorDaemon) -> None:
+        async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
+            assert (await operator.status()).run_id == daemon.options.run_id
+
     async with running(options(tmp_path / "a")) as first, running(options(tmp_path / "b", run_id="b")) as second:
         for daemon in (first, first, second):
-            async with OperatorClient.at(daemon.links["operator"], tmp_path / "me") as operator:
-                assert (await operator.status()).run_id == daemon.options.run_id
+            await ask(daemon)
+        for token in first.hub.tokens.tokens.values():
+            token.expires_at = 0.0
+        await ask(first)
