@@ -17,12 +17,13 @@ import pytest
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.base.ids import Step
 from echo2.cli.report import write_report
+from echo2.config.run import StalenessSection
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.web.page import METRICS, WORKER_METRICS
 from echo2.learner.recent import RecentRollouts, keep
 from echo2.learner.rollouts.groups import Batch
-from echo2.trust.identity import Role
+from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 from tests.unit.learner.test_metrics import Letters, group
@@ -468,6 +469,42 @@ async def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
         await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
         assert "does not answer" in await page.get_by_role("alert").text_content()
         await shoot(page, "away-1440-light")
+
+
+async def test_what_is_shown_ages_and_what_was_not_touched_is_not_changed(tmp_path: Path) -> None:
+    async with browser() as chromium, running(options(tmp_path, staleness_bound=0, usd_budget=50.0)) as daemon:
+        async with page_of(chromium, daemon, 1440, "light") as page:
+            hub = daemon.hub
+            hub.tokens.create("x" * 43, "worker", "short", 1.5, 1, hub.clock.now())
+            await page.locator("#token-list").get_by_text("expired").wait_for(timeout=8_000)
+            await page.locator("#c-budget").fill("60")
+            hub.change_settings({"usd_per_hour_cap": 7.0})  # by somebody else
+            await page.get_by_role("button", name="Change").click()
+            await page.locator("#toast").get_by_text("changed").wait_for(timeout=8_000)
+            assert (hub.config.coordinator.usd_budget, hub.config.coordinator.usd_per_hour_cap) == (60.0, 7.0)
+            for name, told in (("Stop…", "stopped"), ("Resume", "the run goes on")):
+                await page.get_by_role("button", name=name, exact=True).click()
+                if told == "stopped":
+                    await page.locator("#confirm-go").click()
+                await page.locator("#toast").get_by_text(told).wait_for(timeout=8_000)
+            assert hub.ending.finish is None
+            clock = "import('/static/format.js').then((it) => [0, 3 * 86400].map((ago) => it.clock(Date.now() / 1000 - ago)))"
+            today, before = await page.evaluate(clock)
+            assert (len(today.split()), len(before.split())) == (1, 3), "of another day with its date"
+            hub.config = hub.config.model_copy(update={"staleness": StalenessSection(bound=32)})
+            await page.reload()
+            await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
+            assert await page.locator("#w-s").input_value() == "32", "the bound of now"
+            await page.evaluate("window.before = true; location.hash = '#1'")
+            hub.identity = Identity.generate()  # another run's, at the same address
+            await page.wait_for_function("() => !window.before", timeout=8_000)
+            await page.wait_for_selector("body[data-ready]", timeout=WAIT_MS)
+            await page.evaluate(
+                "const Real = EventSource;"
+                "window.EventSource = class extends Real { constructor(at) { super(at); window.again = true; } };"
+                "let later = Date.now(); Date.now = () => (later += 7000)"  # whatever is heard was heard long ago
+            )
+            await page.wait_for_function("() => window.again", timeout=8_000)
 
 
 async def test_the_report_of_a_finished_run_shows_tokens_from_its_file_alone(tmp_path: Path) -> None:

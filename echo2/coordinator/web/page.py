@@ -274,7 +274,7 @@ class Web:
             "/api/what-if": self._what_if, "/healthz": lambda query: {"status": "ok"}, "/readyz": self._ready,
         }  # fmt: skip
         routes = [
-            Route("/", lambda request: HTMLResponse((STATIC / "index.html").read_text())),
+            Route("/", lambda request: HTMLResponse((STATIC / "index.html").read_text(encoding="utf-8"))),
             Route("/favicon.ico", lambda request: FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")),
             Route("/api/state", self._state), Route("/api/stream", self._stream), Route("/metrics", self._metrics),
             Mount("/static", StaticFiles(directory=STATIC)),

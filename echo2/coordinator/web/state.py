@@ -97,7 +97,7 @@ class StateView:
 
     def sections(self) -> dict[str, Any]:
         """All sections of the page except the workers, whose rows `worker` gives."""
-        hub, money = self._hub, self._hub.money.sums()
+        hub, money, finish = self._hub, self._hub.money.sums(), self._hub.ending.finish
         wishes = self._provisioner.advice(money)
         advice = self._advice(wishes, money)
         status = self._status(money, advice)
@@ -105,7 +105,8 @@ class StateView:
             "run": {
                 "run_id": status.run_id, "coordinator": hub.identity.peer_id, "started": round(hub.started_at, 1),
                 "staleness_bound": hub.config.staleness.bound, "staleness_bound_max": hub.learner_bound,
-                "finished": status.finished, "planner_mode": hub.config.coordinator.planner_mode, "paused": hub.paused,
+                "finished": status.finished, "planner_mode": hub.config.coordinator.planner_mode,
+                "is_held": bool(hub.paused) or (finish is not None and finish.is_stopped),  # until the operator resumes it
             },
             "learner": self._learner(status),
             "money": self._money(status, money),

@@ -10,6 +10,11 @@ export function make(tag, attributes = {}, ...children) {
   element.append(...children.filter((child) => child != null));
   return element;
 }
+export function aged(tag, attributes, text) { // its text changes with time alone: the page tells it anew each second
+  const element = make(tag, { ...attributes, "data-aged": true }, text());
+  element.told = text;
+  return element;
+}
 export const setText = (element, text) => { if (element.textContent !== String(text)) element.textContent = text; };
 let timer = 0;
 export function toast(text, isBad = false) {

@@ -101,7 +101,6 @@ function fill(row, now) {
 export function updateFleet(changes, now, finished) { // of a finished run its gone workers are shown: they are what is left of it
   if (finished !== isFinished) { isFinished = finished; if (finished) showsGone = $("fleet-gone").checked = true; }
   for (const [peerId, worker] of Object.entries(changes)) {
-    if (worker === null) { mark(peerId, false); rows.get(peerId)?.tr.remove(); rows.delete(peerId); continue; }
     if (!rows.has(peerId)) rows.set(peerId, newRow(peerId));
     const row = rows.get(peerId); row.worker = worker; fill(row, now);
   }

@@ -14,4 +14,7 @@ export function joined(entries, same, most = 3) { // neighbours of one kind as o
   for (const one of entries) { const last = found.at(-1); if (last && same(last.first) === same(one)) { last.count += 1; if (last.all.length < most) last.all.push(one); } else found.push({ first: one, count: 1, all: [one] }); }
   return found;
 }
-export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB");
+export function clock(unix) { // of another day with its date: runs take weeks
+  const at = new Date(unix * 1000), time = at.toLocaleTimeString("en-GB");
+  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}`;
+}

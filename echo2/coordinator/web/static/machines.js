@@ -1,5 +1,5 @@
 // Machines: offers, what is rented, what the planner advises, and the journal of paid actions.
-import { $, act, ask, make, setText, toast } from "./dom.js";
+import { $, act, aged, ask, make, setText, toast } from "./dom.js";
 import { clock, count, dash, joined, seconds, usd } from "./format.js";
 const kinds = { wanted: "info", starting: "info", running: "good", ending: "warn", releasing: "warn", gone: "" };
 const perHour = (x) => x ? `${usd(x)}/h` : "no price", change = (sign, x) => x ? `${sign}${perHour(x)}` : "at no price";
@@ -40,14 +40,14 @@ function offerRow(offer) {
   return make("li", {}, make("div", { class: "grow" }, make("b", {}, offer.name), make("span", { class: "quiet" }, ` ${facts} · ${offer.rented} of ${offer.max} rented`), offer.problem ? make("div", { class: "problem" }, offer.problem) : null), make("button", { type: "button", "aria-label": `Rent ${offer.name}`, disabled: offer.rented >= offer.max, onclick: () => askRent(offer) }, "Rent"));
 }
 function machineRow(machine, now) {
-  const until = machine.ended ?? now, cost = machine.price * Math.max(0, until - machine.since) / 3600, isOpen = machine.state !== "gone";
+  const lasted = () => Math.max(0, (machine.ended ?? now()) - machine.since), isOpen = machine.state !== "gone";
   const show = machine.has_command ? make("button", { type: "button", onclick: () => tellCommand(machine) }, "Command") : null;
   const release = isOpen ? make("button", { type: "button", class: "ban", "aria-label": `Release ${machine.machine_id}`, onclick: () => askRelease(machine) }, "Release") : null;
   const cell = (label, kind, ...parts) => make("td", { class: kind || null, "data-label": label }, make("span", {}, ...parts));
   return make("tr", { class: isOpen ? null : "gone" },
-    cell("Machine", "name wide", machine.machine_id, make("span", { class: "sub" }, [machine.label, seconds(until - machine.since)].filter(Boolean).join(" · "))),
+    cell("Machine", "name wide", machine.machine_id, aged("span", { class: "sub" }, () => [machine.label, seconds(lasted())].filter(Boolean).join(" · "))),
     cell("State", "", make("span", { class: "chip dot " + kinds[machine.state] }, machine.state), machine.notice ? make("span", { class: "sub", title: machine.notice }, machine.notice) : null),
-    cell("Price", "n", perHour(machine.price)), cell("Cost", "n", usd(cost)), cell("Workers", "", machine.workers.join(", ") || dash),
+    cell("Price", "n", perHour(machine.price)), cell("Cost", "n", aged("span", {}, () => usd(machine.price * lasted() / 3600))), cell("Workers", "", machine.workers.join(", ") || dash),
     make("td", { class: "n act wide" }, make("span", { class: "row-actions" }, show, release)));
 }
 export function drawMachines(state, mode, now) {

@@ -25,13 +25,14 @@ const form = $("control");
 export function drawControl(run, money) {
   form.elements.staleness_bound.max = run.staleness_bound_max ?? 64;
   for (const [name, value] of [["usd_budget", money.budget], ["usd_per_hour_cap", money.cap_per_hour], ["staleness_bound", run.staleness_bound]])
-    if (document.activeElement !== form.elements[name] && !form.dataset.touched) form.elements[name].value = value ?? "";
-  $("run-pause").hidden = !!run.paused || !!run.finished; $("run-resume").hidden = !run.paused; $("run-stop").hidden = !!run.finished;
+    if (document.activeElement !== form.elements[name] && !form.dataset.touched) form.elements[name].value = form.elements[name].dataset.told = value ?? "";
+  $("run-pause").hidden = run.is_held || !!run.finished; $("run-resume").hidden = !run.is_held; $("run-stop").hidden = !!run.finished;
 }
 form.oninput = () => { form.dataset.touched = "yes"; };
 form.onsubmit = async (event) => {
   event.preventDefault();
-  const f = form.elements, body = Object.fromEntries(["usd_budget", "usd_per_hour_cap", "staleness_bound"].map((name) => [name, f[name].value === "" ? null : Number(f[name].value)]));
+  const f = form.elements, changed = ["usd_budget", "usd_per_hour_cap", "staleness_bound"].filter((name) => f[name].value !== f[name].dataset.told);
+  const body = Object.fromEntries(changed.map((name) => [name, f[name].value === "" ? null : Number(f[name].value)])); // the rest may have changed elsewhere
   if (f.offer.value && f.price.value !== "") body.prices = { [f.offer.value]: Number(f.price.value) };
   if (await act("/api/run/settings", body)) { delete form.dataset.touched; toast("changed"); }
 };

@@ -1,5 +1,5 @@
 // The page: one stream of changes in, sections drawn from what they hold. Every action goes through the JSON API.
-import { $, act, ask, make, setText, toast } from "./dom.js";
+import { $, act, aged, ask, make, setText, toast } from "./dom.js";
 import { clock, count, dash, joined, number, percent, rate, seconds, usd, whole } from "./format.js";
 import { drawLags, drawSeries, redrawAll } from "./charts.js";
 import { ageFleet, fleet, updateFleet } from "./fleet.js";
@@ -51,7 +51,7 @@ function drawHeader() {
 function drawWaits() {
   const all = state.waits.filter((w) => now() - w.since > USUAL_S);
   $("waits-panel").classList.toggle("calm", !all.length);
-  $("waits").replaceChildren(...(all.length ? all.slice(0, 8).map((w) => make("li", {}, make("b", { "data-since": w.since }, seconds(Math.max(0, now() - w.since))), make("span", {}, w.what))) : [make("li", {}, make("span", {}, state.run.finished ? "Nothing: the run is finished." : state.advice.steps[0]?.kind === "good" ? "Nothing: the learner is fed and every lease moves." : "Nothing waits longer than usual."))]));
+  $("waits").replaceChildren(...(all.length ? all.slice(0, 8).map((w) => make("li", {}, make("b", {}, seconds(Math.max(0, now() - w.since))), make("span", {}, w.what))) : [make("li", {}, make("span", {}, state.run.finished ? "Nothing: the run is finished." : state.advice.steps[0]?.kind === "good" ? "Nothing: the learner is fed and every lease moves." : "Nothing waits longer than usual."))]));
 }
 const TERM_NAMES = { throughput: "Throughput", rewards: "Rewards", broadcast: "Broadcast", staleness: "Staleness", usd_per_hour: "Price cap", usd_budget: "Budget" };
 const TIGHT = 0.25; // less slack than this, and the term is what limits the run
@@ -78,13 +78,13 @@ function drawLeases() {
   $("lease-counts").replaceChildren(...Object.entries(counts).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, whole(value ?? 0)))));
   const slow = l.slowest || [];
   $("slowest-table").hidden = !slow.length; $("slowest-empty").hidden = slow.length > 0;
-  $("slowest").replaceChildren(...slow.map((one) => make("tr", {}, make("td", {}, one.group), make("td", {}, one.worker), make("td", { class: "n" }, one.attempt), make("td", { class: "n" }, whole(one.tokens)), make("td", { class: "n", "data-since": one.progress_at }, seconds(Math.max(0, now() - one.progress_at))), make("td", { class: "n" }, seconds(Math.max(0, one.deadline - now()))))));
+  $("slowest").replaceChildren(...slow.map((one) => make("tr", {}, make("td", {}, one.group), make("td", {}, one.worker), make("td", { class: "n" }, one.attempt), make("td", { class: "n" }, whole(one.tokens)), aged("td", { class: "n" }, () => seconds(Math.max(0, now() - one.progress_at))), aged("td", { class: "n" }, () => seconds(Math.max(0, one.deadline - now()))))));
 }
 function drawTokens() {
   $("token-list").replaceChildren(...state.tokens.map((t) => {
     const left = t.expires - now(), isDead = t.is_revoked || left <= 0 || Boolean(t.problem);
     const uses = t.use_limit ? `${t.uses} of ${count(t.use_limit, "use")}` : count(t.uses, "use");
-    return make("li", { class: isDead ? "dead" : null }, make("span", { class: "chip " + (isDead ? "" : "info") }, t.role), make("div", { class: "grow" }, make("div", {}, t.label || t.id), make("div", { class: "sub" }, `${uses} · ${t.is_revoked ? "revoked" : left > 0 ? `${seconds(left)} left` : "expired"}`)), t.is_revoked || left <= 0 ? null : make("button", { type: "button", "aria-label": `Revoke ${t.label || t.id}`, onclick: () => revoke(t) }, "Revoke"));
+    return make("li", { class: isDead ? "dead" : null }, make("span", { class: "chip " + (isDead ? "" : "info") }, t.role), make("div", { class: "grow" }, make("div", {}, t.label || t.id), aged("div", { class: "sub" }, () => `${uses} · ${t.is_revoked ? "revoked" : t.expires > now() ? `${seconds(t.expires - now())} left` : "expired"}`)), t.is_revoked || left <= 0 ? null : make("button", { type: "button", "aria-label": `Revoke ${t.label || t.id}`, onclick: () => revoke(t) }, "Revoke"));
   }));
   if (!state.tokens.length) $("token-list").replaceChildren(make("li", { class: "empty" }, "No token: nobody can join."));
 }
@@ -111,7 +111,7 @@ function drawEvents() {
 $("event-kind").onchange = drawEvents;
 
 // ---- folded sections
-function unfold(hash) { const target = hash && document.querySelector(hash); if (target?.tagName === "DETAILS") target.open = true; }
+function unfold(hash) { const target = $(hash?.slice(1)); if (target?.tagName === "DETAILS") target.open = true; }
 document.querySelector(".bar nav").onclick = (event) => unfold(event.target.hash);
 unfold(location.hash);
 
@@ -125,7 +125,7 @@ function showSliders() {
 }
 function resetSliders() {
   const count = Object.values(fleet()).filter((w) => w.state !== "gone").length || 1;
-  sliders.fleet.max = Math.max(12, 4 * count); sliders.s.min = state.run.staleness_bound === 0 ? 0 : 1; sliders.s.value = state.run.staleness_bound ?? 4; sliders.up.value = 0; sliders.fleet.value = count;
+  sliders.fleet.max = Math.max(12, 4 * count); sliders.s.min = state.run.staleness_bound === 0 ? 0 : 1; sliders.s.max = Math.max(16, state.run.staleness_bound ?? 0); sliders.s.value = state.run.staleness_bound ?? 4; sliders.up.value = 0; sliders.fleet.value = count;
   touched = false; showSliders(); askWhatIf();
 }
 function askWhatIf() {
@@ -167,6 +167,7 @@ async function loadSeries() { const response = await fetch("/api/series"); if (r
 let seriesTimer = 0, whatIfReady = false, planShown = "";
 const planKey = () => { const p = state.plan; return [p.kappa, p.pool_size, p.usd_per_hour, p.reason].join("|"); };
 function take(message) {
+  if (state.run.coordinator && message.run && message.run.coordinator !== state.run.coordinator) { location.reload(); return; } // another run answers at this address
   offset = message.now - Date.now() / 1000; lastHeard = Date.now();
   for (const name of Object.keys(state)) if (message[name] !== undefined) state[name] = message[name];
   if (message.workers || message.run) updateFleet(message.workers || {}, now(), !!state.run.finished);
@@ -184,7 +185,7 @@ function take(message) {
   if (message.advice || message.money || message.run) drawBudget(state.money, toTheEnd());
   if (message.broadcast || message.workers || message.run) { drawTree(state.broadcast, fleet(), state.learner, state.run.finished); drawVersions(state.broadcast); }
   if (message.leases) drawLeases();
-  if (message.machines || message.run) state.machines && drawMachines(state.machines, state.run.planner_mode, now());
+  if (message.machines || message.run) state.machines && drawMachines(state.machines, state.run.planner_mode, now);
   if (message.money) drawJournal(state.money);
   if (message.tokens) drawTokens();
   if (message.events) drawEvents();
@@ -208,15 +209,17 @@ function isAway(what) {
   $("banner").hidden = false; setText($("banner"), `${what} Workers and learner go on by themselves; the page tries again.`);
   setText($("status"), "coordinator away"); $("status").className = "pill bad";
 }
+let stream = null;
 function connect() {
-  const stream = new EventSource("/api/stream");
+  stream?.close();
+  stream = new EventSource("/api/stream");
   stream.onopen = () => { $("banner").hidden = true; };
   stream.onmessage = (event) => { const wasAway = !$("banner").hidden; $("banner").hidden = true; take(JSON.parse(event.data)); if (wasAway) drawHeader(); };
   stream.onerror = () => { isAway("The coordinator does not answer."); if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000); };
 }
 setInterval(() => {
   const wasAway = !$("banner").hidden;
-  if (lastHeard && Date.now() - lastHeard > SILENT_MS && !wasAway) isAway("Nothing is heard of the coordinator.");
+  if (lastHeard && Date.now() - lastHeard > SILENT_MS && !wasAway) { isAway("Nothing is heard of the coordinator."); connect(); } // of a connection that leads nowhere a browser may know nothing
   if ($("banner").hidden && lastHeard) drawHeader();
-  ageFleet(now(), state.learner.version); drawWaits(); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
+  ageFleet(now(), state.learner.version); drawWaits(); document.querySelectorAll("[data-aged]").forEach((one) => setText(one, one.told())); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
 connect();
