@@ -76,10 +76,11 @@ class Children:
         return process is not None and process.returncode is None
 
     def raise_if_failed(self) -> None:
-        """Raises ChildFailed if a process exited with an error. Ignores one killed by a signal: it may be restarted."""
+        """Raises ChildFailed if a process exited with an error, or the coordinator at all: nobody starts it again. Others do the
+        work of a worker that a signal ended; LiveRun tells of such a learner."""
         for name, process in self.processes.items():
-            if (code := process.returncode) is not None and code > 0:
-                raise ChildFailed(f"{name} ended with code {code}: {self.last_words(name)}", code)
+            if (code := process.returncode) is not None and (code > 0 or name == "coordinator"):
+                raise ChildFailed(f"{name} ended with code {code}: {self.last_words(name)}", max(1, code))
 
     def raise_if_learner_is_alone(self, now: float) -> None:
         """Raises ChildFailed if every worker ended LEARNER_ALONE_S ago and the learner still waits: nothing more will come."""
@@ -190,7 +191,8 @@ class RunLock:
     def _refusal(self, holders: dict[str, int]) -> StateError:
         os.close(self.descriptor)
         who = ", ".join(f"{name} (process {pid})" for name, pid in holders.items()) or "a process that cannot be named"
-        end = f"; to end it: kill {' '.join(str(pid) for pid in holders.values())}" if holders else ""
+        pids = list(holders.values())  # 0: it has not written its own yet
+        end = f"; to end it: kill {' '.join(map(str, pids))}" if pids and all(pids) else ""
         return StateError(f"run folder {self._folder}: expected no other process in it, found {who}{end}")
 
 

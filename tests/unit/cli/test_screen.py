@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import sys
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -8,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from echo2.cli.live import STILL_STEPS, LastMove, LiveRun, ScreenState, draw, lag_lines, plain_line
+from echo2.cli.processes import ChildFailed, Children
 from echo2.cli.report import lags_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
@@ -109,6 +112,19 @@ def test_a_run_is_given_up_for_standing_still_and_not_for_being_slow() -> None:
     assert moved.still_s(state, 5000.0) == 0.0
     state.status.learner.waits_since_s = 77.0
     assert moved.still_s(state, 5100.0) == 100.0, "waiting is no move"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "is_end"),
+    [("coordinator", -9, True), ("coordinator", 0, True), ("w1", 3, True), ("w1", -9, False), ("w1", 0, False)],
+)
+def test_a_run_ends_by_an_error_and_with_its_coordinator(name: str, code: int, is_end: bool, tmp_path: Path) -> None:
+    children = Children(tmp_path, {}, sys.executable, {}, mock.Mock())
+    children.log_path(name).write_text("grants leases\n")
+    children.processes[name] = mock.Mock(returncode=code)
+    told = pytest.raises(ChildFailed, match=f"^{name} ended with code {code}: grants leases$")
+    with told if is_end else contextlib.nullcontext():
+        children.raise_if_failed()
 
 
 @pytest.mark.parametrize("workers", [[], ["w1"]])
