@@ -1,5 +1,6 @@
 """The commands echo2, echo-learner, echo-worker and echo-coordinator: the only place that wires the real parts together."""
 
+import io
 import os
 import signal
 import sys
@@ -9,3 +10,5 @@ _IS_COMMAND = sys.argv[0].rpartition("/")[2] in ("echo2", "echo-learner", "echo-
 if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the imports that follow ends the command without a traceback; then `process.ended_by_interrupt` decides.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+if _IS_COMMAND and isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a letter that the locale does not have ends no command

@@ -335,8 +335,8 @@ def coordinator_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]
         with socket.create_connection((link.host, link.port), timeout=TIMEOUT_S):
             rtt_s = time.perf_counter() - began
         handshake_s = check_coordinator(link, TIMEOUT_S)
-    except OSError as error:
-        text = f"{link.address}: expected an answer within {TIMEOUT_S:.0f} s, got: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:  # or a name that there cannot be
+        text = f"{link.address}: expected an answer within {TIMEOUT_S:.0f} s, got: {getattr(error, 'strerror', None) or error}"
         yield Finding("coordinator", text, is_good=False, advice=advice)
         return
     except EchoError as error:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ended_by_interrupt():
             command = resolve_name(args.command)
         code = int(command(args, rest))
-        sys.stdout.flush()
+        print(end="", flush=True)  # to nowhere where the output was closed from the start
         return code
     except EchoError as error:
         return report_error(error)
@@ -215,7 +215,7 @@ def export(args: argparse.Namespace, _: Sequence[str]) -> int:
         raise ConfigError(f"{args.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
     from echo2.learner.startup import export_run  # imports torch
 
-    step = export_run(folder, args.target, args.model)
+    step = export_run(folder, args.target.resolve(), args.model)  # `.` has no name
     print(f"{args.target}: the policy after step {step}")
     return 0
 

@@ -45,7 +45,9 @@ def write_report(run_folder: Path, status: pb.RunStatus, elapsed_s: float | None
     evaluated = rows_of(run_folder / "learner" / "evaluations.jsonl")
     evaluations = [(int(row["step"]), float(row["eval/reward"])) for row in evaluated]
     facts = _facts(status, steps, evaluations, elapsed_s) | {"problems": _problems(status)}
-    (run_folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n")
+    partial = run_folder / f"{SUMMARY}.partial"
+    partial.write_text(json.dumps(facts, indent=1) + "\n")
+    partial.rename(run_folder / SUMMARY)  # a full disk leaves none, or the one before
     if importlib.util.find_spec("matplotlib") is not None:  # a coordinator's machine has it not
         _plot(run_folder / "plots", steps, evaluations, status.learner_hello.staleness_bound)
     _write_page(run_folder, facts, {worker.peer_id: worker.name for worker in status.workers})
@@ -268,7 +270,7 @@ def _write_page(run_folder: Path, facts: dict[str, Any], names: Mapping[str, str
 
 
 def _static(name: str) -> str:
-    return (importlib.resources.files("echo2.coordinator.web") / "static" / name).read_text()
+    return (importlib.resources.files("echo2.coordinator.web") / "static" / name).read_text(encoding="utf-8")
 
 
 def _rollouts_section(run_folder: Path, names: Mapping[str, str]) -> str:

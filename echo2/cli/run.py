@@ -69,7 +69,7 @@ class LocalRun:
     async def run(self, console: Console, is_plain: bool, lock: RunLock) -> RunReport:
         """Runs until the learner has ended, or is finished and every live worker has its weights; writes and prints the report."""
         try:
-            (self.folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
+            (self.folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True), encoding="utf-8")
         except OSError as error:
             raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
         children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)

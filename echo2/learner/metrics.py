@@ -343,9 +343,10 @@ def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
 
 
 def past_evaluations(folder: Path) -> dict[int, float]:
-    """Held-out reward by version from the lines written before a restart; cuts off a torn last line."""
+    """Held-out reward by version from the lines written before a restart; cuts off a torn last line of them, and of samples."""
     path = folder / "evaluations.jsonl"
     _mend(path)
+    _mend(folder / "samples.jsonl")
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
     return {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}
 
@@ -368,9 +369,8 @@ class PrometheusEndpoint(Collector):
         registry.register(self)
         try:
             self._port = GatewayPort(f"127.0.0.1:{port}", limits=METRICS)
-        except PortBusy as error:
-            reason = str(error).rpartition(": ")[2]
-            raise PortBusy(f"learner.metrics_port: expected 127.0.0.1:{port} to be free, got {reason}") from error
+        except (ConfigError, PortBusy) as error:
+            raise type(error)(f"--metrics-port: {str(error).partition(': ')[2]}") from None
         self.url = f"{self._port.url}/metrics"
         self._serving = asyncio.get_running_loop().create_task(self._port.run(make_asgi_app(registry)))
 

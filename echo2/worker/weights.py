@@ -91,9 +91,9 @@ class ProgressBars:
         return self._progress
 
 
-def progress_for(stream: TextIO, as_json: bool) -> ShowsProgress:
-    """Bars on a terminal, unless the log is for machines."""
-    return ProgressBars(stream) if stream.isatty() and not as_json else ProgressLines(_log)
+def progress_for(stream: TextIO | None, as_json: bool) -> ShowsProgress:
+    """Bars on a terminal, unless the log is for machines. `stream`: None if it was closed from the start."""
+    return ProgressBars(stream) if stream is not None and stream.isatty() and not as_json else ProgressLines(_log)
 
 
 SKIPS_MAX = 8  # each skip makes the live weights a version older

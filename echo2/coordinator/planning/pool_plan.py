@@ -15,7 +15,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -40,13 +39,13 @@ _lock = threading.Lock()
 def quiet_solver() -> Iterator[None]:
     """Redirects the whole process's standard output to standard error inside the block; blocks of several threads run in turn."""
     with _lock, ExitStack() as restored:
-        sys.stdout.flush()
+        print(end="", flush=True)  # to nowhere where there is none
         with suppress(OSError):  # a daemon without standard output or error has nothing to redirect
             stdout = os.dup(1)
             restored.callback(os.close, stdout)
             os.dup2(2, 1)
             restored.callback(os.dup2, stdout, 1)
-            restored.callback(sys.stdout.flush)
+            restored.callback(print, end="", flush=True)
         yield
 
 

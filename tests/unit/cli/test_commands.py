@@ -11,22 +11,29 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from echo2.base.errors import BadToken, ConfigError, PortBusy, RunFinished, TaskError
+from echo2.base.errors import BadToken, ConfigError, PortBusy, RunFinished, TaskError, Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
+from echo2.cli.demo import model
 from echo2.cli.demo import run as demo
 from echo2.cli.process import LINES_BURST, PARENT, LogRateLimit, run_daemon
 from echo2.cli.run import LocalRun
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config, to_toml
+from echo2.coordinator.planning.pool_plan import quiet_solver
 from echo2.learner.options import LearnerOptions
+from echo2.outside.guard import ProgressLines
 from echo2.worker.heartbeat import dialled_port, reach_of
+from echo2.worker.weights import progress_for
 from tests.patience import WAIT_S
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -287,12 +294,58 @@ def test_a_flood_of_a_librarys_errors_is_cut_and_what_was_dropped_is_counted() -
     assert limit.filter(last) and last.getMessage() == f"no route ({100 - LINES_BURST} lines before it not logged)"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+class Odd(BaseHTTPRequestHandler):
+    """A server of files that has a page for every name, as some have, and answers what is handed in with no HTTP."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def do_POST(self) -> None:
+        self.wfile.write(b"* OK IMAP4\r\n")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_what_cannot_be_published_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        (tmp_path / "gateway.url").write_text(f"{here}\n")
+        (tmp_path / "gateway.key").write_text("key\n")
+        for folder, told in (
+            ("http://[x", "http://\\[x/config.json: expected a file of the model"),
+            ("http://127.0.0.1/a b", "/a b/config.json: expected a file of the model"),
+            (here, "expected the gateway of echo2 serve there"),
+            (str(tmp_path), "expected the gateway of echo2 serve there"),
+        ):
+            assert main.main(["publish", folder, "--version", "1", "--run", str(tmp_path)]) == Unreachable.exit_code
+            assert re.match(f"error: Unreachable: .*{told}.*\n$", capsys.readouterr().err)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("closed", "told"), [("| head -1", "[run]\n"), (">&-", "")])
+def test_a_reader_that_has_seen_enough_is_no_error(closed: str, told: str) -> None:
     shown = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m echo2.cli.main config show | head -1"],
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m echo2.cli.main config show {closed}"],
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
-    assert (shown.stdout, shown.stderr) == ("[run]\n", "")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, told, "")
+
+
+def test_daemons_work_without_standard_output_and_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with quiet_solver():
+        assert isinstance(progress_for(None, as_json=False), ProgressLines)
+
+
+def test_what_compiles_the_codec_does_not_see_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = mock.Mock()
+    monkeypatch.setattr(model.subprocess, "run", started)
+    monkeypatch.setattr(model, "codec_stamp", lambda: tmp_path / "compiled")
+    model.warm_once()
+    assert started.call_args.kwargs["start_new_session"] and (tmp_path / "compiled").exists()
 
 
 def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def test_a_coordinator_that_does_not_answer_is_bad(capsys: pytest.CaptureFixture
     assert main(["doctor", "--json", "--link", link_to(port)]) == 6
     found = rows(capsys)["coordinator"]
     assert f"127.0.0.1:{port}" in str(found["found"]) and "firewall" in str(found["advice"])
+    assert main(["doctor", "--json", "--link", link_to(port).replace("127.0.0.1", "a..b")]) == 6
+    assert f"a..b:{port}: expected an answer" in str(rows(capsys)["coordinator"]["found"])
 
 
 def test_a_link_that_is_wrong_is_named_without_its_token(capsys: pytest.CaptureFixture[str]) -> None:

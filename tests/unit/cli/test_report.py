@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from echo2.cli.processes import RunLock
 from echo2.cli.report import is_reported, write_report
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.fork_server import ROOT
+from tests.patience import WAIT_S
 
 
 @pytest.fixture
@@ -114,6 +118,35 @@ def test_status_of_a_finished_run_shows_its_report(
     os.utime(finished / "learner" / "metrics.jsonl", (newer, newer))
     assert not is_reported(finished)
     assert main(["status", str(finished)]) != 0 and "links/operator.link" in capsys.readouterr().err
+
+
+def test_letters_that_the_locale_does_not_have_end_no_command(finished: Path) -> None:
+    (finished / "learner" / "samples.jsonl").write_text(
+        json.dumps({"step": 0, "prompt": "größer", "completion": "四", "reward": 0.5}) + "\n"
+    )
+    script = (
+        f"import sys; sys.argv = ['echo2', 'samples', {str(finished)!r}]\n"
+        "from echo2.cli.main import main; from echo2.cli.report import PARTS, _static\n"
+        "list(map(_static, ('index.html', *PARTS))); sys.exit(main())"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ascii_only, capture_output=True, check=False, timeout=WAIT_S
+    )
+    assert (done.returncode, done.stderr) == (0, b"") and b"'gr??er'" in done.stdout
+
+
+def test_a_report_for_which_there_is_no_room_is_none(
+    finished: Path, without_plots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk, pytest.raises(OSError, match="No space"):
+        disk.setattr(Path, "write_text", full)
+        write_report(finished, status_of(4))
+    assert not is_reported(finished), "echo2 status would read it"
 
 
 def test_a_line_that_is_under_way_is_left_out(

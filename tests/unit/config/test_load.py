@@ -35,6 +35,9 @@ def test_resolved_config_reads_back_equal(preset: str | None) -> None:
     assert config.worker.uplink_limit == 3.7e6 / 8
     assert config.learner.emulated_link == LinkShape(1e3, 0.0, 0.08)
     assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config
+    config = load_config((), preset, {"task.system_prompt": '"a\\\\ \\" \\u007f\\u0085\\u2028"'})
+    assert config.task.system_prompt == 'a\\ " \x7f\x85\u2028'
+    assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config
 
 
 def test_override_beats_file_beats_preset(tmp_path: Path) -> None:

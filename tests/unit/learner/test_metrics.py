@@ -19,7 +19,7 @@ import pytest
 import torch
 from google.protobuf.json_format import Parse
 
-from echo2.base.errors import PortBusy, StateError
+from echo2.base.errors import EchoError, StateError
 from echo2.base.ids import PeerId, Step
 from echo2.config.run import OptimizerState
 from echo2.learner import startup
@@ -30,6 +30,7 @@ from echo2.learner.metrics import (
     StepTimes,
     gauge_name,
     open_sinks,
+    past_evaluations,
     peak_flops_of,
     time_fields,
 )
@@ -69,6 +70,9 @@ def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path
     sink.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 0}', '{"step": 1}', '{"step": 2}', '{"step": 3}']
+    (tmp_path / "samples.jsonl").write_text('{"step": 0}\n{"ste')
+    assert past_evaluations(tmp_path) == {}
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 0}\n', "else the next one follows in the same line"
 
 
 def test_a_full_disk_costs_no_row_but_the_torn_one(tmp_path: Path) -> None:
@@ -96,8 +100,13 @@ async def test_prometheus_serves_the_last_row_under_the_documented_names() -> No
         found = await asyncio.to_thread(served, endpoint)
         assert found["echo2_learner_reward_mean"] == 0.5 and found["echo2_learner_is_skipped"] == 0.0
         assert found['echo2_learner_lag_histogram{lag="2"}'] == 2.0 and found["echo2_learner_step"] == 4.0
-        with pytest.raises(PortBusy, match="metrics_port"):
-            PrometheusEndpoint(int(endpoint.url.rpartition(":")[2].partition("/")[0]), dict)
+        taken = int(endpoint.url.rpartition(":")[2].partition("/")[0])
+        for port, told in (
+            (taken, f"to listen on 127.0.0.1:{taken}: Address"),
+            (70_000, "HOST:PORT, got '127.0.0.1:70000'"),
+        ):
+            with pytest.raises(EchoError, match=f"^--metrics-port: expected {told}"):
+                PrometheusEndpoint(port, dict)
     finally:
         await endpoint.stop()
     assert len({gauge_name(name) for name in documented_names()}) == len(documented_names()), "no two share a name"
