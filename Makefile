@@ -206,4 +206,4 @@ audit: $(DEV)
 	$(BIN)/python -m tests.security.dependency_audit
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(EXTRAS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -61,7 +61,7 @@ class IntegrityError(EchoError):
 
 
 class CorruptChunk(IntegrityError):
-    """A chunk's hash or signature differs from its manifest."""
+    """A chunk is not what its publisher signed."""
 
 
 class DeltaFormatError(IntegrityError):

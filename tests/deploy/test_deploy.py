@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import itertools
 import json
 import os
 import re
@@ -130,6 +131,14 @@ def test_ports_agree_and_a_learner_beside_its_coordinator_takes_none_of_its() ->
     assert len({*ports, *learners, relay, relay + 1}) == len(ports) + 4
 
 
+def test_each_may_write_its_folder_and_read_its_secret() -> None:
+    for where, words in _systemd():
+        given = dict(itertools.pairwise(words))
+        folder = Path("/var/lib/echo2", given.get("--folder") or given["--run.folder"])
+        assert folder.is_relative_to("/var/lib/echo2"), f"{where}: the only place that its unit makes for it"
+    assert yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["prometheus"]["user"] == "root"
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("path", sorted((DEPLOY / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_manifests_hold_only_what_the_client_knows(path: Path) -> None:
@@ -253,7 +262,7 @@ def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
 
 SERVICE_KEYS = {
     "build", "image", "command", "ports", "volumes", "restart", "healthcheck", "depends_on", "deploy", "stop_grace_period",
-    "shm_size", "profiles",
+    "shm_size", "profiles", "user",
 }  # fmt: skip
 
 
