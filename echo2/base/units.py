@@ -78,6 +78,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def one_line(text: str, chars_max: int) -> str:
+    """The text cut to `chars_max`, with blanks for what is not printable: nodes refuse other texts of one another."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:chars_max])
+
+
 def format_bytes(count: float) -> str:
     """`12.3 MB`, in powers of ten, as links are sold."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
+from echo2.base.units import one_line
 
 SCRATCH = "/scratch"  # a run's temporary folder
 
@@ -95,8 +96,7 @@ def foreign_object(body: bytes) -> dict[str, object]:
 
 def shown(text: object) -> str:
     """Foreign text made safe for a log: one line, printable, truncated."""
-    cut = str(text)[:TEXT_CHARS_MAX]
-    return "".join(letter if letter.isprintable() else " " for letter in cut).strip()
+    return one_line(str(text), TEXT_CHARS_MAX).strip()
 
 
 def error_text(error: BaseException) -> str:

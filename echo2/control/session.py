@@ -109,20 +109,22 @@ class ControlSession(Generic[Said]):
         if self._outbox is not None:
             self._outbox.put(message)
 
-    async def leave(self, farewell: Said, within_s: float) -> None:
-        """Sends a farewell after everything queued; then `run` returns when the stream ends. Gives up after `within_s`.
+    async def leave(self, farewell: Said, within_s: float) -> bool:
+        """Sends a farewell after everything queued; then `run` returns when the stream ends. Gives up after `within_s`. Returns
+        whether the stream ended.
 
         A completed write does not prove that the coordinator read it; only its end of the stream does.
         """
         outbox = self._outbox
         if outbox is None:
-            return
+            return False
         self._is_leaving = True
         outbox.put(farewell)
         outbox.put(None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await outbox.is_over.wait()
+        return outbox.is_over.is_set()
 
     async def run(self, party: Party[Said]) -> None:
         pause_s = 0.0

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
-from echo2.base.ids import PeerId
+from echo2.base.ids import GroupId, PeerId
 from echo2.broadcast.nat.pipes import pipe_address
 from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.fleet.members import Activation, Member
@@ -125,7 +125,9 @@ class LearnerStream:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
         hub, sender = self._hub, f"learner {peer_id}"
         groups = tuple(map(group_from_message, full.open_groups))
+        later = frozenset(map(GroupId, full.later_group_ids))
         full.ClearField("open_groups")
+        full.ClearField("later_group_ids")
         hello = pb.LearnerHello()
         hello.CopyFrom(full)  # a part of a message keeps the whole of it in memory
         if not 1 <= hello.rollouts_per_group <= hello.rollouts_per_step:
@@ -164,7 +166,7 @@ class LearnerStream:
             hub.board.pipe_address = ""
             self.send_whereabouts()
         self.is_back.set()
-        hub.handle(hub.book.sync, groups)
+        hub.handle(hub.book.sync, groups, later)
         hub.broadcast_needed.set()
         hub.plan_needed.set()
 

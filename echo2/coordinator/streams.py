@@ -26,6 +26,7 @@ from echo2.base.errors import (
     VersionMismatch,
 )
 from echo2.base.ids import LeaseId, PeerId, RunId, Version
+from echo2.base.units import one_line
 from echo2.broadcast.reachability import NAMED_MAX, Access, dialable
 from echo2.coordinator.fleet.enrolment import caller_host, check_protocol
 from echo2.coordinator.fleet.members import OF_LINK, Activation
@@ -216,7 +217,7 @@ class WorkerStream:
                 self._on_lease_message(book.on_progress, peer_id, lease_id, progress.finished_rollouts, progress.tokens)
             case "lease_ended":
                 ended = message.lease_ended
-                text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
+                text = one_line(ended.message, 300)
                 reason, lease_id = wire.end_reason_from_message(ended), lease_id_from_wire(ended.lease_id)
                 self._on_lease_message(book.end, peer_id, lease_id, reason, text)
             case "leaving":

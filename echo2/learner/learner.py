@@ -17,7 +17,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from echo2.base.clock import Backoff, Waits
 from echo2.base.errors import ConfigError, Dismissed, EchoError, TaskError, Unreachable
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec
-from echo2.base.units import address_of, is_loopback
+from echo2.base.units import address_of, is_loopback, one_line
 from echo2.broadcast.node import NodeCalls
 from echo2.control.session import ControlSession, Party, enrolled, unless
 from echo2.learner.audit import Auditor
@@ -50,11 +50,14 @@ from echo2.outside.guard import ProgressLines, Tasks, cancel_all, shown
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, load_credentials, load_or_create_identity, save_credentials
+from echo2.wire.bounds import REASON_CHARS_MAX, WAITS_CHARS_MAX
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
-from echo2.wire.rollout import FINISHED, STOPPED, group_to_message, leaving_reason
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.rollout import FINISHED, STOPPED, cause_of_end, group_to_message, leaving_reason
 
-LEAVE_S = 1.0  # a farewell is one message; without it the coordinator waits out its own limit
+LEAVE_S, LAST_WORD_S = 1.0, 15.0
+"""A farewell is one message. Without it a coordinator takes the learner for away, and of a run that is over it goes on paying for
+workers: so that one may wait as long as the coordinator lets a stream wait that took much of its time (outside/guard)."""
 STOP_GRACE_S = 0.5  # for a call that is being answered; report streams never end by themselves
 LOOK_S = 0.25  # four looks a second cost nothing and delay an end by as little
 QUIET_S = 3.0
@@ -62,6 +65,9 @@ QUIET_S = 3.0
 HEARD_S = 120.0
 """A finished learner waits so long for a coordinator that must learn of it: until then workers cost money."""
 NOT_EVALUATED = -1.0  # in a report
+PART_BYTES = 512 << 10
+"""Of the groups in one message, unless one alone is larger: each later turn has all before it as its prompt, and the coordinator
+takes 16 MiB. Stop strings make thousands of fields a group, of two bytes or more, of which it takes 262,144."""
 REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0  # a wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s
 NodeFactory = Callable[[Credentials, LearnerOptions, NodeCalls], SeedNode]
 ServerFactory = Callable[[TrainingLoop], VersionServer]
@@ -72,6 +78,21 @@ _log = logging.getLogger("echo2.learner")
 def as_reported(evaluation: float) -> float:
     """The next number towards 0 in place of -1, which stands for no evaluation: some tasks give -1 for a failure."""
     return math.nextafter(evaluation, 0.0) if evaluation == NOT_EVALUATED else evaluation
+
+
+def parts_of(specs: Iterable[GroupSpec]) -> Iterator[list[rollout_pb2.GroupSpec]]:
+    """The groups as messages, in parts of `PART_BYTES`."""
+    part: list[rollout_pb2.GroupSpec] = []
+    room = PART_BYTES
+    for message in map(group_to_message, specs):
+        size = message.ByteSize()
+        if part and size > room:
+            yield part
+            part, room = [], PART_BYTES
+        part.append(message)
+        room -= size
+    if part:
+        yield part
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +204,8 @@ class Learner:
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
+        self._accusations: dict[PeerId, pb.WorkerAccused] = {}  # that the coordinator has not answered
+        self._later_groups = frozenset[GroupId]()  # that the hello had no room for
         make_pool = RolloutPool if make_server is None else RequestPool
         self.pool = make_pool(
             prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, self
@@ -270,8 +293,14 @@ class Learner:
             raise
         finally:
             self.begin_wait("the coordinator to be told that the learner leaves")
-            leaving = pb.LearnerLeaving(reason=reason)
-            await self.session.leave(pb.LearnerMessage(leaving=leaving), LEAVE_S)  # after all queued messages
+            leaving, is_over = pb.LearnerLeaving(reason=reason), cause_of_end(reason) is not None
+            # After all queued messages.
+            is_told = await self.session.leave(pb.LearnerMessage(leaving=leaving), LAST_WORD_S if is_over else LEAVE_S)
+            if is_over and not is_told:
+                _log.warning(
+                    "the coordinator was not told that the run is over: workers go on waiting. Start this learner again with the "
+                    "same command once the coordinator is back"
+                )
             await cancel_all(tasks)
 
     async def _close(self) -> None:
@@ -370,11 +399,6 @@ class Learner:
         until = monotonic() + HEARD_S
         while not self.session.is_connected and not self._stopped.is_set() and monotonic() < until:
             await asyncio.sleep(LOOK_S)
-        if not self.session.is_connected:
-            _log.warning(
-                "the coordinator was not told that the run is finished: workers go on waiting. Start this learner again "
-                "with the same command once the coordinator is back"
-            )
 
     # ---- while training runs
 
@@ -397,9 +421,12 @@ class Learner:
         self.session.send(pb.LearnerMessage(**message))
 
     def hello(self) -> pb.LearnerHello:
-        """The first message of a stream: the learner's identity, its progress, and every group that still needs a worker."""
+        """The first message of a stream: the learner's identity, its progress, and every group that still needs a worker, of the
+        later ones the names alone."""
         loop, config = self.loop, self.options.config
-        model = loop.p.model
+        model, parts = loop.p.model, parts_of(group.spec for group in self.pool.groups.lacking)
+        first = next(parts, [])
+        self._later_groups = frozenset(GroupId(group.group_id) for part in parts for group in part)
         return pb.LearnerHello(
             protocol_version=PROTOCOL_VERSION,
             run_id=config.run.name,
@@ -414,7 +441,8 @@ class Learner:
             rollouts_per_group=config.learner.rollouts_per_prompt,
             step=self.pool.groups.next_step,
             newest_version=loop.publisher.newest_version,
-            open_groups=[group_to_message(group.spec) for group in self.pool.groups.lacking],
+            open_groups=first,
+            later_group_ids=sorted(self._later_groups),
             full_snapshot_bytes=model.snapshot_bytes,
             link=pb.Link(
                 uplink_bytes_per_s=config.learner.emulated_link.uplink_bytes_per_s or config.learner.uplink_limit,
@@ -450,7 +478,7 @@ class Learner:
             lag_histogram=[histogram.get(lag, 0) for lag in range(max(histogram, default=-1) + 1)],
             utilisation=loop.utilisation.window,
             sent_chunk_bytes=publisher.broadcaster.sent_bytes,
-            waits_for=waits_for[0],
+            waits_for=one_line(waits_for[0], WAITS_CHARS_MAX),  # an agent's error has lines
             waits_since_s=waits_for[1],
             is_finished=loop.is_exported,  # a local run ends its learner then
             eval_reward=as_reported(rewards[max(rewards)]) if rewards else NOT_EVALUATED,
@@ -471,6 +499,9 @@ class Learner:
         self._broadcaster.hold_pipe_place(
             self._credentials.coordinator_peer_id, welcome.relay_address, self._ingest.local
         )
+        self.offer([group.spec for group in self.pool.groups.lacking if group.spec.group_id in self._later_groups])
+        for accused in self._accusations.values():
+            self.tell(accused=accused)
 
     def on_order(self, order: pb.LearnerOrder) -> None:
         match order.WhichOneof("kind"):
@@ -491,6 +522,7 @@ class Learner:
         """Nothing is accepted from a worker that the coordinator bars or this learner accuses, until the coordinator takes it back;
         then it starts with a clean slate."""
         self._broadcaster.bar(peer_id, is_lifted=not order.is_banned)
+        self._accusations.pop(peer_id, None)
         if not order.is_lifted:
             self.pool.barred[peer_id] = order.reason
             _log.warning("nothing is taken from worker %s: %s", peer_id, order.reason)
@@ -536,13 +568,18 @@ class Learner:
 
     def offer(self, specs: Sequence[GroupSpec], held_tokens: Sequence[int] = ()) -> None:
         """Offers groups. `held_tokens`: in a reminder, the tokens of each group received so far."""
-        self.tell(offer=pb.OfferGroups(groups=map(group_to_message, specs), held_tokens=held_tokens))
+        begin = 0
+        for part in parts_of(specs):
+            self.tell(offer=pb.OfferGroups(groups=part, held_tokens=held_tokens[begin : begin + len(part)]))
+            begin += len(part)
 
     def close(self, group_ids: Sequence[GroupId], reason: str) -> None:
         self.tell(close=pb.CloseGroups(group_ids=group_ids, reason=reason))
 
     def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
-        self.tell(accused=pb.WorkerAccused(peer_id=peer_id, reason=reason, is_certain=is_certain))
+        accused = pb.WorkerAccused(peer_id=peer_id, reason=one_line(reason, REASON_CHARS_MAX), is_certain=is_certain)
+        self._accusations[peer_id] = accused  # until the coordinator, which may be away, bars the worker
+        self.tell(accused=accused)
 
     def on_answer(self, group: TrainGroup) -> None:
         """Answers of evaluations are audited like rollouts for training."""

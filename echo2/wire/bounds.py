@@ -155,6 +155,8 @@ def most_of(kind: type[Message], name: str) -> int:
 
 LOG_LINES_MAX = most_of(coordinator_pb2.LogTail, "lines")
 LOG_CHARS_MAX = most_of(coordinator_pb2.LogLine, "text")
+WAITS_CHARS_MAX = most_of(coordinator_pb2.LearnerReport, "waits_for")
+REASON_CHARS_MAX = most_of(coordinator_pb2.WorkerAccused, "reason")
 LENGTH_SHARES_MAX = most_of(coordinator_pb2.LearnerReport, "lengths")
 ROLLOUTS_SHOWN_MAX = most_of(coordinator_pb2.RolloutsShown, "rollouts")
 TOKENS_SHOWN_MAX = most_of(coordinator_pb2.RolloutsShown, "tokens")

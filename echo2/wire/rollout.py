@@ -25,6 +25,7 @@ from echo2.base.rollout import (
     VersionSpan,
     Work,
 )
+from echo2.base.units import one_line
 from echo2.coordinator.leases.lease import HeldLease, WorkerDelivery
 from echo2.trust.identity import Identity, verify_signature
 from echo2.wire.bounds import MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX, core_of, message_of
@@ -229,7 +230,7 @@ LEAVING_CHARS_MAX = 500  # a cause, in the page's event log
 
 def leaving_reason(cause: str, is_over: bool) -> str:
     """The reason of a learner that an error ends. `is_over`: it ends the run, too."""
-    text = "".join(c if c.isprintable() else " " for c in cause[:LEAVING_CHARS_MAX])
+    text = one_line(cause, LEAVING_CHARS_MAX)
     return f"{FINISHED}: {text}" if is_over else text
 
 

@@ -121,14 +121,17 @@ class LeaseBook:
         yield from self._match(now)
 
     @_from_outside
-    def sync(self, now: float, groups: tuple[GroupSpec, ...]) -> Iterator[Action]:
-        """Adopts the learner's full list of groups that still need a worker."""
-        wanted = {spec.group_id for spec in groups}
+    def sync(
+        self, now: float, groups: tuple[GroupSpec, ...], later: frozenset[GroupId] = frozenset()
+    ) -> Iterator[Action]:
+        """Adopts the learner's full list of groups that still need a worker, of which `later` are offered in the messages that
+        follow."""
+        wanted = later.union(spec.group_id for spec in groups)
         for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
             yield from self._close(group_id, "the learner does not list it")
-        yield from self._offer(groups, now, is_restart=True)
-        for group_id in wanted:
-            self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
+        for group in self.groups.values():  # a restarted learner has lost the tokens of unfinished rollouts
+            group.confirmed = group.made_by = None
+        yield from self._offer(groups, now)
         yield from self._match(now)
 
     @_from_outside
@@ -143,14 +146,14 @@ class LeaseBook:
             yield from self._take_back_all(worker_id, now)
         yield from self._match(now)
 
-    def _offer(self, groups: Iterable[GroupSpec], now: float, *, is_restart: bool = False) -> Iterator[Action]:
+    def _offer(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
         for spec in groups:
             known = self.groups.get(spec.group_id)
             if known is not None:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
                 if known.phase is GroupPhase.PRODUCED:  # offered again, so the learner lacks some of it
-                    if (maker := known.made_by) is not None and not is_restart:
+                    if (maker := known.made_by) is not None:
                         known.avoid[maker] = now + self.rules.lease_timeout_s
                         self.records.give_up(UNFINISHED, maker, known, known.since, now)
                     yield from self._requeue(known, now)

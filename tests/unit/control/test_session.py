@@ -149,7 +149,8 @@ async def test_a_good_bye_is_said_behind_all_else_and_holds_nobody_where_it_is_n
             for index in range(100):
                 bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
             bench.coordinator.reading_s, begun = reading_s, time.monotonic()
-            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), within_s)
+            farewell = Message(leaving=coordinator_pb2.LearnerLeaving(reason="done"))
+            assert await bench.session.leave(farewell, within_s) is bool(heard)
             assert len(bench.coordinator.closed) == heard, "it was read, not only written"
             assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
             if heard:

@@ -139,8 +139,9 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     assert not one.records.is_barred(A, [A], later), "there is nobody else"
 
 
-def test_the_only_worker_has_all_its_groups_again_as_soon_as_it_or_the_learner_is_back() -> None:
-    """Otherwise all of them would wait a lease's timeout for somebody else."""
+@pytest.mark.parametrize("later", [(), ("h",), ("g", "h")])
+def test_the_only_worker_has_all_its_groups_again_as_soon_as_it_or_the_learner_is_back(later: tuple[str, ...]) -> None:
+    """Otherwise all of them would wait a lease's timeout for somebody else. `later`: those that the hello has no room for."""
     one = book(spec("g"), spec("h"))
     assert len(ready(one, A, free=8)) == 2
     one.lose(10.0, A, "gone")
@@ -150,7 +151,9 @@ def test_the_only_worker_has_all_its_groups_again_as_soon_as_it_or_the_learner_i
     for grant in held:
         ends(one, grant, now=13.0)
     assert grants(one.request(14.0, A, 8, Version(0))) == [], "they are finished, it says"
-    again = grants(one.sync(15.0, (spec("g"), spec("h"))))
+    told = tuple(spec(name) for name in ("g", "h") if name not in later)
+    again = grants(one.sync(15.0, told, frozenset(map(GroupId, later))))
+    again += [grant for name in later for grant in grants(one.offer(15.0, (spec(name),)))]
     assert {grant.group.group_id for grant in again} == {"g", "h"}, "the learner lost them when it was restarted"
 
 

@@ -78,4 +78,4 @@ async def always_breaks(episode: Episode) -> float:
     try:
         raise PermissionError("locked")
     except PermissionError as error:
-        raise OSError("no tool") from error
+        raise OSError("no tool\n  here") from error

@@ -18,9 +18,11 @@ import torch
 from echo2.base.errors import DiskFull, MalformedMessage, TaskError
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec, Verdict, Work
+from echo2.learner.rollouts.agents import Agents
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import Batch, Group, Insertion, SentTokens, evaluated_version, joined
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
+from echo2.wire.bounds import check
 from tests.patience import WAIT_S
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
@@ -203,11 +205,23 @@ def test_agents_play_held_out_problems_that_are_not_trained_on(model_path: Path,
     assert {one["set"] for one in samples} == {"share", "digits"}
 
 
-def test_a_harness_whose_every_episode_is_lost_ends_the_run_with_the_cause(model_path: Path, tmp_path: Path) -> None:
+def test_a_harness_whose_every_episode_is_lost_ends_the_run_with_the_cause(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reports, end_episode = agents(tmp_path / "run", model_path, "always_breaks"), [], Agents.end_episode
+
+    def ended(self: Agents, *arguments: Any, **named: Any) -> None:
+        end_episode(self, *arguments, **named)
+        reports.append(run.learner.report())
+
+    monkeypatch.setattr(Agents, "end_episode", ended)
     with pytest.raises(
-        TaskError, match=r"always_breaks: .*64 episodes failed .*OSError: no tool.*PermissionError: locked"
+        TaskError, match=r"(?s)always_breaks: .*64 episodes failed .*OSError: no tool.*PermissionError: locked"
     ):
-        played(agents(tmp_path / "run", model_path, "always_breaks"))
+        played(run)
+    for report in reports:
+        check(report, "a learner whose agents' errors have lines")
+    assert any("episodes failed one after another" in report.waits_for for report in reports)
 
 
 PROBLEM = GroupId("a00000000")

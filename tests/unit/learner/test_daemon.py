@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, RunFinished, StateError, TaskError, TrainingError
-from echo2.base.ids import PeerId, Step
+from echo2.base.ids import GroupId, PeerId, Step
+from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.cli.main import main
+from echo2.control.session import ControlSession
 from echo2.coordinator.planning.telemetry import LearnerBoard
-from echo2.learner.learner import LearnerDaemon, RunSummary, as_reported
+from echo2.learner.learner import LearnerDaemon, RunSummary, as_reported, parts_of
 from echo2.learner.loop import keep_for_inspection
 from echo2.learner.options import LearnerLimits, RunFolder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
@@ -27,9 +29,11 @@ from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
+from echo2.outside.guard import FairShare
 from echo2.trust.identity import Identity, JoinLink, Role
 from echo2.trust.tls import Credentials
 from echo2.weights import HostWeights, fingerprint
+from echo2.wire.bounds import limits_of, parsed
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.certificates import issued
 from tests.ports import choose_ports
@@ -182,6 +186,21 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
     assert coordinator.accused == [coordinator_pb2.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)]
 
 
+@pytest.mark.parametrize(("groups", "tokens", "pieces"), [(3, 1 << 18, 0), (96, 2, 3000)])
+def test_a_coordinator_takes_every_message_of_groups_however_large_they_are(
+    groups: int, tokens: int, pieces: int
+) -> None:
+    """Long prompts, and stop strings that thousands of tokens can be part of."""
+    stops = (b"\n",) if pieces else ()
+    sampling = SamplingParams(stop_strings=stops, stop_piece_ids=tuple(range(pieces)), stop_pieces=(b"a\n",) * pieces)
+    specs = [GroupSpec(GroupId(f"g{number}"), (100_000,) * tokens, 16, sampling, 0) for number in range(groups)]
+    limits, taken = replace(limits_of("/echo2.v1.Coordinator/LearnerSession"), bytes_max=1 << 20), []
+    for part in parts_of(specs):
+        said = coordinator_pb2.LearnerMessage(offer=coordinator_pb2.OfferGroups(groups=part)).SerializeToString()
+        taken += parsed(coordinator_pb2.LearnerMessage, said, limits, "the learner").offer.groups
+    assert [group.group_id for group in taken] == [spec.group_id for spec in specs]
+
+
 def test_coordinator_and_deltas_may_be_lost(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs: list[tuple[float, float, float]] = []
     monkeypatch.setattr("echo2.learner.loop.steps_between", lambda *seconds: (costs.append(seconds), 2)[1])
@@ -189,9 +208,14 @@ def test_coordinator_and_deltas_may_be_lost(model_path: Path, tmp_path: Path, mo
     run = Run(options_for(tmp_path, model_path, limits=limits, staleness={"bound": 1}, learner=learner))
     tasks = []
 
+    monkeypatch.setattr("echo2.learner.learner.PART_BYTES", 1)  # as if each group were large
+
     async def go_and_come_back() -> None:
         port = int(run.coordinator.address.rpartition(":")[2])
         await run.coordinator.stop()
+        run.learner.accuse(PeerId("w"), "it lies", is_certain=True)
+        run.coordinator.groups.clear()
+        run.coordinator.offered.clear()
         await run.coordinator.start(port)
 
     run.at_step[2] = lambda: tasks.append(asyncio.get_running_loop().create_task(go_and_come_back()))
@@ -199,7 +223,9 @@ def test_coordinator_and_deltas_may_be_lost(model_path: Path, tmp_path: Path, mo
     summary = go(run.finish())
     assert summary.is_finished and f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
     _, again = run.coordinator.hellos
-    assert again.step >= 2 and {group.group_id for group in again.open_groups} <= run.coordinator.groups.keys()
+    assert again.step >= 2 and len(again.open_groups) == 1 <= len(again.later_group_ids)
+    assert {*again.later_group_ids} <= run.coordinator.groups.keys(), "offered behind the welcome"
+    assert [accused.peer_id for accused in run.coordinator.accused] == ["w"], "told to the one that came back"
     keyframes = [version for version, parent in run.follower.versions if parent is None]
     assert keyframes[:2] == [0, 2], "these are due by their weight"
     assert keyframes[2] in (2, 3), "this one is due to the loss alone"
@@ -356,7 +382,13 @@ def test_a_last_checkpoint_without_room_fails(
         go(run.finish())
 
 
-def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(model_path: Path, tmp_path: Path) -> None:
+def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, waits = ControlSession.leave, list[float]()
+    monkeypatch.setattr(
+        ControlSession, "leave", lambda self, word, within_s: (waits.append(within_s), leave(self, word, within_s))[1]
+    )
     task = {"name": "sort_digits", "args": {"digit_count": 1}, "epochs": 1}
     run = Run(options_for(tmp_path / "run", model_path, task=task))
     with pytest.raises(TaskError, match="data set exhausted.* 6 training prompts, which were drawn 1 times"):
@@ -367,6 +399,7 @@ def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(mode
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
     enough = Run(options_for(tmp_path / "enough", model_path, task=task, learner={"steps": 3}))
     assert go(enough.finish()).is_finished, "no more prompts are missed than there are steps"
+    assert len(waits) == 2 and min(waits) > 2 * FairShare.PAUSE_MAX_S, "so long a coordinator may leave it unread"
 
 
 def test_losses_that_stay_not_finite_end_it(
