@@ -180,12 +180,12 @@ class CheckpointStore:
     def newest(self) -> Step | None:
         """The newest checkpoint that is as it was written, compared byte by byte; None if there are no checkpoints. Raises the
         newest one's `StateError` if all are damaged."""
-        first: StateError | None = None
+        first: StateError | OSError | None = None
         for step in reversed(self.steps()):
             try:
                 if step not in self._sound:
                     check(self.folder_of(step))
-            except StateError as error:
+            except (StateError, OSError) as error:  # or the disk does not give a byte
                 _log.error("%s. The checkpoint before it is used, and batches since are trained on again", error)
                 first = first or error
                 continue

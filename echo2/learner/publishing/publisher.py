@@ -256,7 +256,7 @@ class VersionPublisher:
         self._task = self._tasks.start(work)
 
     async def settled(self) -> None:
-        if self._task is not None:
+        while self._task is not None and not self._task.done():  # a lost one may be replaced as the last one ends
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ import random
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,20 @@ def test_a_harmed_checkpoint_is_refused_and_the_one_before_is_used(two: Path, tm
                 CheckpointStore(folder, LearnerLimits()).load_newest()
         shutil.rmtree(folder)
     assert len({what.split(":")[1].split()[0] for what in told}) == 4 and len({w.split(":")[0] for w in told}) == 2
+
+
+def test_one_that_the_disk_does_not_give_is_as_good_as_harmed(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened = shutil.copytree(two, tmp_path / "two"), Path.open
+
+    def refuse(path: Path, *how: Any, **named: Any) -> Any:
+        if path == folder / "step-00000001" / "rank-00000.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, *how, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert CheckpointStore(folder, LearnerLimits()).newest() == 0
 
 
 def test_a_file_of_another_checkpoint_is_refused_and_a_torn_one_is_not_seen(two: Path, tmp_path: Path) -> None:

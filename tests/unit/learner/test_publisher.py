@@ -68,29 +68,41 @@ class Port:
 def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin(began("r", Step(0), 0, (Version(0),)))
-    port = Port()
+    port, noise = Port(), torch.randn(512).bfloat16()
+
+    def weights(number: int) -> dict[str, torch.Tensor]:
+        return {"w": torch.cat([torch.full((8,), float(number)).bfloat16(), noise])}
 
     async def scene() -> None:
         broadcaster = Watching(journal)
         publisher = VersionPublisher(broadcaster, journal, schedule_of(2), port, 7)
-        await publisher.take_up({"w": torch.zeros(8, dtype=torch.bfloat16)}, Version(0), None)
-        await publisher.publish_soon(Version(1), {"w": torch.ones(8, dtype=torch.bfloat16)})
+        await publisher.take_up(weights(0), Version(0), None)
+        await publisher.publish_soon(Version(1), weights(1))
         await publisher.settled()
         assert broadcaster.versions[:2] == [(0, None), (1, 0)] and broadcaster.was_kept[:2] == [True, True]
         publisher.replace_lost("a chunk")  # a keyframe takes its place, at once or behind the version that is leaving
         await publisher.settled()
         assert broadcaster.versions[2:] == [(1, None)]
-        await publisher.publish_soon(Version(2), {"w": torch.ones(8, dtype=torch.bfloat16)})
+        await publisher.publish_soon(Version(2), weights(2))
         publisher.replace_lost("a chunk")
         await publisher.settled()
         assert [x for x in broadcaster.versions[3:] if x[1] in (1, None)] == [(2, 1), (2, None)]
+        assert publisher._task is not None
+        await publisher.publish_soon(Version(3), weights(3))
+        publisher._task.add_done_callback(lambda _: publisher.replace_lost("a chunk"))
+        await publisher.settled()
+        assert publisher._task.done(), "also what took the place of something lost as that ended"
+        await publisher.publish_soon(Version(4), weights(4))
+        await publisher.settled()
 
     asyncio.run(scene())
     journal.close()
-    assert port.versions == [1, 2]
+    assert port.versions == [1, 2, 3, 4]
     records, _ = read_journal(tmp_path, Step(0))
     told = [record.published for _, record in records if record.HasField("published")]
-    assert [(one.version, bool(one.fingerprint)) for one in told] == [(1, False), (1, True), (2, False), (2, True)]
+    assert [(one.version, bool(one.fingerprint)) for one in told] == [
+        (n, is_out) for n in (1, 2, 3, 4) for is_out in (False, True)
+    ]
 
 
 class Learning:
