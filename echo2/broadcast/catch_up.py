@@ -49,7 +49,7 @@ class CatchUpPlanner:
                     key, entry.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
                     entry.header.is_pushed, bool(entry.digests),
                 )
-                for key, entry in self._library.entries.items()
+                for key, entry in reversed(self._library.entries.items())  # of equals, the newer publication
             ]  # fmt: skip
             self._planned = state, plan_route(offers, version, self.link(), self.stalled, self.base)
         return self._planned[1]

@@ -234,12 +234,17 @@ class Exchange:
             for entry in self.library.entries.values()
         ):
             return False  # we have a newer publication of the same version
+        is_newest = (
+            header.published_unix_s > self.library.published_unix_s
+        )  # else we may have dropped it, and it is sent again
         self.library.add_header(header)
         self.act(events.HeaderSeen(peer, key, is_wanted=False))
-        return True
+        return is_newest
 
     def trust(self, publisher: PeerId) -> None:
-        """Names the publisher; from now on peers are read."""
+        """Names the publisher, whose artifacts alone are kept; from now on peers are read."""
+        for key in [key for key, entry in self.library.entries.items() if entry.header.publisher != publisher]:
+            self.library.drop(key)
         self.publisher = publisher
         self._is_publisher_known.set()
 

@@ -19,7 +19,7 @@ from echo2.base.errors import (
     ResourceError,
     VersionMismatch,
 )
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import (
     LINEAGE,
     ArtifactId,
@@ -70,7 +70,8 @@ class RecentChunks:
 
 class Library:
     """`revision` rises when an artifact is added, sealed, completed or dropped. `published_unix_s`: of the newest publication that
-    ever was here. `on_drop`: called with the key of each that was dropped, also to make room."""
+    ever was here. `on_drop`: called with the key of each that was dropped, also to make room. `back_to`: the version to which a
+    learner that was restored from an older backup has gone back, until somebody has followed it there."""
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class Library:
         self.recent = RecentChunks(RECENT_BYTES_MAX)
         self.unsound_files = 0
         self.revision, self.published_unix_s = 0, 0.0
+        self.back_to: Version | None = None
         self._rotten: set[ArtifactKey] = set()
 
     # ---- from an earlier run
@@ -104,14 +106,14 @@ class Library:
     # ---- taking in
 
     def add_header(self, header: Header) -> None:
-        """Enters a verified header; it replaces an unfinished older publication. DiskFull where it cannot be written."""
-        replaced = [
-            key for key, entry in self.entries.items()
-            if entry.artifact == header.artifact and not entry.is_complete
-            and entry.header.published_unix_s <= header.published_unix_s
-        ]  # fmt: skip
-        for key in replaced:
-            self.drop(key)
+        """Enters a verified header; it replaces an unfinished older publication, and all older ones of later versions. DiskFull
+        where it cannot be written."""
+        for key, entry in list(self.entries.items()):
+            age_s = header.published_unix_s - entry.header.published_unix_s
+            is_undone = age_s > 0 and entry.artifact.version > header.artifact.version
+            if is_undone or (age_s >= 0 and entry.artifact == header.artifact and not entry.is_complete):
+                self.back_to = header.artifact.version if is_undone else self.back_to
+                self.drop(key)
         while len(self.entries) >= ARTIFACTS_MAX and self._drop_victims(header.key, 1):
             pass
         self.store.fit(header.full_snapshot_bytes)
@@ -242,6 +244,7 @@ class Library:
     def _remove(self, key: ArtifactKey) -> None:
         if (entry := self.entries.pop(key, None)) is not None:
             self.recent.drop(key)
+            self._rotten.discard(key)  # its chunks that are to come are others
             self.revision += 1
             self.store.drop(entry)
 

@@ -120,8 +120,6 @@ class BroadcastNode:
         self._settled_at: float | None = None  # when all announcements are in; None: none has come
         self._wanted: tuple[ArtifactKey, ...] = ()  # the artifacts on the path
         self._sizes: dict[int, int] = {}  # bytes of the last artifact published that leads over so many versions
-        if self._is_publisher:
-            self.exchange.trust(me)
 
     # ---- life
 
@@ -139,8 +137,10 @@ class BroadcastNode:
         """Restores the chunks of an earlier run and starts connecting."""
         async for event in restored(self.library, self.peer_id):
             self.exchange.act(event)
-        if self.library.unsound_files and self._is_publisher:
-            self._lost("a chunk file")
+        if self._is_publisher:
+            self.exchange.trust(self.peer_id)
+            if self.library.unsound_files:
+                self._lost("a chunk file")
         self._is_running = True
         self._connections.transport.serve(self.accept)
         for work in (self._keep_connected(), self._keep_wanting(), self._uplink.run()):
@@ -249,6 +249,10 @@ class BroadcastNode:
         if self._settled_at is None and self.library.entries and not self._is_base_sought:
             self._settled_at = now + SETTLE_S
             asyncio.get_running_loop().call_later(SETTLE_S, self.exchange.revised.set)
+        back_to, self.library.back_to = self.library.back_to, None
+        if back_to is not None and self.reader.version is not None and self.reader.version > back_to:
+            log.warning("the learner has gone back to version %d, from before version %d", back_to, self.reader.version)
+            self.reader.restart_from(None)
         if self._is_settling(now):
             return
         route, before = self.planner.choose(self.reader.version), self._wanted

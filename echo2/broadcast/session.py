@@ -204,7 +204,9 @@ class BroadcastSession:
 
     def _came_from(self, peer: Peer, event: events.ChunkSeen, now: float) -> None:
         bit = 1 << event.index
-        # Changing links and trees repeat a chunk now and then; a peer that keeps doing so wastes our downlink.
+        # Changing links and trees repeat a chunk now and then; a peer that keeps doing so with one artifact wastes our downlink.
+        if event.key not in peer.received:
+            peer.replays = 0
         was_received = peer.received.get(event.key, 0) & bit
         if was_received and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1

@@ -94,6 +94,7 @@ class ChunkStore:
         self.folder = folder
         self.bytes_max = STORE_BYTES_FLOOR
         self.used_bytes = 0
+        self._closing: list[threading.Thread] = []
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def fit(self, weights_bytes: int) -> None:
@@ -130,12 +131,18 @@ class ChunkStore:
         size = _LENGTH.size + len(frame)
         if self.used_bytes + size > self.bytes_max:
             raise DiskFull(f"{self.folder}: expected at most {self.bytes_max} bytes of chunks, got more")
-        try:
-            written = here().files.write_at(entry.handle, [_LENGTH.pack(len(frame)), frame], entry.file_bytes)
-        except OSError as error:
-            raise _disk_error(error, self.folder) from None
-        if written != size:
-            raise DiskFull(f"{self.folder}: expected room for {size} bytes, wrote {written}")
+        while True:
+            try:
+                written = here().files.write_at(entry.handle, [_LENGTH.pack(len(frame)), frame], entry.file_bytes)
+            except OSError as error:
+                if error.errno not in NO_ROOM or not self._closing:
+                    raise _disk_error(error, self.folder) from None
+                written = 0
+            if written == size:
+                break
+            if not self._closing:
+                raise DiskFull(f"{self.folder}: expected room for {size} bytes, wrote {written}")
+            self._closing.pop().join()  # what was dropped has its room until then
         record = entry.file_bytes + _LENGTH.size, len(frame)
         entry.file_bytes += size
         self.used_bytes += size
@@ -160,7 +167,9 @@ class ChunkStore:
         if entry.file_bytes < SLOW_CLOSE_BYTES:
             self.close(entry)
         else:
-            threading.Thread(target=os.close, args=(entry.handle,), name="chunks closed").start()
+            self._closing = [thread for thread in self._closing if thread.is_alive()]
+            self._closing.append(threading.Thread(target=os.close, args=(entry.handle,), name="chunks closed"))
+            self._closing[-1].start()
         self.used_bytes -= entry.file_bytes
 
 

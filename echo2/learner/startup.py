@@ -233,6 +233,7 @@ def _train_again(prepared: Prepared, left: LeftVersions) -> None:
         )  # fmt: skip
     groups.take_closures()  # discard them: the hello tells the coordinator what is open
     groups.drop_stale()
+    groups.resumed_at = groups.next_step
     prepared.schedule.newest, prepared.published = newest
     prepared.cut_off, prepared.rows_again = before, tuple(rows)
 

@@ -203,7 +203,7 @@ class BaseCheckpointLoader:
         """Whether there is a checkpoint; it is loaded, too, if so configured."""
         try:
             folder = await asyncio.to_thread(find_base, *self._names)
-        except OSError as error:  # such as a folder that may not be read
+        except (OSError, RuntimeError) as error:  # such as a folder that may not be read, or no home
             folder = None
             _log.warning("base checkpoint: this machine cannot be searched for it (%s); peers have it", error)
         is_at_hub = _HUB_ID.fullmatch(self._names[0]) and os.environ.get("HF_HUB_OFFLINE") != "1"

@@ -282,7 +282,7 @@ class VersionPublisher:
         self.bytes.deltas += artifact.artifact_bytes
         self.bytes.full_snapshots += artifact.full_snapshot_bytes
         self.bytes.versions += 1
-        self.schedule.delta_published(version, artifact.artifact_bytes)
+        self.schedule.delta_published(version, artifact.artifact_bytes, artifact.full_snapshot_bytes)
         if self.schedule.is_keyframe_due or self._is_something_lost:
             await self.publish_keyframe()
 

@@ -4,8 +4,8 @@ Guarantees: a version is due kappa steps after the last; kappa is between 1 and 
 newest version would exceed the staleness bound before the next one arrives.
 
 Keyframes. A newcomer fetches the newest keyframe and the deltas after it. A keyframe of the newest version is due when those
-deltas together exceed a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches at most about two keyframes'
-worth of bytes and applies at most about `chain_max` deltas.
+deltas together exceed a keyframe's bytes, when a store has no room for one more like the last beside them, or when they number
+`chain_max`. So a newcomer fetches at most about two keyframes' worth of bytes and applies at most about `chain_max` deltas.
 
 Merged deltas. The n-th publication also gets a delta from the publication 2^j before it, for each 2^j that divides n. It is
 merged from two halves that were published already. So a worker that is k publications behind needs at most 2 log2(k) + 1
@@ -18,11 +18,13 @@ the learner makes a new delta from the base, which it has loaded anyway.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import Step, Version
+from echo2.broadcast.artifact import FRAME_SHARE, store_bytes_for
 from echo2.broadcast.route import BASE_SHARE_MAX
 from echo2.config.run import StalenessSection
 from echo2.weights import CodecSetting
@@ -43,6 +45,8 @@ class PublicationSchedule:
     newest: Version = field(default_factory=lambda: Version(0))
     planned_kappa: int | None = None
     keyframe_bytes: int = 0
+    store_bytes: float = math.inf  # that artifacts may take
+    delta_bytes: int = 0  # of the last one
     chain_bytes: int = 0
     chain_length: int = 0
 
@@ -59,8 +63,9 @@ class PublicationSchedule:
         assert version > self.newest, f"version {version} after {self.newest}"
         self.newest = version
 
-    def delta_published(self, version: Version, delta_bytes: int) -> None:
+    def delta_published(self, version: Version, delta_bytes: int, weights_bytes: int) -> None:
         assert version == self.newest, f"version {version}, begun was {self.newest}"
+        self.store_bytes, self.delta_bytes = store_bytes_for(weights_bytes) / (1 + FRAME_SHARE), delta_bytes
         self.chain_bytes += delta_bytes
         self.chain_length += 1
 
@@ -71,7 +76,8 @@ class PublicationSchedule:
     @property
     def is_keyframe_due(self) -> bool:
         is_long = self.chain_bytes > self.keyframe_bytes or self.chain_length >= self.chain_max
-        return self.chain_length > 0 and is_long
+        has_room = self.keyframe_bytes + self.chain_bytes + self.delta_bytes <= self.store_bytes
+        return self.chain_length > 0 and (is_long or not has_room)
 
 
 @dataclass(frozen=True, slots=True)

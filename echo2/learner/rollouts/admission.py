@@ -87,13 +87,15 @@ class Counts:
 @dataclass(slots=True)
 class OpenGroups:
     """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name. `roots`: those of `groups`
-    that a batch may be drawn of, which with many turns are a small part, and are asked for with every report."""
+    that a batch may be drawn of, which with many turns are a small part, and are asked for with every report. `resumed_at`: the
+    step from which this process went on: if from an older backup, honest workers have later versions for a while."""
 
     config: RunConfig
     vocabulary_size: int
     ledger: Ledger = field(init=False)
     next_step: Step = field(default_factory=lambda: Step(0))
     published: list[Version] = field(default_factory=lambda: [Version(0)])
+    resumed_at: Step = field(default_factory=lambda: Step(-STEPS_REMEMBERED))
     groups: dict[GroupId, Group] = field(default_factory=dict)
     roots: dict[GroupId, Group] = field(default_factory=dict)
     closures: list[Closure] = field(default_factory=list)
@@ -269,7 +271,9 @@ class OpenGroups:
         published = [known for known in self.published if known >= group.min_version] if exact is None else [exact]
         problem = problem_of_segment(segment, group.spec, self.vocabulary_size, published)
         if problem is not None:
-            return self.refuse(segment, problem, sender)
+            newest = max((span.version for span in segment.version_spans), default=Version(0))
+            is_undone = newest > self.published[-1] and self.next_step < self.resumed_at + STEPS_REMEMBERED
+            return self.refuse(segment, problem, NOBODY if is_undone else sender)
         group.lease_attempt = attempt
         held = group.rollouts[segment.index]
         if held.is_finished:

@@ -7,9 +7,10 @@ import errno
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,8 @@ from echo2.broadcast.library import Library, RecentChunks, restored
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import SLOW_CLOSE_BYTES, ChunkStore, LeftFile
+from echo2.config.run import StalenessSection
+from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.outside.files import MachineFiles
 from echo2.trust.identity import Identity
 from echo2.wire import broadcast as wire
@@ -134,6 +137,36 @@ def test_a_full_disk_is_told_with_its_folder_and_what_it_has_is_served(
     assert held.chunk(header.key, 0) == made[0][0] and held.frame(header.key, 1) is None
 
 
+class Later:
+    """A thread that does its work once it is waited for."""
+
+    def __init__(self, target: Callable[[int], None], args: tuple[int], name: str) -> None:
+        self.start, self.is_alive, self.join = (lambda: None), (lambda: True), lambda: target(*args)
+
+
+def test_on_a_full_disk_no_more_is_dropped_than_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file leaves its room once a thread has closed it; until then one after another was dropped for nothing, and the
+    worker ended."""
+    monkeypatch.setattr("echo2.broadcast.store.SLOW_CLOSE_BYTES", 0)
+    monkeypatch.setattr("echo2.broadcast.store.threading", SimpleNamespace(Thread=Later))
+    held = library(tmp_path)
+    for version in range(1, 5):
+        added(held, header_of(version, version - 1), 1_000)
+    added(held, header_of(4), 1_000)
+    opened = {entry.handle for entry in held.entries.values()}
+
+    def write_at(_: MachineFiles, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        if all(Path(f"/proc/self/fd/{each}").exists() for each in opened):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.pwrite(handle, b"".join(parts), offset)
+
+    monkeypatch.setattr(MachineFiles, "write_at", write_at)
+    added(held, header_of(5, 4), 1_000)
+    assert [str(entry.artifact) for entry in held.entries.values()] == [
+        "delta 1->2", "delta 2->3", "delta 3->4", "keyframe 4", "delta 4->5",
+    ]  # fmt: skip
+
+
 def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path) -> None:
     held, header = library(tmp_path, recent_bytes=1000), header_of(1)
     made = begun(held, bytes(range(250)) * 4, 100, header)
@@ -179,6 +212,9 @@ def test_a_chunk_that_the_disk_does_not_give_is_fetched_anew_as_one_that_it_chan
     with pytest.raises(CorruptChunk):
         held.chunk(key, 1)
     assert held.take_rotten() == [(key, ArtifactId(Version(1)))]
+    assert held.frame(key, 1) is None
+    held.empty(key)
+    assert not held.take_rotten(), "its reader has it fetched anew: what has come since is no worse"
 
 
 def test_a_file_that_is_gone_before_it_is_taken_over_is_not_taken_for_held(tmp_path: Path) -> None:
@@ -202,10 +238,12 @@ def test_a_new_header_or_seal_is_of_use_and_costs_its_bringer_none_of_the_loops_
     async def scene() -> list[bool]:
         frames = [wire.header_to_bytes(header), wire.seal_to_bytes(seal)]
         told = [exchange.on_frame(PeerId(name), frame) for frame in frames for name in ("a", "b")]
+        held.drop(header.key)
+        told.append(exchange.on_frame(PeerId("a"), frames[0]))
         exchange.stop_timer()
         return told
 
-    assert asyncio.run(scene()) == [True, False, True, False]
+    assert asyncio.run(scene()) == [True, False, True, False, False], "what was dropped may be told again without end"
 
 
 def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
@@ -240,6 +278,25 @@ def test_what_the_publisher_sealed_wrongly_is_dropped_with_its_last_part(tmp_pat
     first, last = parts if is_sealed_last else reversed(parts)
     assert first() and not last()
     assert dropped == [header.key] and not held.entries and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.8, 1.0])
+def test_a_newcomers_way_has_room_however_large_the_deltas_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Those of weights in float32 take 0.4 to 0.7: the second or third after a keyframe found no room, which ended the run."""
+    monkeypatch.setattr("echo2.broadcast.artifact.STORE_BYTES_FLOOR", 0)
+    weights_bytes = 1 << 20
+    held, schedule = library(tmp_path, store_bytes_for(weights_bytes)), PublicationSchedule(StalenessSection(bound=2))
+    keyframe_bytes, delta_bytes = int(0.99 * weights_bytes), int(0.99 * share * weights_bytes)
+    for version in map(Version, range(12)):
+        if version:
+            schedule.begin(version)
+            added(held, header_of(version, version - 1), delta_bytes, 16 << 10)
+            schedule.delta_published(version, delta_bytes, weights_bytes)
+        if schedule.is_keyframe_due or not version:
+            added(held, header_of(version), keyframe_bytes, 16 << 10)
+            schedule.keyframe_published(keyframe_bytes)
 
 
 def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: Path) -> None:
@@ -285,6 +342,7 @@ def test_blocks_are_read_back_of_the_whole_or_newer_publication_and_what_was_dro
     begun(held, bytes(700), 1000, newer)
     assert held.find(artifact) == older, "the one that is whole"
     assert added(held, newer, 700) == held.find(artifact), "the newer of two whole ones"
+    assert CatchUpPlanner(ME, held, Meter(), LinkShape()).path(Version(0)) == (newer.key,), "the next goes upon that"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -303,6 +361,8 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
         exchange.on_header(PeerId("peer"), replace(header_of(2), published_unix_s=9.0))  # not as it was signed
     exchange.stop_timer()
     assert list(held.entries) == [made[1].key]
+    exchange.trust(PeerId("the learner that took its place"))
+    assert not held.entries, "nobody takes what another has signed"
     publisher = Exchange(LEARNER.peer_id, library(tmp_path / "publisher"), BroadcastSession(ME), Meter(), Bans())
     publisher.publisher = LEARNER.peer_id
     publisher.on_header(PeerId("peer"), header_of(1))

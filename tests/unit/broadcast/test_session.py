@@ -211,7 +211,11 @@ def publishing(uplink_bytes_per_s: float = 0.0) -> BroadcastSession:
 
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_chunk_sent_twice_unasked_is_held_against_the_peer(is_asked: bool) -> None:
+    """But not once of each artifact, as on a link of weeks whose further connections end now and then."""
     session, bad, accused = session_with("bad"), PeerId("bad"), list[PeerId]()
+    for key in (ArtifactKey(bytes([number]) * 16) for number in range(REPLAYS_MAX)):
+        for event in (HeaderSeen(bad, key, is_wanted=True), *[ChunkSeen(bad, key, 0, 1000)] * 2):
+            assert not [action for action in session.handle(event, 0.0) if isinstance(action, Accuse)]
     if is_asked:
         session.handle(Have(bad, KEY, 0b1, True), 0.0)
         assert any(isinstance(action, Request) for action in session.handle(Woken(), 10.0))

@@ -151,6 +151,23 @@ def test_a_version_published_again_is_the_newer_one_also_where_the_learners_cloc
     loop.close()
 
 
+def test_a_learner_with_a_new_identity_publishes_anew_what_the_old_one_has_signed(tmp_path: Path) -> None:
+    """Workers take nothing that another has signed: newcomers waited for a keyframe that did not come."""
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+
+    async def scene() -> None:
+        for _ in range(2):
+            node = BroadcastNode(issued(authority, Role.LEARNER), NodeOptions(tmp_path))
+            await node.start()
+            await node.publish(ArtifactId(Version(1), None), iter([bytes(250)]), lambda: "print", 1000)
+            assert [entry.header.publisher for entry in node.artifacts_available()] == [node.peer_id]
+            await node.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
+
+
 def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Path) -> None:
     """Whoever asks for it gets nothing, and its publisher is told which artifact to publish anew."""
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
@@ -205,6 +222,20 @@ def test_what_the_way_leads_over_no_longer_is_asked_for_no_more(tmp_path: Path) 
     promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(old), later=two_chunks_of(new))
     asked = asked_of(authority, tmp_path, promises, 9.0)
     assert asked[old.key][-1] < 1.5 < asked[new.key][0] + 0.5 and asked[new.key][-1] > 5.0
+
+
+def test_workers_go_back_with_a_learner_that_was_restored_from_an_older_backup(tmp_path: Path) -> None:
+    """They hold versions of which it knows nothing, and waited for one that is later still."""
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = issued(authority, Role.LEARNER)
+    ahead, back = (
+        header_by(learner, ArtifactId(Version(9), Version(8))),
+        header_by(learner, ArtifactId(Version(5), None)),
+    )
+    back = replace(back, published_unix_s=2.0).signed(learner.identity)
+    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(ahead), later=two_chunks_of(back))
+    asked = asked_of(authority, tmp_path, promises, 9.0, Version(9))
+    assert list(asked) == [back.key] and asked[back.key][0] > 1.0
 
 
 def test_a_peer_that_takes_its_time_to_say_hello_is_dialled_once(

@@ -384,6 +384,11 @@ def test_who_sends_what_no_honest_worker_sends_is_barred_and_told_to_the_coordin
     ((worker, reason, is_certain),) = stage.accused
     assert worker == ALICE and is_certain and "99" in reason and ALICE in stage.pool.barred
     assert stage.report(piece(group_id, 0, [9], version=99)) == [Verdict.REFUSED] and len(stage.accused) == 1
+    restored = Stage()
+    restored.pool.groups.resumed_at = restored.pool.groups.next_step
+    for _ in range(workers.IMPOSSIBLE_MAX):
+        assert restored.report(piece(group_id, 0, [9], version=99)) == [Verdict.REFUSED]
+    assert restored.accused == [], "the learner has been restored from a backup, and who was ahead of it follows"
 
 
 def test_a_stop_ends_the_wait_for_a_batch() -> None:

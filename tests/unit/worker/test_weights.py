@@ -191,6 +191,8 @@ async def test_overtaken_versions_stay_off_the_engine_but_not_for_ever() -> None
     await bench.take(artifact(SKIPS_MAX + 1, SKIPS_MAX), more_is_here=True)
     assert bench.engine.swaps == [(0, None), (SKIPS_MAX + 1, None)], "the host's whole weights: the delta does not fit"
     assert await bench.weights.next_live() == bench.weights.live == SKIPS_MAX + 1
+    await bench.take(artifact(2, None))
+    assert bench.weights.live == 2 and bench.engine.is_right, "with a learner that has gone back"
 
 
 async def test_it_gives_up_after_several_failures_in_a_row_and_says_why() -> None:
