@@ -308,9 +308,10 @@ class BroadcastNode:
     ) -> Seal:
         """Publishes blocks as the iterator (run in a thread) yields them; calls `fingerprint` after the last one. `is_pushed`
         False: only peers that request it get it (a keyframe for newcomers). An artifact that is already sealed is not published
-        again."""
+        again, unless a learner that was restored from an older backup has left later ones here: peers follow what is newest."""
         known = self.library.find(artifact)
-        if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
+        is_back = any(entry.artifact.version > artifact.version for entry in self.library.entries.values())
+        if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal and not is_back:
             return entry.seal
         run_id = self.credentials.run_id
         # Later than what was published before, also where the clock has gone back: else it would be the older publication.

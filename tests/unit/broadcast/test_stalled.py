@@ -168,6 +168,24 @@ def test_a_learner_with_a_new_identity_publishes_anew_what_the_old_one_has_signe
     loop.close()
 
 
+def test_a_learner_that_has_gone_back_publishes_its_version_anew_and_gives_up_later_ones(tmp_path: Path) -> None:
+    """Where its chunks are those of before: nobody followed it, and the next version was another's of that number."""
+    learner = issued(RunAuthority.create(Identity.generate(), RUN, time.time()), Role.LEARNER)
+
+    async def scene() -> None:
+        node = BroadcastNode(learner, NodeOptions(tmp_path))
+        await node.start()
+        for version in (1, 2, 1):
+            await node.publish(ArtifactId(Version(version), None), iter([bytes(250)]), lambda: "print", 1000)
+        times = [entry.header.published_unix_s for entry in node.artifacts_available() if entry.artifact.version == 1]
+        assert len(times) == len(node.library.entries) == 2 and min(times) < max(times) == node.library.published_unix_s
+        await node.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
+
+
 def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Path) -> None:
     """Whoever asks for it gets nothing, and its publisher is told which artifact to publish anew."""
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
