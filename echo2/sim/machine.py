@@ -217,6 +217,7 @@ class VirtualDisk:
         self._synced: dict[str, int] = {}  # path in the folder -> bytes that survive
         self._logs: dict[str, tuple[bytes, int]] = {}  # by path of a SQLite log: its salt and the frames that survive
         self._renamed: dict[str, bytes | None] = {}  # renamed files whose folder is not synced yet -> former content
+        self._moved: list[tuple[str, str]] = []  # such folders, in order: former and new name
 
     def key(self, path: Path) -> str | None:
         with contextlib.suppress(ValueError):
@@ -230,6 +231,7 @@ class VirtualDisk:
         if path.is_dir():
             for name in [name for name in self._renamed if str(Path(name).parent) == (key or ".")]:
                 del self._renamed[name]
+            self._moved = [names for names in self._moved if str(Path(names[1]).parent) != (key or ".")]
             return
         self._synced[key] = path.stat().st_size
         if path.name.endswith("-wal"):
@@ -240,13 +242,15 @@ class VirtualDisk:
         if old_key is None or new_key is None:
             return
         if new.is_dir():
-            moved = {n: size for n, size in self._synced.items() if n.startswith(f"{old_key}/")}
-            for name, size in moved.items():
-                self._synced[new_key + name.removeprefix(old_key)] = size
-                del self._synced[name]
+            self._moved.append((old_key, new_key))
+            self._move(old_key, new_key)
             return
         self._synced[new_key] = self._synced.pop(old_key, 0)
         self._renamed[new_key] = before
+
+    def _move(self, old_key: str, new_key: str) -> None:
+        for name in [name for name in self._synced if name.startswith(f"{old_key}/")]:
+            self._synced[new_key + name.removeprefix(old_key)] = self._synced.pop(name)
 
     def crash(self) -> None:
         """Copies the files for the next process; whatever the ended process still writes goes to the old copy."""
@@ -257,6 +261,12 @@ class VirtualDisk:
     def power_cut(self, rng: random.Random) -> int:
         """Discards unsynced data, after `crash`; returns how many files lost something."""
         lost = 0
+        for old_key, new_key in reversed(self._moved[rng.randint(0, len(self._moved)) :] if self._moved else ()):
+            if (self.folder / new_key).is_dir():
+                (self.folder / new_key).rename(self.folder / old_key)
+                self._move(new_key, old_key)
+                lost += 1
+        self._moved.clear()
         for path in sorted(self.folder.rglob("*.sqlite-wal")):
             lost += _cut_log(path, rng, self._logs.get(str(path.relative_to(self.folder))))
         for path in sorted(self.folder.rglob("*")):
@@ -293,6 +303,7 @@ class VirtualDisk:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._synced.clear()
         self._renamed.clear()
+        self._moved.clear()
 
     def rot(self, rng: random.Random, pattern: str) -> str | None:
         """Flips one bit in a random file that matches; returns the place, or None if no file matches."""

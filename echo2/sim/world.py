@@ -519,7 +519,7 @@ class _LogListener(logging.Handler):
         if name:
             self._world.events.tell(name, f"{record.levelname.lower()}: {record.getMessage()}")
             error = record.exc_info[1] if record.exc_info and record.name == "echo2.guard" else None
-            if error is not None and record.getMessage().startswith("a call of "):
+            if error is not None and not isinstance(error, EchoError):
                 self._world._broke(name, error)
 
 

@@ -26,6 +26,28 @@ def test_of_a_file_what_was_synced_stays(tmp_path: Path) -> None:
     assert 100 <= (disk.folder / "journal").stat().st_size < 200
 
 
+@pytest.mark.parametrize(("is_synced", "names"), [(False, {"old", "new"}), (True, {"new"})])
+def test_a_folder_has_its_new_name_for_certain_once_that_is_synced(
+    tmp_path: Path, is_synced: bool, names: set[str]
+) -> None:
+    found = set()
+    for seed in range(12):
+        disk = VirtualDisk(tmp_path / str(seed))
+        files = VirtualFiles(disk, lambda: 1.0, lambda: None)
+        (disk.folder / "old").mkdir()
+        (disk.folder / "old" / "part").write_bytes(b"a" * 100)
+        files.sync_path(disk.folder / "old" / "part")
+        files.rename(disk.folder / "old", disk.folder / "new")
+        if is_synced:
+            files.sync_path(disk.folder)
+        disk.crash()
+        disk.power_cut(random.Random(seed))
+        (folder,) = disk.folder.iterdir()
+        assert (folder / "part").stat().st_size == 100
+        found.add(folder.name)
+    assert found == names
+
+
 def test_a_file_that_a_full_disk_leaves_empty_has_a_virtual_time(tmp_path: Path) -> None:
     disk = VirtualDisk(tmp_path)
     files = VirtualFiles(disk, lambda: 7.0, lambda: None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from echo2.base.rng import derived_rng
+from echo2.coordinator import coordinator
 from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
 from echo2.sim.inspector import PAUSED
 from echo2.sim.liars import CLAIMS, OF_STORMS, Liar, Lie
@@ -43,6 +44,12 @@ def test_a_synchronous_run_in_calm_weather_trains_every_token_in_the_step_of_its
     assert outcome.faults["segments answered: admitted"] > 20
     assert outcome.faults["questions answered"] >= 8, "two evaluations while it trains"
     assert outcome.faults["keyframes published"] and outcome.faults["deltas published"]
+
+
+def test_an_unforeseen_error_fails_a_world_wherever_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "consolidate", lambda hub: 1 / 0)
+    outcome = World(Scenario.of(3), workers=1).run()
+    assert outcome.invariant == 5 and "ZeroDivisionError" in outcome.failure
 
 
 def test_storms_are_made_of_every_fault() -> None:
