@@ -266,10 +266,10 @@ def billions_in(name: str) -> float | None:
 
 
 def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"what-if {name}: expected a number, got {text!r}") from None
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)) or name in ("cap", "budget"):
+            return value
+    raise ConfigError(f"what-if {name}: expected a number, got {text!r}")
 
 
 # ---- if nothing is feasible: the smallest change of one number, or of two, that makes a plan feasible, by planning again
