@@ -381,8 +381,8 @@ class RolloutPool:
             self._port.offer(moved)
 
     def _journal_dropped(self, group_ids: Iterable[GroupId]) -> None:
-        """Later turns first: if the power fails in between, none is left of a group that may be opened again."""
-        for group_id in sorted(group_ids, key=is_later_turn, reverse=True):
+        """The latest turn first: if the power fails in between, none is left without those before it."""
+        for group_id in sorted(group_ids, key=lambda name: turn_of(name, 0).turn, reverse=True):
             self.journal.append(records.closed(group_id))
 
     def _draw_missing(self) -> None:

@@ -329,19 +329,25 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2, 3])
-def test_a_power_cut_while_the_answer_of_a_barred_worker_is_dropped_leaves_no_turn_of_it(kept: int) -> None:
-    """The disk has the first few of the records since the last sync. A turn left alone would be the reopened question's."""
+@pytest.mark.parametrize("kept", range(6))
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_power_cut_while_what_a_barred_worker_sent_is_dropped_leaves_no_turn_without_those_before_it(
+    evaluates: bool, kept: int
+) -> None:
+    """The disk has the first few of the records since the last sync. A turn left alone would be the reopened question's, or opened
+    again as the next one of the turn before the one that is missing."""
     machine = PoolMachine()
-    machine.begin(bound=0, drops=False, evaluates=True)
+    machine.begin(bound=0, drops=False, evaluates=evaluates)
     machine.evaluate(is_last=False)
-    machine.finish(again=0, pick=2, turns=2)
+    machine.finish(again=0, pick=2 * evaluates, turns=3)
     machine.checkpoint()
     machine.bar(worker=ALICE, is_back=False)
     for lost in (kept, None):
         machine.kill(lost)
         machine.what_was_acknowledged_is_trained_dropped_or_held()
         machine.the_journal_gives_back_what_is_held()
+    machine.bar(worker=BOB, is_back=False)
+    machine.the_journal_gives_back_what_is_held()
     machine.teardown()
 
 
