@@ -311,11 +311,20 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), data=st.data(), reason=st.sampled_from(EndReason))
     def end(self, worker: PeerId, data: st.DataObject, reason: EndReason) -> None:
-        self.tell(self.book.end, worker, self.some_lease(data), reason, "said so")
+        lease_id = self.some_lease(data)
+        held = self.book.leases.get(lease_id)
+        self.tell(self.book.end, worker, lease_id, reason, "said so")
+        assert held is None or (self.book.leases.get(lease_id) is held) == (held.worker_id != worker), (
+            "the holder's alone"
+        )
 
     @rule(worker=st.sampled_from(WORKERS), data=st.data(), tokens=st.integers(0, 50))
     def progress(self, worker: PeerId, data: st.DataObject, tokens: int) -> None:
-        self.tell(self.book.on_progress, worker, self.some_lease(data), 0, tokens)
+        lease_id = self.some_lease(data)
+        held = self.book.leases.get(lease_id)
+        before = replace(held) if held is not None else None
+        self.tell(self.book.on_progress, worker, lease_id, 0, tokens)
+        assert held is None or held.worker_id == worker or held == before, "the holder's alone"
 
     @rule(data=st.data(), to=st.sampled_from([None, *WORKERS]))
     def recall(self, data: st.DataObject, to: PeerId | None) -> None:
