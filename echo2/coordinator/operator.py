@@ -8,6 +8,7 @@ with the reason.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
@@ -149,7 +150,9 @@ class Commands:
         if not isinstance(body, dict):
             raise MalformedMessage(f"{name}: expected a JSON object, got something else")
         answer = action(self, body)
-        return (await answer if inspect.isawaitable(answer) else answer) or {}
+        if inspect.isawaitable(answer):  # carried out whole, though whoever asks may go
+            answer = await asyncio.shield(asyncio.ensure_future(answer))
+        return answer or {}
 
     def _act_change_settings(self, body: Body) -> Body:
         """Changes what is named: `usd_budget`, `usd_per_hour_cap` (null: none), `staleness_bound`, `prices` of offers by name."""
@@ -169,11 +172,11 @@ class Commands:
         return self.change_settings(numbers, {name: _number(prices, name) for name in prices})
 
     def _act_apply_plan(self, body: Body) -> None:
-        hub = self.hub
-        if hub.plan.now is None:
+        hub, known = self.hub, self.hub.plan
+        if known.now is None:
             raise MalformedMessage("plan: expected one to apply, there is none yet")
         hub.note("plan", "applied by the operator")
-        hub.adopt_plan(hub.plan.now, [*hub.plan.now.pool, *hub.plan.now.drain], is_acted_on=True)
+        hub.adopt_plan(known.now, [*known.now.pool, *known.now.drain], True, known.rate_ratio, known.is_settled)
         hub.flush_now()
 
     def _act_set_workers(self, body: Body) -> Body:

@@ -143,6 +143,8 @@ class WorkerStream:
                 "(worker.quantisation); a run allows that by worker.quantisation in its own file"
             )
         hub.ending.check_open()
+        if (machine := hub.money.machine_of(peer_id)) is not None:
+            hello.price_usd_per_hour = machine.usd_per_hour  # whatever price it was started with
         is_new = peer_id not in hub.membership.members
         member = hub.membership.on_hello(peer_id, hello, hub.clock.now())
         member.price_limit, member.paused = hub.money.limit_of(member, section), hub.halted

@@ -130,8 +130,6 @@ class Rental:
 class VirtualCloud:
     """A `Provider` of a world's machines."""
 
-    name = "command"
-
     def __init__(self, world: World, machines_max: int) -> None:
         self.offers_file = world.root / "offers.toml"
         self.offers_file.write_text(
@@ -148,7 +146,7 @@ class VirtualCloud:
 
     # ---- the protocol
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         await self._answer()
         if machine_id not in self.there:
             if self._rng.random() < 0.2:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,10 +67,10 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provide
 
 
 async def test_what_is_rented_is_seen_once_however_often_asked_for_until_it_is_given_back(provider: Provider) -> None:
-    command = await provider.rent(FIRST, LINK)
-    assert await provider.rent(FIRST, LINK) == command
-    await provider.rent(SECOND, LINK)
-    if provider.name == "manual":
+    command = await provider.rent(FIRST, LINK, 1.2)
+    assert await provider.rent(FIRST, LINK, 1.2) == command
+    await provider.rent(SECOND, LINK, 1.2)
+    if isinstance(provider, ManualProvider):
         assert command == """echo-worker join 'echo2://h:1/peer?token=it'"'"'s'"""
         assert await provider.observe() == {}
     else:
@@ -83,22 +85,22 @@ async def test_what_is_rented_is_seen_once_however_often_asked_for_until_it_is_g
 
 async def test_local_machine_has_a_limit_and_a_process_that_ends_by_itself_is_not_seen(tmp_path: Path) -> None:
     short = LocalProvider(MachineOffer("one", "local"), tmp_path, lambda *_: [sys.executable, "-c", "pass"])
-    await short.rent(FIRST, LINK)
+    await short.rent(FIRST, LINK, 1.2)
     while await short.observe():
         await asyncio.sleep(0.02)
     await short.release(FIRST)
     busy = local(tmp_path / "busy")
-    await busy.rent(FIRST, LINK)
-    await busy.rent(SECOND, LINK)
+    await busy.rent(FIRST, LINK, 1.2)
+    await busy.rent(SECOND, LINK, 1.2)
     with pytest.raises(LimitExceeded, match="2 workers at most"):
-        await busy.rent("third", LINK)
+        await busy.rent("third", LINK, 1.2)
     for machine_id in (FIRST, SECOND):
         await busy.release(machine_id)
 
 
 async def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path: Path) -> None:
     before = local(tmp_path)
-    await before.rent(FIRST, LINK)
+    await before.rent(FIRST, LINK, 1.2)
     after = local(tmp_path)
     assert set(await after.observe()) == {FIRST}
     pid_file = tmp_path / "one" / FIRST / "process"
@@ -115,8 +117,8 @@ async def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_mach
     cloud = CommandCloud(tmp_path / "cloud")
     try:
         provider = CommandProvider(command_offer(cloud), RUN)
-        await provider.rent(FIRST, LINK)
-        await provider.rent(FIRST, LINK)
+        await provider.rent(FIRST, LINK, 1.2)
+        await provider.rent(FIRST, LINK, 1.2)
         assert cloud.started() == [FIRST], "a machine that is listed is not started again"
         assert f"export ECHO2_JOIN_LINK={shlex.quote(LINK)}" in cloud.script(FIRST)
         assert all(LINK not in text for text in cloud.settings.values())
@@ -143,7 +145,7 @@ async def test_commands_that_fail_or_hang_end_with_children(tmp_path: Path, monk
     cloud = CommandCloud(tmp_path / "cloud")
     offer = command_offer(cloud, start="echo no room >&2; exit 3")
     with pytest.raises(ResourceError, match=f"offer one, command start for {FIRST}: .*got 3: no room"):
-        await CommandProvider(offer, RUN).rent(FIRST, LINK)
+        await CommandProvider(offer, RUN).rent(FIRST, LINK, 1.2)
     with pytest.raises(Unreachable, match="offer one, command list: .*got 127"):
         await CommandProvider(command_offer(cloud, list="no-such-program"), RUN).observe()
     monkeypatch.setitem(command.LIMITS_S, "list", 0.2)
@@ -157,7 +159,7 @@ async def test_commands_that_fail_or_hang_end_with_children(tmp_path: Path, monk
 
 def test_a_machine_gets_echo2_from_the_run_or_from_git_and_never_by_its_name_from_an_index(tmp_path: Path) -> None:
     def scripts(**settings: str) -> tuple[str, str]:
-        sky = SkyPilotProvider(sky_offer(**settings), RUN, Sky()).task(FIRST, LINK).setup
+        sky = SkyPilotProvider(sky_offer(**settings), RUN, Sky()).task(FIRST, LINK, 1.2).setup
         given = CommandProvider(MachineOffer("one", "command", settings={**cloud.settings, **settings}), RUN)
         return str(sky), given.script(FIRST, LINK)
 
@@ -180,7 +182,10 @@ def test_a_machine_gets_echo2_from_the_run_or_from_git_and_never_by_its_name_fro
 async def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says() -> None:
     sky = Sky()
     provider = SkyPilotProvider(sky_offer(infra="aws/us-east-1"), RUN, sky)
-    await provider.rent(FIRST, LINK)
+    await provider.rent(FIRST, LINK, 1.2)
+    await provider.rent(SECOND, LINK, 2.0)
+    assert sky.launched[1].resources.wanted["max_hourly_cost"] == 2.1, "the operator has raised the offer's price"
+    await provider.release(SECOND)
     task = sky.launched[0]
     assert LINK not in task.run and task.secrets == {"ECHO2_JOIN_LINK": LINK}
     assert task.resources.wanted == {
@@ -190,20 +195,34 @@ async def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_
     sky.clusters[FIRST] = ClusterStatus.STOPPED
     assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
     with pytest.raises(ConfigError, match="that a rented machine can reach, got 127.0.0.1: set coordinator.advertise"):
-        await provider.rent(SECOND, "echo2://127.0.0.1:8418/peer?token=a")
+        await provider.rent(SECOND, "echo2://127.0.0.1:8418/peer?token=a", 1.2)
     sky.is_full = True
     with pytest.raises(ResourceError, match="no A100 in any zone"):
-        await provider.rent(SECOND, LINK)
+        await provider.rent(SECOND, LINK, 1.2)
     sky.is_away = True
     with pytest.raises(Unreachable, match="does not answer"):
         await provider.observe()
+
+
+async def test_a_launch_that_takes_long_keeps_no_other_work_of_the_process_waiting() -> None:
+    sky, is_launched = Sky(), threading.Event()
+    sky.launch = lambda task, cluster_name: lambda: is_launched.wait(5)  # type: ignore[method-assign]
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    renting = asyncio.create_task(SkyPilotProvider(sky_offer(), RUN, sky).rent(FIRST, LINK, 1.2))
+    while not any(thread.name.startswith(("skypilot", "ThreadPool")) for thread in threading.enumerate()):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    async with asyncio.timeout(2):
+        await asyncio.to_thread(lambda: None)
+    is_launched.set()
+    await renting
 
 
 def test_skypilot_takes_the_task_that_we_build() -> None:
     sky = pytest.importorskip("sky", reason="SkyPilot is not installed")
     settings = {"infra": "kubernetes", "cpus": "4+", "memory": "16", "disk_size": "100"}
     offer = MachineOffer("one", "skypilot", "", 1.2, is_spot=True, settings=settings)
-    task = SkyPilotProvider(offer, RUN).task(FIRST, LINK)
+    task = SkyPilotProvider(offer, RUN).task(FIRST, LINK, 1.2)
     (resources,) = task.resources
     assert (resources.use_spot, resources.cpus, resources.disk_size) == (True, "4+", 100)
     assert "ECHO2_JOIN_LINK" in task.secrets and LINK not in task.run
@@ -258,7 +277,7 @@ def test_offers_are_read_wrong_settings_named_and_workers_told_where_the_base_ch
         with pytest.raises(ConfigError, match=problem):
             make_provider(wrong, options(tmp_path))
     manual = make_provider(MachineOffer("m", "manual"), options(tmp_path, model_path="org/base"))
-    words = shlex.split(asyncio.run(manual.rent(FIRST, LINK)))
+    words = shlex.split(asyncio.run(manual.rent(FIRST, LINK, 1.2)))
     assert words == ["echo-worker", "join", LINK, "--model.path", "org/base"]
     cloud = SkyPilotProvider(sky_offer(arguments="--verbose"), RUN, Sky(), "/models/a base")
-    assert "--model.path '/models/a base' --verbose" in cloud.task(FIRST, LINK).run
+    assert "--model.path '/models/a base' --verbose" in cloud.task(FIRST, LINK, 1.2).run

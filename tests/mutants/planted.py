@@ -204,7 +204,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a machine is given back before what is billed in any case is used", "coordinator/money/provisioning.py",
            "if now - machine.rented_at < 3600 *", "if now - machine.rented_at < 60 *", _RENTING),
     Mutant("machines are proposed for a run that is paused", "coordinator/money/provisioner.py",
-           " if hub.paused and advice.rent else ", " if hub.paused and not advice.rent else ",
+           " if stands and advice.rent else ", " if stands and not advice.rent else ",
            (_UNIT + "coordinator/test_provisioner.py",)),
     Mutant("under the cap others come before whom the operator chose", "coordinator/money/costs.py",
            "    return not is_chosen, member.is_on_trial,", "    return is_chosen, member.is_on_trial,", (_UNIT + "coordinator/test_limits.py",)),

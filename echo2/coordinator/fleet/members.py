@@ -355,7 +355,7 @@ def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float
         if member.peer_id not in newcomers:
             member.record.trial_since = None
     places = 0 if is_spent else len(proven) or len(newcomers)
-    room = usd_per_hour_cap - sum(m.hello.price_usd_per_hour for m in proven if m.is_wanted)
+    room = usd_per_hour_cap * ROUNDING - sum(m.hello.price_usd_per_hour for m in proven if m.is_wanted)
     for member in newcomers.values():
         _end_vain_trial(member.record, now)
     for member in sorted(newcomers.values(), key=_turn):

@@ -7,11 +7,11 @@ charged separately: the machine costs its offer's price from the rental to its e
 run has chosen: rented machines, and workers while they work. Standby prices do not count towards them, so a standby worker
 cannot push others out of the pool by declaring a high price.
 
-A worker declares its own price, and the budget is spent at that price, so the price is a claim that needs a limit
-(`Money.limit_of`). A worker on a machine that this run rented may ask at most the machine's price; any other at most the price of
-the most expensive offer of its GPU or, if none is offered, `TYPICAL_TIMES` the GPU's typical price. No worker may ask more than
-the cap of the whole pool, or a price that would spend the budget in `BUDGET_HOURS`. A worker that asks more stays on standby until
-the operator activates it, which approves that price and none above it.
+A worker on a machine that this run rented has the machine's price. Any other declares its own, and the budget is spent at that
+price, so it is a claim that needs a limit (`Money.limit_of`): at most the price of the most expensive offer of its GPU or, if none
+is offered, `TYPICAL_TIMES` the GPU's typical price. No worker may ask more than the cap of the whole pool, or a price that would
+spend the budget in `BUDGET_HOURS`. A worker that asks more stays on standby until the operator activates it, which approves that
+price and none above it.
 
 Guarantees: no interval is charged twice or backwards; after a restart of the coordinator, the gap is charged if the worker
 comes back within its grace period and not charged if it turns out to be gone.
@@ -115,6 +115,11 @@ class Money:
         token = self._tokens.tokens.get(machine.token_id)
         return token.peers.union(machine.replaced) if token is not None else machine.replaced
 
+    def machine_of(self, peer_id: PeerId) -> RentedMachine | None:
+        """The rented machine that the worker is on; None once that is given back."""
+        machines = (machine for machine in self.machines.values() if machine.is_open)
+        return next((machine for machine in machines if peer_id in self._joined_from(machine)), None)
+
     def rental_by(self, token_id: str) -> RentedMachine | None:
         """The machine that joins with this token."""
         return next((machine for machine in self.machines.values() if machine.token_id == token_id), None)
@@ -148,8 +153,7 @@ class Money:
 
     def limit_of(self, member: Member, section: CoordinatorSection) -> PriceLimit:
         """The lowest limit that applies to this worker's price; the module's docstring gives the rule."""
-        machines = (machine for machine in self.machines.values() if machine.is_open)
-        machine = next((machine for machine in machines if member.peer_id in self._joined_from(machine)), None)
+        machine = self.machine_of(member.peer_id)
         gpu = kind_text(member.hello.gpu, built_in_catalogue())
         offered = [offer.usd_per_hour for offer in self.offers if gpu and offer.gpu == gpu and offer.usd_per_hour > 0]
         if machine is not None:

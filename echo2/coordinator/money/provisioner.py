@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from echo2.base.clock import ceiling_s
 from echo2.base.errors import (
@@ -61,10 +61,11 @@ from echo2.outside import here
 
 LOOK_S = 5.0  # preemption notices come half a minute ahead
 LOST_AFTER_S = 60.0
-"""Seconds after its answer for which a provider may not list a machine yet; after that the machine counts as lost."""
+"""Seconds for which a provider may not list a machine: not yet, or once in a while. After that the machine counts as lost."""
 ANSWER_S = 3.0
 """Most seconds that a caller waits for a provider's answer. Clouds take minutes, so the request then goes on in the background."""
 LATE_S = 60.0  # as long as an operator's command may list machines
+HANGS_S = 3600.0  # no cloud's answer takes as long: it is given up, and asked for again
 REST_S, REST_S_MAX = 60.0, 3600.0
 """Seconds, at first and at most, in which nothing is rented of an offer that is sold out or whose machines do not join."""
 NAME_CHARS, CHECK_CHARS = 12, 6  # of a machine's id: what sets it apart, and of that the digest
@@ -73,11 +74,17 @@ REASON_CHARS_MAX = 1000  # an error of a cloud's library
 _UNSEEN = "nothing has been looked at yet"
 _Listing = asyncio.Task[dict[str, ObservedMachine]]
 _log = logging.getLogger("echo2.coordinator")
+T = TypeVar("T")
 
 
 def _told(error: Exception) -> EchoError:
     """What a provider raised, as an error of ours: a cloud's library may raise anything."""
     return error if isinstance(error, EchoError) else ResourceError(f"{type(error).__name__}: {error}")
+
+
+async def _unless_it_hangs(call: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(HANGS_S):
+        return await call
 
 
 class Provisioner:
@@ -99,7 +106,7 @@ class Provisioner:
         self.problems: dict[str, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._listing: dict[str, tuple[float, _Listing]] = {}  # by offer, and since when
-        self._done_at: dict[str, float] = {}  # by machine: when its provider had made or ended it
+        self._known_at: dict[str, float] = {}  # by machine: when its provider had made, last listed or ended it
         self._resting: dict[str, tuple[int, float]] = {}  # by offer: vain rentals in a row, and until when it rests
         for machine in [m for m in self.machines.values() if m.is_open and m.offer not in self._providers]:
             machine.notice = f"{machine.offer} is not in the offers file: nothing watches or releases this machine"
@@ -145,12 +152,12 @@ class Provisioner:
 
     async def _rent(self, machine: RentedMachine, link: str) -> None:
         try:
-            machine.command = await self._providers[machine.offer].rent(machine.machine_id, link)
+            machine.command = await self._providers[machine.offer].rent(machine.machine_id, link, machine.usd_per_hour)
         except Exception as error:
             machine.rented_at = self._hub.clock.now()  # there was no machine, so it costs nothing
             self._ended(machine, "rent failed", str(_told(error)))
             raise _told(error) from error
-        self._done_at[machine.machine_id] = self._hub.clock.now()
+        self._known_at[machine.machine_id] = self._hub.clock.now()
         if machine.state is MachineState.WANTED:
             machine.state = MachineState.STARTING
         self._keep(machine)
@@ -197,7 +204,7 @@ class Provisioner:
 
     async def _in_time(self, machine: RentedMachine, work: Coroutine[None, None, None]) -> None:
         """Waits up to `ANSWER_S` for a provider; slower work continues in the background, and its end is journalled."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_unless_it_hangs(work))
         self._asking[machine.machine_id] = task
         task.add_done_callback(lambda done: self._asked(machine, done))
         await asyncio.wait((task,), timeout=ANSWER_S)
@@ -207,7 +214,7 @@ class Provisioner:
     def _asked(self, machine: RentedMachine, task: asyncio.Task[None]) -> None:
         self._asking.pop(machine.machine_id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.problems[machine.offer] = str(error)
+            self.problems[machine.offer] = str(error) or type(error).__name__
 
     def preempted(self, whom: str, notice: str) -> None:
         """Takes a preemption notice for a machine, or for one worker by its peer id. MalformedMessage if it is neither."""
@@ -222,7 +229,7 @@ class Provisioner:
 
     async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
         """Carries out the advice, once; returns how many machines were rented or released."""
-        advice, count = self.advice(), 0
+        advice, count = self.advice(only_automatic=only_automatic), 0
         if not (advice.release or advice.rent):
             return 0
         self._why_none = "being carried out"
@@ -230,8 +237,6 @@ class Provisioner:
             await self.release_each({each.machine_id: f"{by_whom}: {each.reason}" for each in advice.release})
             count = len(advice.release)
             for rental in advice.rent:
-                if only_automatic and not rental.is_automatic:
-                    continue
                 for _ in range(rental.count):
                     await self.rent(rental.offer, "", f"{by_whom}: {rental.reason}")
                     count += 1
@@ -239,7 +244,7 @@ class Provisioner:
             self._why_none = ""
         return count
 
-    def advice(self, money: FleetCosts | None = None) -> FleetAdvice:
+    def advice(self, money: FleetCosts | None = None, only_automatic: bool = False) -> FleetAdvice:
         """What to rent or give back, by the plan and the journal as they are now. `money`: the sums of now, if they are known."""
         hub = self._hub
         if why_none := hub.ending.text or self._why_none:
@@ -250,8 +255,10 @@ class Provisioner:
         budget = self.budget(money)
         now = hub.clock.now()
         resting = {name for name, (_, until) in self._resting.items() if now < until}
+        resting |= {offer.name for offer in hub.money.offers if only_automatic and not offer.is_automatic}
         advice = advise(hub.plan.now, hub.money.offers, machines, workers, rates, budget, now, resting)
-        return FleetAdvice(reason=hub.paused) if hub.paused and advice.rent else advice
+        stands = hub.paused or ("" if hub.board.is_connected else "the learner is away")
+        return FleetAdvice(reason=stands) if stands and advice.rent else advice
 
     # ---- looking
 
@@ -324,7 +331,8 @@ class Provisioner:
         """When an offer's provider was asked for its machines, and its answer; None while it has not answered. Unreachable once it
         has not for `LATE_S`."""
         if name not in self._listing:
-            self._listing[name] = self._hub.clock.now(), asyncio.create_task(self._providers[name].observe())
+            observing = asyncio.create_task(_unless_it_hangs(self._providers[name].observe()))
+            self._listing[name] = self._hub.clock.now(), observing
         asked_at, task = self._listing[name]
         await asyncio.wait((task,), timeout=ANSWER_S)
         if task.done():
@@ -352,12 +360,13 @@ class Provisioner:
             self._on_notice(machine, sighting.notice)
         else:
             self._is_now(machine, sighting.state)
+            self._known_at[machine.machine_id] = asked_at
 
     def _check_gone(self, machine: RentedMachine, sighting: ObservedMachine | None, asked_at: float) -> None:
         """Releases a machine that counts as gone but is still listed, and so still costs money: a request whose answer was lost may
         have made it, or its release may have failed silently."""
         is_there = sighting is not None and sighting.state is not MachineState.ENDING
-        is_news = asked_at >= self._done_at.get(machine.machine_id, 0.0)
+        is_news = asked_at >= self._known_at.get(machine.machine_id, 0.0)
         if is_there and is_news and machine.machine_id not in self._asking:
             machine.state, machine.ended_at = MachineState.RELEASING, None
             self._journal(machine, "release", "it was taken for gone, and its provider lists it")
@@ -372,7 +381,9 @@ class Provisioner:
             self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)
-        elif asked_at - self._done_at.get(machine.machine_id, machine.rented_at) >= LOST_AFTER_S:
+        elif any(worker.last_liveness is Liveness.ALIVE for worker in self._hub.money.workers_of(machine)):
+            return  # its provider is wrong
+        elif asked_at - self._known_at.get(machine.machine_id, self._hub.started_at) >= LOST_AFTER_S:
             self._ended(machine, "lost", "its provider does not list it any longer")
 
     def _take_in(self, offer: MachineOffer, machine_id: str) -> None:
@@ -386,12 +397,15 @@ class Provisioner:
     def _recognise_worker(self, machine: RentedMachine) -> None:
         """Nobody knows the token of a machine that was found, but its worker has the machine's name."""
         members = self._hub.membership.members.values()
-        machine.replaced = tuple(member.peer_id for member in members if member.hello.name == machine.machine_id)
-        if machine.replaced:
+        found = [member for member in members if member.hello.name == machine.machine_id]
+        for member in found:
+            member.hello.price_usd_per_hour = machine.usd_per_hour
+        if found:
+            machine.replaced = tuple(member.peer_id for member in found)
             self._keep(machine)
 
     def _on_notice(self, machine: RentedMachine, notice: str) -> None:
-        if machine.state in (MachineState.ENDING, MachineState.GONE):
+        if machine.state in (MachineState.ENDING, MachineState.RELEASING, MachineState.GONE):
             return
         machine.state, machine.notice = MachineState.ENDING, notice
         for worker in self._hub.money.workers_of(machine):
@@ -403,7 +417,7 @@ class Provisioner:
     def _ended(self, machine: RentedMachine, action: str, reason: str) -> None:
         now = self._hub.clock.now()
         machine.state, machine.ended_at = MachineState.GONE, now
-        self._done_at[machine.machine_id] = now
+        self._known_at[machine.machine_id] = now
         vain, until = self._resting.get(machine.offer, (0, 0.0))
         if self._hub.money.workers_of(machine):
             self._resting.pop(machine.offer, None)

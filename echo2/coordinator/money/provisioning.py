@@ -132,12 +132,9 @@ class ObservedMachine:
 class Provider(Protocol):
     """The provider behind one offer. A machine's join link admits one worker at a time."""
 
-    @property
-    def name(self) -> str: ...
-
-    async def rent(self, machine_id: str, join_link: str) -> str:
-        """Makes the machine, which joins by `join_link`. Returns the command for a person to run, or an empty text.
-        ResourceError if no machine is available, Unreachable if the provider does not answer."""
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
+        """Makes the machine, which joins by `join_link`, for the offer's price of now. Returns the command for a person to run,
+        or an empty text. ResourceError if no machine is available, Unreachable if the provider does not answer."""
         ...
 
     async def release(self, machine_id: str) -> None: ...
@@ -163,7 +160,6 @@ class RentProposal:
     count: int
     usd_per_hour: float
     reason: str
-    is_automatic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +283,11 @@ def advise(
     coming = sum(rate_of(by_name[name], rates) for name in unmeasured)
     if coming >= shortage > 0:
         return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
+    if plan.binding is Limit.USD_BUDGET:  # rollouts that are dearer than the pool's would make the run dearer
+        most = plan.usd_per_hour / max(plan.throughput_rollouts_per_s, 1e-12)
+        offers = [offer for offer in offers if offer.usd_per_hour <= most * rate_of(offer, rates)]
+        if not offers:
+            return FleetAdvice(reason="the budget does not pay for a faster pool")
     return _rents(shortage - coming, offers, machines, unmeasured, rates, budget, resting)
 
 
@@ -322,7 +323,7 @@ def _rents(
             continue
         speed = f"of about {rate:.3g} rollouts/s each" if rate > 0 else "of a rate that nobody has measured yet"
         text = f"the pool lacks {shortage:.3g} rollouts/s: {count} {speed} at {offer.usd_per_hour:g} USD/h"
-        rental = RentProposal(offer.name, count, count * offer.usd_per_hour, text, offer.is_automatic)
+        rental = RentProposal(offer.name, count, count * offer.usd_per_hour, text)
         key = (offer.usd_per_hour / rate if rate > 0 else offer.usd_per_hour * 1e3, offer.name)
         if best is None or key < best[:2]:
             best = (*key, rental)

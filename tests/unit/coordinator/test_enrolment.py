@@ -24,7 +24,7 @@ from echo2.base.errors import BadToken, ConfigError, LimitExceeded, MalformedMes
 from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, REPLACED_MAX, EnrolmentService, RenewalService
-from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.fleet.members import Activation, OperatorSetting
 from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFAULT, TokenBook
 from echo2.coordinator.money.providers import fetch_wheel, machine_setup
 from echo2.coordinator.money.providers.machine_setup import SetupService
@@ -209,7 +209,7 @@ async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_
 
         async def join() -> Node:
             node = Node(await enrol(link, Identity.generate(), Role.WORKER))
-            await node.hello(price_usd_per_hour=2.0)
+            await node.hello(price_usd_per_hour=9.0)
             return node
 
         silent = Node(await enrol(link, Identity.generate(), Role.WORKER))
@@ -217,6 +217,9 @@ async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_
             await enrol(link, Identity.generate(), Role.LEARNER)
         assert silent.credentials.peer_id in hub.tokens.tokens[rented.token_id].peers
         first = await join()
+        member = hub.membership.members[first.credentials.peer_id]
+        assert member.hello.price_usd_per_hour == 2.0, "it costs what its machine does, whatever it was started with"
+        assert member.activation is Activation.ACTIVE
         await enrol(link, first.credentials.identity, Role.WORKER)
         with pytest.raises(Unreachable, match="worker w to be gone before another takes its place, it is alive"):
             await join()

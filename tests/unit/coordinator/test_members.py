@@ -205,6 +205,14 @@ def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
     assert fleet.on_trial(2.0, cap=6.0) == set()
 
 
+def test_the_machine_that_fills_the_cap_to_the_cent_is_tried_too() -> None:
+    fleet = Fleet()
+    for number in range(4):
+        fleet.worker(f"h{number}", price=0.2, delivered=100.0)
+    fleet.worker("last", price=0.2)
+    assert fleet.on_trial(cap=1.0) == {"last"}, "1 - 4 * 0.2 is less than 0.2"
+
+
 # ---- prices
 
 OFFERS = (

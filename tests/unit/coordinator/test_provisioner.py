@@ -33,7 +33,7 @@ from echo2.coordinator.money.provisioning import (
 )
 from echo2.coordinator.operator import Commands
 from echo2.coordinator.store import SqlStore, StateChanges
-from echo2.cost_model.plan import Plan
+from echo2.cost_model.plan import Limit, Plan
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options
@@ -54,8 +54,6 @@ class Clock:
 class Cloud:
     """A provider in memory; what it rents outlives the coordinator."""
 
-    name = "cloud"
-
     def __init__(self) -> None:
         self.there: dict[str, ObservedMachine] = {}
         self.links: dict[str, str] = {}
@@ -63,7 +61,7 @@ class Cloud:
         self.answers = asyncio.Event()
         self.answers.set()
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         await self.answers.wait()
         self._raise()
         self.there[machine_id] = ObservedMachine(MachineState.RUNNING)
@@ -187,8 +185,8 @@ async def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_
 class Forgetful(Cloud):
     """Makes the machine, and its answer is lost."""
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
-        await super().rent(machine_id, join_link)
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
+        await super().rent(machine_id, join_link, usd_per_hour)
         raise Unreachable("no answer")
 
 
@@ -307,6 +305,11 @@ async def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_
     run.provisioner.preempted(by_hand.machine_id, "the owner said so")
     assert by_hand.state is MachineState.ENDING
     run.provisioner.preempted(peer, "again")
+    run.cloud.problem = Unreachable("the cloud is away")
+    with pytest.raises(Unreachable):
+        await run.provisioner.release(by_hand.machine_id, "enough")
+    run.provisioner.preempted(by_hand.machine_id, "again")
+    assert by_hand.state is MachineState.RELEASING, "it is given back once the cloud is there again"
     with pytest.raises(MalformedMessage, match="a machine or a worker"):
         run.provisioner.preempted("nobody", "")
 
@@ -328,7 +331,7 @@ async def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
 
 async def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -> None:
     run = Scene(tmp_path, Cloud())
-    provisioner, money = run.provisioner, run.hub.money
+    provisioner, money, run.hub.board.is_connected = run.provisioner, run.hub.money, True
     run.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
     money.offers = (replace(OFFER, rollouts_per_s=3.0),)
     assert await provisioner.carry_out("approved by the operator") == 0
@@ -351,14 +354,17 @@ async def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: P
     assert {machine.state for machine in provisioner.machines.values()} == {MachineState.GONE}
 
 
-async def test_while_the_run_is_paused_no_machine_is_proposed(tmp_path: Path) -> None:
+async def test_while_the_run_is_paused_or_its_learner_is_away_no_machine_is_proposed(tmp_path: Path) -> None:
     run = Scene(tmp_path, Cloud())
     run.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
-    for why, count in (("the power is out", 0), ("", 1)):
-        run.hub.pause(why)
+    for pause, is_connected, why in (
+        ("the power is out", True, "the power is out"), ("", False, "the learner is away"), ("", True, "")
+    ):  # fmt: skip
+        run.hub.pause(pause)
+        run.hub.board.is_connected = is_connected
         await run.look()
         advice = run.provisioner.advice()
-        assert len(advice.rent) == count and (not why or advice.reason == why)
+        assert len(advice.rent) == (not why) and (not why or advice.reason == why)
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
@@ -494,6 +500,13 @@ def test_cap_and_budget_bound_what_is_rented() -> None:
     assert "cap or the budget" in ask(plan(3, 9), [], {}, Budget(1.0, 8.9, usd_budget=10)).reason
     spent = ask(plan(3, 9), [machine("m", BIG)], {"m": [worker(1.0)]}, Budget(1.0, 10.0, usd_budget=10))
     assert [one.machine_id for one in spent.release] == ["m"]
+
+
+def test_where_the_budget_keeps_the_pool_small_nothing_dearer_a_rollout_is_rented() -> None:
+    poor = replace(plan(3, 9), binding=Limit.USD_BUDGET)
+    (wish,) = ask(replace(poor, usd_per_hour=3 * 0.4), [], {}).rent
+    assert wish.offer == "small"
+    assert "does not pay" in ask(replace(poor, usd_per_hour=3 * 0.39), [], {}).reason
 
 
 def test_what_is_billed_in_any_case_is_paid_for_by_the_budget_and_used_until_then_and_so_is_one_busy_worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ DEAR = MachineOffer("dear", "cloud", "H200", usd_per_hour=4.0, rollouts_per_s=3.
 class SoldOut(Cloud):
     """Has no machine of the kind, and says so at once."""
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         raise ResourceError("no H100 in any zone")
 
 
@@ -50,6 +51,7 @@ class Market(Scene):
         self.commands = Commands(self.hub, "h", 1, offers, {OFFER.name: self.cloud, DEAR.name: self.other})
         self.provisioner = self.commands.provisioner
         self.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
+        self.hub.board.is_connected = True
 
     def offered(self) -> list[str]:
         return [wish.offer for wish in self.provisioner.advice().rent]
@@ -70,6 +72,15 @@ async def test_what_is_sold_out_rests_and_the_next_offer_is_taken(tmp_path: Path
     run.hub.plan.adopt(plan_of(3.0, 18.0), is_acted_on=True)
     run.clock.time += REST_S
     assert run.offered() == ["gpu"], "it is tried again"
+
+
+async def test_a_cheaper_offer_that_needs_the_operators_word_keeps_the_planner_from_no_other(tmp_path: Path) -> None:
+    run = Market(tmp_path, Cloud(), Cloud())
+    run.hub.money.offers = tuple(replace(one, is_automatic=one.name == "dear") for one in run.hub.money.offers)
+    await run.look()
+    assert run.offered() == ["gpu"], "which is shown"
+    await run.looks_and_acts()
+    assert [one.offer for one in run.provisioner.machines.values()] == ["dear", "dear"]
 
 
 async def test_an_offer_that_stays_sold_out_is_tried_a_few_times_a_day(tmp_path: Path) -> None:
@@ -166,6 +177,51 @@ async def test_a_machine_that_took_long_to_make_is_not_lost_to_a_list_of_before(
     assert run.journal()[-1][0] == "lost"
 
 
+async def test_a_machine_that_is_missing_in_one_list_is_neither_lost_nor_given_back(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    for is_restarted in (False, True):
+        await run.look(3600)
+        there, run.cloud.there = run.cloud.there, {}
+        if is_restarted:
+            run.begin()
+        await run.look(5)
+        run.cloud.there = there
+        await run.look(5)
+        assert [action for action, _ in run.journal()] == ["rent"] and there
+    (machine,) = run.provisioner.machines.values()
+    peer, run.cloud.there = run.join(machine), {}
+    await run.look(3600)
+    assert machine.is_open, "its worker is heard"
+    run.hub.part_with(peer, "its machine was taken away")
+    await run.look(LOST_AFTER_S)
+    assert not machine.is_open
+
+
+class SlowToEnd(Cloud):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = asyncio.Event()
+
+    async def release(self, machine_id: str) -> None:
+        await self.ends.wait()
+        await super().release(machine_id)
+
+
+async def test_all_machines_of_an_action_are_given_back_though_who_asked_has_gone(tmp_path: Path) -> None:
+    """As `echo2 ctl` has after 30 s, which ten machines take."""
+    run = Scene(tmp_path, SlowToEnd())
+    peers = [run.join(await run.provisioner.rent("gpu", "", "because"), f"w{number}") for number in range(2)]
+    asking = asyncio.create_task(run.commands.act("workers/release", json.dumps({"peer_ids": peers}).encode()))
+    await until_asked(asking)
+    asking.cancel()
+    await asyncio.wait((asking,))
+    run.cloud.ends.set()
+    async with asyncio.timeout(5):
+        while any(one.is_open for one in run.provisioner.machines.values()):
+            await asyncio.sleep(0)
+
+
 async def test_what_the_operator_approves_twice_is_rented_once_however_long_it_takes(tmp_path: Path) -> None:
     run = Market(tmp_path, Cloud(), SoldOut())
     await run.look()
@@ -219,11 +275,53 @@ async def test_a_provider_that_breaks_or_hangs_keeps_no_other_machine_on_the_bil
     assert ("TypeError" in shown["gpu"] or "has not listed its machines for 60 s" in shown["gpu"]) and not shown["dear"]
 
 
+class HangingOnce(Cloud):
+    """Never answers the first time that it is asked for a machine, for the list and to end one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = set[str]()
+
+    async def first(self, what: str) -> None:
+        if what not in self.asked:
+            self.asked.add(what)
+            await asyncio.Event().wait()
+
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
+        await super().rent(machine_id, join_link, usd_per_hour)
+        await self.first("rent")
+        return ""
+
+    async def release(self, machine_id: str) -> None:
+        await self.first("release")
+        await super().release(machine_id)
+
+    async def observe(self) -> dict[str, ObservedMachine]:
+        await self.first("observe")
+        return await super().observe()
+
+
+async def test_a_provider_that_has_hung_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("ANSWER_S", 0.001), ("LOOK_S", 0.0), ("HANGS_S", 0.01)):
+        monkeypatch.setattr(f"echo2.coordinator.money.provisioner.{name}", seconds)
+    run = Scene(tmp_path, HangingOnce())
+    loop = asyncio.create_task(run.provisioner.run())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    async with asyncio.timeout(5):
+        while machine.state is not MachineState.RUNNING:
+            await asyncio.sleep(0)
+        await run.provisioner.release(machine.machine_id, "enough")
+        while machine.is_open:
+            await asyncio.sleep(0)
+    loop.cancel()
+    assert not run.cloud.there
+
+
 class Stubborn(Cloud):
     """Does not end its first machine, by an error that no contract names."""
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
-        await super().rent(machine_id, join_link)
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
+        await super().rent(machine_id, join_link, usd_per_hour)
         if len(self.there) > 2:
             raise KeyError("region")
         return ""

@@ -41,8 +41,6 @@ STATES = {state.value: state for state in (MachineState.STARTING, MachineState.R
 
 
 class CommandProvider:
-    name = "command"
-
     def __init__(self, offer: MachineOffer, run_id: RunId, model_path: str = "") -> None:
         offer.allow(*LIMITS_S, *KEYS)
         self._offer, self._prefix, self._base = offer, machine_prefix(run_id, offer.name), base_arguments(model_path)
@@ -54,7 +52,7 @@ class CommandProvider:
         link = f"export {LINK_VARIABLE}={shlex.quote(join_link)}\n"
         return f"#!/bin/bash\n{link}{self._install}{join_script(self._offer, machine_id, self._base)}"
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         if machine_id not in await self.observe():
             await self._run("start", machine_id, self.script(machine_id, join_link))
         return ""
@@ -142,8 +140,6 @@ def _started_at(pid: int) -> str:
 class LocalProvider:
     """`arguments(link_path, folder, machine_id)`: returns the command of one worker. `base`: arguments appended to it."""
 
-    name = "local"
-
     def __init__(
         self,
         offer: MachineOffer,
@@ -156,7 +152,7 @@ class LocalProvider:
         self._more = [*base, *offer.setting("arguments", "").split()]
         self._reaping: dict[str, asyncio.Task[int]] = {}
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         folder = self._folder / machine_id
         running = self._running()
         if machine_id in running:

@@ -167,10 +167,7 @@ def install_script(offer: MachineOffer) -> str:
 
 def join_script(offer: MachineOffer, machine_id: str, base: list[str]) -> str:
     """A shell script that becomes the worker `machine_id`. `base`: arguments that name the base checkpoint."""
-    arguments = [
-        "--name", machine_id, "--worker.price_usd_per_hour", f"{offer.usd_per_hour:g}",
-        "--worker.is_spot", str(offer.is_spot).lower(), *base,
-    ]  # fmt: skip
+    arguments = ["--name", machine_id, "--worker.is_spot", str(offer.is_spot).lower(), *base]
     options = f"{shlex.join(arguments)} {offer.setting('arguments', '')}".strip()
     return _JOIN.format(variable=LINK_VARIABLE, options=options)
 
@@ -187,13 +184,11 @@ def join_command(join_link: str, model_path: str = "") -> str:
 class ManualProvider:
     """`rent` returns the command. `observe` is always empty, because the provider cannot see what a person does."""
 
-    name = "manual"
-
     def __init__(self, offer: MachineOffer, model_path: str = "") -> None:
         offer.allow()
         self._model_path = model_path
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         return join_command(join_link, self._model_path)
 
     async def release(self, machine_id: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -46,16 +47,16 @@ def _library(offer: MachineOffer) -> Any:
 class SkyPilotProvider:
     """`sky`: the library; a test passes a fake one."""
 
-    name = "skypilot"
-
     def __init__(self, offer: MachineOffer, run_id: RunId, sky: Any = None, model_path: str = "") -> None:
         offer.allow(*RESOURCES, *KEYS)
         self._offer, self._prefix, self._base = offer, machine_prefix(run_id, offer.name), base_arguments(model_path)
         self._sky = sky if sky is not None else _library(offer)
+        # Its own, one for each machine and one for the list: launches take minutes, and the process's threads have other work.
+        self._threads = ThreadPoolExecutor(offer.machines_max + 1, thread_name_prefix="skypilot")
         with suppress(Unreachable):  # refuse invalid settings now, not at the first rent
-            self.task("check", "echo2://check")
+            self.task("check", "echo2://check", offer.usd_per_hour)
 
-    def task(self, machine_id: str, join_link: str) -> Any:
+    def task(self, machine_id: str, join_link: str, usd_per_hour: float) -> Any:
         """The SkyPilot task of one machine with its resources. ConfigError if SkyPilot rejects it, Unreachable if SkyPilot cannot
         fetch its catalogue."""
         offer = self._offer
@@ -64,8 +65,8 @@ class SkyPilotProvider:
         for key in RESOURCES:
             if value := offer.setting(key, ""):
                 wanted[key] = value
-        if offer.usd_per_hour > 0:
-            wanted["max_hourly_cost"] = round(offer.usd_per_hour * PRICE_MARGIN, 6)
+        if usd_per_hour > 0:
+            wanted["max_hourly_cost"] = round(usd_per_hour * PRICE_MARGIN, 6)
         try:
             task = self._sky.Task(name=machine_id, setup=setup, run=run, secrets={LINK_VARIABLE: join_link})
             task.set_resources(self._sky.Resources(**wanted))
@@ -75,13 +76,13 @@ class SkyPilotProvider:
             raise Unreachable(f"offer {offer.name}: SkyPilot could not fetch its catalog: {error}") from None
         return task
 
-    async def rent(self, machine_id: str, join_link: str) -> str:
+    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         if is_loopback(host := urlsplit(join_link).hostname or ""):
             raise ConfigError(
                 f"offer {self._offer.name}: expected an address of the coordinator that a rented machine can reach, got {host}: "
                 "set coordinator.advertise"
             )
-        task = self.task(machine_id, join_link)
+        task = self.task(machine_id, join_link, usd_per_hour)
         if machine_id not in await self.observe():
             await self._ask(lambda: self._sky.launch(task, cluster_name=machine_id), f"launch of {machine_id}")
         return ""
@@ -104,7 +105,8 @@ class SkyPilotProvider:
         cluster that does not exist gives None."""
         exceptions = self._sky.exceptions
         try:
-            return await asyncio.to_thread(lambda: self._sky.get(request()))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, lambda: self._sky.get(request()))
         except exceptions.ClusterDoesNotExist:
             return None
         except exceptions.ResourcesUnavailableError as error:
