@@ -162,10 +162,12 @@ class Hub:
                 machine.rented_at = min(machine.rented_at, now)  # the clock may have been set back
             self.money.machines[machine.machine_id] = machine
         self.membership.restore(list(saved.members), now)
+        self.book.records.restore(json.loads(saved.meta.get("admitted", "{}")))
+        for lease in saved.leases:  # its worker has as long to come back as any
+            lease.deadline = max(lease.deadline, now + self.config.coordinator.gone_after)
         self.book.restore(saved.groups, saved.leases)
         self.state.restore(saved)
         self.money.standby_before = float(saved.meta.get("usd_standby", "0"))
-        self.book.records.restore(json.loads(saved.meta.get("admitted", "{}")))
         restore_board(self.board, saved.meta, now)
         self.board.report.is_finished &= self.ending.finish is not None  # else its learner says so again
         self.paused = saved.meta.get("paused", "")
@@ -369,12 +371,19 @@ class Hub:
             "staleness": self.config.staleness.model_copy(update={"bound": int(bound)}),
         }
         self.config = self.config.model_copy(update=changed)
-        self.book.set_staleness_bound(int(bound))
+        if bound > self.book.rules.staleness_bound:
+            self.book.set_staleness_bound(int(bound))
         self.settings = settings
         self.state.meta("settings", json.dumps(settings))
         for member in self.membership.members.values():
             member.price_limit = self.money.limit_of(member, self.config.coordinator)
         self.plan_needed.set()
+
+    def pace_by_bound(self) -> None:
+        """A version was published: from now on workers begin groups by a bound that the operator has lowered since the last, if the
+        plan publishes as often. Before, groups of the step at hand might need a version that only this step leads to."""
+        if self.plan.now is not None and self.plan.now.kappa <= self.config.staleness.bound:
+            self.book.set_staleness_bound(self.config.staleness.bound)
 
     @property
     def halted(self) -> str:

@@ -230,6 +230,7 @@ class LearnerStream:
         late = hub.broadcast_plan.late if hub.broadcast_plan is not None else frozenset()
         pool = [member.peer_id for member in hub.membership.pool() if member.peer_id not in late]
         hub.board.on_publish(version, self.predicted_broadcast_s(version.artifact_bytes), pool, hub.clock.now())
+        hub.pace_by_bound()
         hub.state.meta("totals", json.dumps(asdict(hub.board.totals)))
         hub.flush_soon()
 

@@ -155,6 +155,9 @@ class WorkerRecords:
         """Takes over how many rollouts of each worker were admitted before a restart."""
         for worker_id, rollouts in admitted.items():
             self.of(worker_id).admitted = rollouts
+            if rollouts > 0:
+                self.of(worker_id).is_proven = True
+                self.proven.add(worker_id)
         self.admitted = sum(admitted.values())
 
     # ---- delivered

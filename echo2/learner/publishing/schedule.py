@@ -38,7 +38,7 @@ are renewed about equally often."""
 @dataclass(slots=True)
 class PublicationSchedule:
     """The newest version, and the size of the chain of deltas after the newest keyframe. `planned_kappa`: the coordinator's, used
-    unless the user chose one; S - 1 until a plan arrives."""
+    unless the user chose a shorter one; S - 1 until a plan arrives."""
 
     staleness: StalenessSection
     chain_max: int = 32
@@ -53,7 +53,8 @@ class PublicationSchedule:
     @property
     def kappa(self) -> int:
         bound = self.staleness.bound
-        return max(1, min(self.staleness.kappa or self.planned_kappa or bound - 1, bound))
+        most = min(self.planned_kappa or bound, bound)  # the operator may have lowered S below the user's own period
+        return max(1, min(self.staleness.kappa or self.planned_kappa or bound - 1, most))
 
     def is_due(self, step: Step) -> bool:
         return step - self.newest >= self.kappa

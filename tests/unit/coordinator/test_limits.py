@@ -14,7 +14,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.broadcast.trees import weighted_plan
 from echo2.coordinator.fleet.members import (
     WINDOW,
@@ -30,6 +31,7 @@ from echo2.coordinator.fleet.members import (
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
+from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.costs import FleetCosts, Money, meter
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.service import Planning, snapshot_of
@@ -119,10 +121,11 @@ async def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies
     fleet = Fleet(tmp_path, 1.0, 1.0, planner_mode="advise")
     drain, stay = fleet.everybody
     advised = replace(plan([stay]), drain=(drain,))
-    fleet.hub.adopt_plan(advised, fleet.everybody, is_acted_on=False)
+    fleet.hub.adopt_plan(advised, fleet.everybody, is_acted_on=False, is_settled=False)
     assert len(working(fleet.hub)) == 2
     await fleet.commands.act("plan/apply", b"{}")
     assert [one.peer_id for one in working(fleet.hub)] == [stay]
+    assert not fleet.hub.plan.is_settled, "what it promises rests on as little as before"
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
@@ -461,3 +464,53 @@ async def test_a_spent_budget_stops_whom_the_operator_has_activated_too(tmp_path
     fleet.commands.change_settings({"usd_budget": 20.0}, {})
     fleet.passes(0.0, BUDGET_TICKS)
     assert chosen in {member.peer_id for member in working(fleet.hub)}
+
+
+async def test_who_has_delivered_is_no_newcomer_after_a_restart(tmp_path: Path) -> None:
+    """All but the first to deliver again were put on standby."""
+    fleet = Fleet(tmp_path, 1.0, 1.0, 1.0)
+    first, second, _ = fleet.everybody
+    fleet.hub.handle(fleet.hub.book.on_delivered, tuple(WorkerDelivery(peer, 1, 1.0) for peer in (first, second)))
+    fleet.hub.close()
+    fleet.begin()
+    fleet.hub.handle(fleet.hub.book.on_delivered, (WorkerDelivery(first, 1, 1.0),))
+    assert [member.is_newcomer for member in fleet.hub.membership.members.values()] == [False, False, True]
+
+
+async def test_after_a_long_absence_of_the_coordinator_a_worker_that_comes_back_goes_on_with_its_groups(
+    tmp_path: Path,
+) -> None:
+    run = Scene(tmp_path, Cloud())
+    peer = run.join(await run.provisioner.rent("gpu", "", "a test"))
+    group = GroupSpec(GroupId("g"), (1,), 1, SamplingParams(max_new_tokens=8), 0)
+    run.hub.handle(run.hub.book.offer, (group,))
+    run.hub.handle(run.hub.book.request, peer, 1, Version(0))
+    run.hub.flush_now()
+    run.clock.time += 600
+    run.begin()
+    assert run.hub.book.leases_of(peer)
+    run.hub.tick()
+    run.hub.handle(run.hub.book.reconnect, peer, ())
+    run.hub.handle(run.hub.book.allow, peer, True)
+    run.hub.handle(run.hub.book.request, peer, 1, Version(0))
+    assert run.hub.book.leases_of(peer), "no other is there, and it gave up nothing"
+
+
+async def test_a_bound_that_is_lowered_holds_from_the_next_version_on(tmp_path: Path) -> None:
+    """At step 3 version 0 is the newest, as of a period of 4: the version that S = 2 asks for comes only after this step."""
+    run = Scene(tmp_path, Cloud())
+    peer = run.join(await run.provisioner.rent("gpu", "", "a test"))
+    run.hub.change_settings({"staleness_bound": 2})
+
+    def takes(step: int, version: int) -> bool:
+        group = GroupSpec(GroupId(f"g{step}"), (1,), 1, SamplingParams(max_new_tokens=8), step)
+        run.hub.handle(run.hub.book.offer, (group,))
+        run.hub.handle(run.hub.book.request, peer, 8, Version(version))
+        return run.hub.book.groups[group.group_id].lease_id is not None
+
+    assert takes(3, 0)
+    run.hub.plan.adopt(plan([peer]), is_acted_on=True)
+    run.hub.learner.on_publish(pb.VersionPublished(version=4))
+    assert takes(6, 4) and not takes(7, 4)
+    run.hub.change_settings({"staleness_bound": 4})
+    assert takes(8, 4), "a higher one holds at once"

@@ -202,6 +202,7 @@ def test_versions_are_admissible_until_the_next(bound: int, fixed: int, planned:
 
 def test_a_fixed_kappa_wins_over_the_plan_and_default_is_one_less_than_the_bound() -> None:
     assert schedule_of(6, 2, planned_kappa=4).kappa == 2
+    assert schedule_of(6, 4, planned_kappa=2).kappa == 2, "the operator has lowered S to 2"
     assert schedule_of(6, planned_kappa=4).kappa == 4
     assert schedule_of(6).kappa == 5
     assert schedule_of(1).kappa == schedule_of(0).kappa == 1
