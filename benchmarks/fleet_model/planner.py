@@ -110,8 +110,6 @@ class LivePlanner:
             state = WorkerState.UNAVAILABLE
         elif worker.is_wanted:
             state = WorkerState.ACTIVE
-        elif worker.running:
-            state = WorkerState.DRAINING
         told = replace(
             estimate, price_usd_per_hour=worker.price, state=state, state_since_s=worker.state_since_s,
             is_relaying=sim.links.is_busy and worker.is_wanted,

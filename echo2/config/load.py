@@ -12,6 +12,7 @@ import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -166,9 +167,10 @@ def _set_dotted(tree: dict[str, Any], name: str, value: object) -> None:
 def _value_of(text: str) -> object:
     """The TOML value of `text` if it is one, else the text itself (so `--run.name demo` needs no quotes)."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(value, date | time) else value  # as of a run that is named after its day
 
 
 def _explained(error: ValidationError, files: Sequence[Path]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from echo2.base.ids import PeerId
 from echo2.base.units import format_bytes
 from echo2.cost_model.relations import Evaluation
-from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState, is_spent
+from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, FleetSnapshot, PlanConfig, WorkerState, is_spent
 
 UTILISATION_TOLERANCE = 0.005
 """A rehearsal is no more accurate than this, so the target counts as reached from so far below it."""
@@ -144,9 +144,10 @@ def plan_of(
     why: str,
     over_provisioned_since_s: float | None = None,
     short_since_s: float | None = None,
+    is_bound_by_budget: bool = False,
 ) -> Plan:
     """The plan for a rehearsed evaluation; `why` begins its reason. It is feasible if all its own terms are met and its own
-    utilisation reaches the target."""
+    utilisation reaches the target. `is_bound_by_budget`: a busier pool is known, and the budget does not pay for it."""
     assert evaluation.is_rehearsed, "a plan's utilisation comes from a rehearsal"
     learner, workers = snapshot.learner, snapshot.workers
     pool = sorted(workers[row].worker_id for row in np.flatnonzero(evaluation.chosen).tolist())
@@ -154,6 +155,8 @@ def plan_of(
     terms = tuple(_terms(snapshot, config, evaluation))
     # Where rewards are too few, a pool has no more rate than they can use: its rate is then short as well, and not the reason.
     binding = min(terms, key=lambda term: (term.limit_kind is not Limit.REWARDS or term.is_met, term.slack))
+    if is_bound_by_budget:
+        binding = next(term for term in terms if term.limit_kind is Limit.USD_BUDGET)
     useful_per_hour = evaluation.utilisation * learner.trained_rollouts / learner.train_s * 3600
     usd = evaluation.usd_per_hour + learner.price_usd_per_hour
     is_feasible = binding.is_met and evaluation.utilisation >= config.target_utilisation - UTILISATION_TOLERANCE
@@ -202,10 +205,12 @@ def _terms(snapshot: FleetSnapshot, config: PlanConfig, pool: Evaluation) -> Ite
     if slack < 0:
         size = learner.artifact_bytes(point.kappa)
         needed = size / (config.broadcast_efficiency * pool.period_s)
-        remedy = (
-            f"give the learner's uplink and each downlink {format_bytes(needed)}/s (a version is {format_bytes(size)}), or "
-            "publish less often"
-        )
+        rows = np.flatnonzero(pool.chosen).tolist()
+        uplinks = learner.link.uplink_bytes_per_s + sum(snapshot.workers[row].link.uplink_bytes_per_s for row in rows)
+        whose, lack = "the learner's uplink and each downlink", needed
+        if uplinks < len(rows) * needed:
+            whose, lack = "the uplinks of the learner and the workers together", len(rows) * needed
+        remedy = f"give {whose} {format_bytes(lack)}/s (a version is {format_bytes(size)}), or publish less often"
     yield Term(Limit.BROADCAST, point.transfer_s, pool.period_s, "s", slack, remedy)
     value, limit = point.staleness_use_s, point.staleness_budget_s
     slack = 1 - value / limit if limit > 0 else -math.inf
@@ -232,7 +237,8 @@ def _staleness_remedy(pool: Evaluation) -> str:
     over_s = point.staleness_use_s - point.staleness_budget_s
     if math.isinf(over_s):
         return "add workers: none can generate"
-    remedies = [f"raise S to {point.staleness_bound + math.ceil(over_s / point.train_s - 1e-9)}"]
+    bound = point.staleness_bound + math.ceil(over_s / point.train_s - 1e-9)
+    remedies = [f"raise S to {bound}"] if bound <= STALENESS_BOUND_MAX else []
     if point.rollout_s > over_s:
         shorter, now = f"{point.rollout_s - over_s:.3g}", f"{point.rollout_s:.3g}"
         if shorter != now:

@@ -47,8 +47,8 @@ def plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = No
         fresh = solver.nearest(rejected)
         is_busy = _keeps_busy(fleet, fresh)
         why = (CHEAPEST if fresh.keeps_relations(fleet.rate_needed) else BARELY) if is_busy else NEAREST
-    choice = _PoolChoice(fresh, why)
-    if not _affords(fleet, fresh):
+    choice, is_affordable = _PoolChoice(fresh, why), _affords(fleet, fresh)
+    if not is_affordable:
         choice = _within_budget(fleet, fresh)
     elif previous is not None:
         choice = _keep(previous, fleet, choice, is_busy)
@@ -64,7 +64,8 @@ def plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = No
             final = fleet.evaluate(final.kappa, chosen)
     if not final.is_rehearsed:
         final = confirmed(fleet, final)
-    return plan_of(snapshot, config, final, choice.reason, choice.over_provisioned_since_s, choice.short_since_s)
+    since_s = choice.over_provisioned_since_s, choice.short_since_s
+    return plan_of(snapshot, config, final, choice.reason, *since_s, is_bound_by_budget=not is_affordable)
 
 
 def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:

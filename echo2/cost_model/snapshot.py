@@ -81,7 +81,6 @@ class WorkerState(enum.Enum):
 
     ACTIVE = "active"
     STANDBY = "standby"
-    DRAINING = "draining"
     UNAVAILABLE = "unavailable"
 
 

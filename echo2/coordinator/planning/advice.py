@@ -88,10 +88,10 @@ class RunNow:
     """What the advice depends on. `hello`: None before the first learner. `left_because`: why it left, if by an error.
     `silent_s`: since its last message. `train_s`: what a step takes without waiting. `waits_s`: for how long it has waited for
     what its next step lacks. `tokens_max`: sampling.max_new_tokens. `plan_waits_for`: what a first plan lacks. `idle`: why
-    connected workers get no work, if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together.
-    `predicted`: the utilisation, 0 while too little was measured. `surplus`: active
-    workers that the plan would put on standby. `wishes`: machines to rent or release that wait for the
-    operator's approval. `corrected`: why estimates are corrected. `unmeasured`: active workers whose rate is not known."""
+    connected workers get no work, if none does. `usd_working_per_hour`: of those that work. `spare`: workers on standby that cost
+    money, `spare_usd_per_hour` together. `predicted`: the utilisation, 0 while too little was measured. `surplus`: active workers
+    that the plan would put on standby. `wishes`: machines to rent or release that wait for the operator's approval. `corrected`:
+    why estimates are corrected. `unmeasured`: active workers whose rate is not known."""
 
     finished: str = ""
     is_cut_short: bool = False
@@ -118,6 +118,7 @@ class RunNow:
     is_budget_spent: bool = False
     usd_budget: float = math.inf
     usd_per_hour: float = 0.0
+    usd_working_per_hour: float = 0.0
     spare: int = 0
     spare_usd_per_hour: float = 0.0
     surplus: int = 0
@@ -266,14 +267,16 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
     if run.wishes and not run.may_act:
         yield ToDo(f"{run.wishes}.", "warn", Act.APPROVE, "Do it")
     if run.surplus and not run.may_act and run.plan is not None:
-        less = f"${run.usd_per_hour:.2f} -> ${run.plan.usd_per_hour:.2f}/h {same}"
+        less = f"${run.usd_working_per_hour:.2f} -> ${run.plan.usd_per_hour:.2f}/h {same}"
         yield ToDo(
             f"Stand by {run.surplus} of {run.workers} workers: {less}.", "warn", Act.APPLY_PLAN, "Apply the plan"
         )
     if run.spare and run.spare_usd_per_hour > 0 and run.plan is not None and not run.broken:
         less = f"${run.usd_per_hour:.2f} -> ${run.usd_per_hour - run.spare_usd_per_hour:.2f}/h {same}"
         yield ToDo(f"Drop {run.spare} of {run.workers} workers: {less}.", "warn", Act.DISMISS, "Send them home")
-    if run.is_short:
+    if run.is_short and run.plan is not None and run.plan.binding is Limit.USD_BUDGET:
+        yield ToDo(f"Raise the budget to train faster: {run.trains}, and it pays for no busier pool.", "warn")
+    elif run.is_short:
         for term in run.broken:
             is_rate = term.limit_kind is Limit.THROUGHPUT
             what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
@@ -332,7 +335,8 @@ def _assumed(run: RunNow) -> Iterable[str]:
     if run.unmeasured:
         yield f"{counted(run.unmeasured, 'worker')} not measured yet: taken as fast as others, scaled by their data sheets"
     if run.usd_per_hour > 0:
-        yield "prices are what workers and offers declare (worker.price, offers file); traffic costs typical rates of mid 2026"
+        declared = "worker.price_usd_per_hour, offers file"
+        yield f"prices are what workers and offers declare ({declared}); traffic costs typical rates of mid 2026"
 
 
 # ---- what if

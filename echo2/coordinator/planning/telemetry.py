@@ -398,12 +398,10 @@ def is_settled(board: LearnerBoard, pool: Sequence[Member]) -> bool:
 def _state(member: Member) -> WorkerState:
     if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.is_barred_by_record:
         return WorkerState.UNAVAILABLE
-    if member.setting is OperatorSetting.STANDBY or member.asks_too_much:
+    if member.setting in (OperatorSetting.STANDBY, OperatorSetting.DRAINING) or member.asks_too_much:
         return WorkerState.UNAVAILABLE
     if member.is_newcomer and not member.is_on_trial and member.setting is OperatorSetting.AUTOMATIC:
         return WorkerState.UNAVAILABLE
-    if member.setting is OperatorSetting.DRAINING:
-        return WorkerState.DRAINING
     return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
 
 

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from echo2.base.errors import EchoError, MalformedMessage, PortBusy, Unreachable
 from echo2.base.ids import PeerId
 from echo2.base.units import address_of, is_loopback
-from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.coordinator.fleet.members import Liveness, Member
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.operator import ACTIONS, Commands
 from echo2.coordinator.planning.advice import WHAT_IF, what_if
@@ -192,8 +192,7 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_snapshot_bytes_published": ("What whole snapshots would have been.", lambda h: h.board.totals.full_bytes),
     "echo2_workers_alive": ("Workers that are alive.", lambda h: _count(h, Liveness.ALIVE)),
     "echo2_workers_suspect": ("Workers that are suspect.", lambda h: _count(h, Liveness.SUSPECT)),
-    "echo2_workers_active": ("Workers that may be given leases.",
-        lambda h: sum(m.last_activation is Activation.ACTIVE for m in h.membership.living())),
+    "echo2_workers_active": ("Workers that may be given leases.", lambda h: sum(1 for _ in h.membership.pool())),
     "echo2_leases_open": ("Leases out.", lambda h: len(h.book.leases)),
     "echo2_groups_queued": ("Groups that wait for a worker.", lambda h: h.book.queued),
     "echo2_leases_granted": ("Leases granted since the start.", lambda h: h.book.counts.granted),
@@ -212,7 +211,7 @@ WORKER_METRICS: dict[str, tuple[str, Callable[[Hub, Member], float]]] = {
     "echo2_worker_lag_versions": ("Newest version minus the worker's.",
         lambda h, m: h.board.newest_version - (m.heartbeat.version or 0)),
     "echo2_worker_leases": ("Leases it holds.", lambda h, m: h.book.lease_count(m.peer_id)),
-    "echo2_worker_usd_spent": ("What it has cost.", lambda h, m: m.usd_spent),
+    "echo2_worker_usd_spent": ("What it has cost at work.", lambda h, m: m.usd_spent),
 }  # fmt: skip
 
 

@@ -131,6 +131,7 @@ def test_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
 
 
 def test_overrides_are_parsed_in_both_forms() -> None:
+    assert load_config((), None, {"run.name": "2026-11-29"}).run.name == "2026-11-29"
     parsed = parse_overrides(["--learner.lr", "1e-6", "--run.name=x=y", "--worker.is-spot", "true"])
     assert parsed == {"learner.lr": "1e-6", "run.name": "x=y", "worker.is_spot": "true"}
     with pytest.raises(ConfigError, match="expected a value after --learner.lr"):

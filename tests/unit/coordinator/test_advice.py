@@ -20,6 +20,7 @@ LIVE = RunNow(
     hello=pb.LearnerHello(step_limit=100, rollouts_per_step=256),
     report=pb.LearnerReport(step=40, wait_s=0.4, utilisation=0.97), train_s=3.6, silent_s=1.0, open_leases=12,
     plan=plan(5.0, 5.0), predicted=0.98, alive=50, active=50, workers=50, usd_per_hour=52.05,
+    usd_working_per_hour=49.0,
 )  # fmt: skip
 
 
@@ -70,10 +71,11 @@ SAYS = [
     (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time"),
     (replace(LIVE, is_budget_spent=True, usd_budget=100), "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent"),
     (replace(LIVE, spare=26, spare_usd_per_hour=44.69), "Drop 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
-    (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
+    (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $49.00 -> $7.36/h at the same utilisation (97%)."),
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),
     (replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
      "Add workers or raise S: the learner trains 40% of the time; workers make 28.4 of the 71.1 rollouts/s that"),
+    (replace(with_learner(utilisation=0.4), plan=replace(plan(2.0, 5.0), binding=Limit.USD_BUDGET)), "Raise the budget to train"),
     (replace(with_learner(step=4, utilisation=0.4), plan=plan(2.0, 5.0)), "Nothing to do: the learner makes its first steps at"),
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),

@@ -10,7 +10,7 @@ import pytest
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.trees import Needs, is_worth_sending, weighted_plan
 from echo2.config.run import RunConfig
-from echo2.coordinator.fleet.members import LivenessRule, Member, Membership
+from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, OperatorSetting
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.planning import telemetry
@@ -131,6 +131,13 @@ def test_new_worker_starts_from_its_kind_else_from_the_catalogue() -> None:
     assert prior(measured, new).rollouts_per_s == 2.0
     told = fleet_snapshot(board(10.0), [*measured, new], 2.0, catalogue)
     assert told is not None and [one.is_pinned for one in told.workers] == [False, True]
+
+
+def test_no_plan_counts_on_a_worker_that_is_drained_measured_or_not() -> None:
+    members = measured_fleet("H100", "H100", "H100")
+    members[0].setting = members[2].setting = OperatorSetting.DRAINING
+    told = fleet_snapshot(board(10.0), members, 2.0, {})
+    assert told is not None and plan(told, PlanConfig(4)).pool == ("w1",)
 
 
 def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:

@@ -95,6 +95,12 @@ def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
     tight = plan(snapshot(workers, learner=learner(train_s=60.0)), PlanConfig(4, fixed_kappa=4))
     remedy = next(one.remedy for one in tight.terms if one.limit_kind is Limit.STALENESS)
     assert remedy == "raise S to 6, or shorten the longest rollouts to 11 s (now 73.7 s)"
+    hasty = plan(snapshot(workers, learner=learner(train_s=0.5)), PlanConfig(4))
+    assert not any("raise S" in one.remedy for one in hasty.terms), "64 is the most"
+    thin = tuple(replace(one, link=LinkEstimate(1e5, 1e8)) for one in workers)
+    swarm = plan(snapshot(thin, learner=learner(link=LinkEstimate(1e7, 1e8))), PlanConfig(4, fixed_kappa=1))
+    remedy = next(one.remedy for one in swarm.terms if one.limit_kind is Limit.BROADCAST)
+    assert remedy.startswith("give the uplinks of the learner and the workers together 18.8 MB/s")
     dear = tuple(dataclasses.replace(one, price_usd_per_hour=312.3403) for one in workers)
     over = plan(snapshot(dear), PlanConfig(4, usd_per_hour_cap=2498.0))
     told = re.match(r"raise it to ([\d.]+) USD/h", over.binding_term.remedy)
@@ -298,6 +304,7 @@ def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
     free = plan(fleet, PlanConfig(4))
     assert free.is_feasible and free.usd_to_finish > 11.0
     tight = plan(fleet, PlanConfig(4, usd_budget=8.0))
+    assert tight.binding is Limit.USD_BUDGET and "add workers" not in tight.reason
     assert not tight.is_feasible and tight.usd_to_finish <= 8.0 and "finishes for" in tight.reason
     assert tight.predicted_utilisation < free.predicted_utilisation
     hopeless = plan(fleet, PlanConfig(4, usd_budget=0.5))
