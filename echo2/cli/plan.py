@@ -33,7 +33,7 @@ from echo2.cost_model.machines import (
 )
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import CHECKPOINT_BYTES_PER_S, ModelSize, checkpoint_bytes, size_by_billions, steps_between
-from echo2.cost_model.snapshot import JOIN_S, LearnerEstimate, LinkEstimate, PlanConfig
+from echo2.cost_model.snapshot import DELTA_SHARE, JOIN_S, LearnerEstimate, LinkEstimate, PlanConfig
 from echo2.outside import unix_now
 
 BILLIONS_MAX = 10_000  # ten times the largest model that anybody has published
@@ -43,7 +43,6 @@ DROPPED_GROUPS = 0.25
 """Assumed share of groups that dynamic sampling, if on, discards: those that the model always or never solves."""
 START_S, LOAD_BYTES_PER_S = 60.0, 1e9
 """Assumed seconds before the first step (imports, processes, compilation), beside reading the weights from a local disk."""
-DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to 0.9 % measured, plus the container
 
 
 def run_plan(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -63,6 +62,9 @@ def run_plan(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps(plan_text.as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
         return 0
     plan_text.print_answer(question, answer, run, args.explain)
+    if uncounted := [name for name, each in config.task.eval_sets.items() if not each.prompts]:
+        what = f"the evaluation sets {', '.join(uncounted)}, of as many prompts as their data has"
+        plan_text.print_lines(f"not in the plan: {what}; task.eval_sets.NAME.prompts counts them")
     plan_text.print_fits(question, answer)
     gpu, count = learner_gpus(config, fleet, question.model, catalogue)
     bytes_each = gpu.memory_bytes

@@ -21,6 +21,7 @@ SPOT_HAZARD_PER_HOUR = 0.05  # assumed preemptions per hour of a spot machine
 JOIN_S = 300.0
 """Assumed seconds from renting a machine to its first rollout (image, model, first weights), until joins have been timed."""
 GIB = float(1 << 30)  # bytes
+DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to 0.9 % measured, plus the container
 IDLE_SHARE_MAX = 0.99  # a learner trains at least now and then
 DROPPED_SHARE_MAX = 2 / 3  # dynamic sampling discards at most twice the groups of a step
 BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached

@@ -502,7 +502,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a worker that its record bars is planned for", "coordinator/planning/service.py",
            "= hub.book.records.is_barred(member.peer_id, choosable, hub.clock.now())", "= False",
            (_UNIT + "coordinator/test_actions.py",)),
-    Mutant("a plan that the operator applies is not acted on", "coordinator/operator.py", "is_acted_on=True)", "is_acted_on=False)",
+    Mutant("a plan that the operator applies is not acted on", "coordinator/operator.py", "known.now.drain], True,", "known.now.drain], False,",
            (_UNIT + "coordinator/test_limits.py",)),
     # what works on one machine
     Mutant("a reward that its CPU limit ended is told as one that died", "contain/inside.py",

@@ -20,7 +20,7 @@ comes back within its grace period and not charged if it turns out to be gone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.base.clock import Clock
@@ -117,8 +117,15 @@ class Money:
 
     def machine_of(self, peer_id: PeerId) -> RentedMachine | None:
         """The rented machine that the worker is on; None once that is given back."""
-        machines = (machine for machine in self.machines.values() if machine.is_open)
-        return next((machine for machine in machines if peer_id in self._joined_from(machine)), None)
+        return next((machine for machine in self._machines_with(peer_id) if machine.is_open), None)
+
+    def _machines_with(self, peer_id: PeerId) -> Iterator[RentedMachine]:
+        """Those that the worker has joined from, the newest first: of thousands, most of the old ones are gone."""
+        tokens = self._tokens.tokens
+        for machine in reversed(self.machines.values()):
+            token = tokens.get(machine.token_id)
+            if peer_id in machine.replaced or (token is not None and peer_id in token.peers):
+                yield machine
 
     def rental_by(self, token_id: str) -> RentedMachine | None:
         """The machine that joins with this token."""
@@ -146,10 +153,10 @@ class Money:
 
     def bill_of(self, member: Member) -> float:
         """What one worker has cost, standby included, in USD: of a rented machine, its part of the machine's bill."""
-        for machine in self.machines.values():
-            if member.peer_id in self._joined_from(machine):
-                return machine.usd_spent(self._clock.now()) / len(self.workers_of(machine))
-        return member.usd_spent + member.usd_standby
+        machine = next(self._machines_with(member.peer_id), None)
+        if machine is None:
+            return member.usd_spent + member.usd_standby
+        return machine.usd_spent(self._clock.now()) / len(self.workers_of(machine))
 
     def limit_of(self, member: Member, section: CoordinatorSection) -> PriceLimit:
         """The lowest limit that applies to this worker's price; the module's docstring gives the rule."""

@@ -37,6 +37,7 @@ from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.relations import CHANGE_OBSERVATIONS, DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
 from echo2.cost_model.snapshot import (
     BROADCAST_EFFICIENCY,
+    DELTA_SHARE,
     DROPPED_SHARE_MAX,
     JOIN_S,
     SPOT_HAZARD_PER_HOUR,
@@ -388,8 +389,7 @@ def is_measured(member: Member) -> bool:
 
 def is_settled(board: LearnerBoard, pool: Sequence[Member]) -> bool:
     """Whether a prediction rests on more than the first measurements, which a start or a swap falsifies: on a few steps, on the
-    window of heartbeats of most of the pool, and on a delta, unless none is published: before the first one, plans reckon with
-    whole snapshots."""
+    window of heartbeats of most of the pool, and on a delta, unless none is published."""
     well_known = sum(member.measures.count("rollouts_per_s") >= WINDOW for member in pool)
     has_size = bool(board.delta_bytes) or len(board.versions) >= CHANGE_OBSERVATIONS
     return has_size and len(board.train_time.values) >= CHANGE_OBSERVATIONS and 2 * well_known > len(pool)
@@ -522,7 +522,8 @@ def learner_estimate(board: LearnerBoard) -> LearnerEstimate:
     hello = board.hello
     assert hello is not None, "there is no snapshot without a learner"
     full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
-    report = board.report
+    report, totals = board.report, board.totals
+    share = totals.artifact_bytes / totals.full_bytes if totals.full_bytes else DELTA_SHARE  # until a delta is measured
     idle_s = min(report.idle_s, IDLE_MOST * board.train_s)  # the learner's own claim, so it is bounded
     trained, evaluation = hello.rollouts_per_step, round(report.evaluation_rollouts)
     discarded = min(
@@ -536,7 +537,7 @@ def learner_estimate(board: LearnerBoard) -> LearnerEstimate:
         train_s=board.train_s + idle_s,
         idle_s=idle_s,
         link=_link(hello.link),
-        delta_bytes=float(board.delta_bytes or full),
+        delta_bytes=board.delta_bytes or max(1.0, share * full),
         full_snapshot_bytes=full,
         rollouts_per_group=hello.rollouts_per_group,
         delta_kappa=min(board.delta_kappa, 64),

@@ -107,8 +107,10 @@ def test_the_budget_is_judged_by_the_runs_cost(fleet: tuple[str, ...], capsys: p
     found, term = budget_of(short)
     assert not found["is_feasible"] and term["value"] > term["limit"]
     assert any(one["what_if"].startswith("budget=") for one in found["advice"])
-    assert run("plan", *fleet, short) == 0
+    sets = ("--task.eval_sets.sums.task=sums", "--task.eval_sets.few.task=sums", "--task.eval_sets.few.prompts=8")
+    assert run("plan", *fleet, short, *sets) == 0
     printed = capsys.readouterr().out
+    assert "not in the plan: the evaluation sets sums, of" in printed, "nobody here knows how many they are"
     assert "not feasible with this budget" in printed and "the run  " in printed, "what it costs is said, too"
 
 
