@@ -200,7 +200,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            self._lasting += 1\n            self._sync_log()\n", "            self._lasting += 1\n",
            ("tests/contract/test_state_store.py",)),
     Mutant("a machine is rented whose least hours the budget does not pay for", "coordinator/money/provisioning.py",
-           "room = min(room, left / hours_least)", "room = max(room, left / hours_least)", _RENTING),
+           "/ max(hours_least, BUDGET_HOURS_LEFT)", "/ BUDGET_HOURS_LEFT", _RENTING),
     Mutant("a machine is given back before what is billed in any case is used", "coordinator/money/provisioning.py",
            "if now - machine.rented_at < 3600 *", "if now - machine.rented_at < 60 *", _RENTING),
     Mutant("machines are proposed for a run that is paused", "coordinator/money/provisioner.py",

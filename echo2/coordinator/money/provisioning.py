@@ -203,10 +203,8 @@ class Budget:
             return 0 if self.is_spent else most
         if not self.is_bounded:
             return 0
-        left = self.usd_budget - self.usd_spent
-        room = min(self.usd_per_hour_cap, left / BUDGET_HOURS_LEFT) - self.usd_per_hour
-        if hours_least > BUDGET_HOURS_LEFT:  # what is billed in any case; the others can be released before
-            room = min(room, left / hours_least)
+        per_hour = (self.usd_budget - self.usd_spent) / max(hours_least, BUDGET_HOURS_LEFT)
+        room = min(self.usd_per_hour_cap, per_hour) - self.usd_per_hour
         return int(max(0.0, min(room / usd_per_hour + 1e-9, float(most))))
 
 

@@ -511,6 +511,7 @@ def test_where_the_budget_keeps_the_pool_small_nothing_dearer_a_rollout_is_rente
 
 def test_what_is_billed_in_any_case_is_paid_for_by_the_budget_and_used_until_then_and_so_is_one_busy_worker() -> None:
     assert [Budget(0, 0, usd_budget=10).affordable(1.0, hours) for hours in (0, 2.5, 4, 11)] == [4, 4, 2, 0]
+    assert Budget(4.0, 0, usd_budget=10).affordable(1.0, 2.5) == 0, "nor what those that are rented cost until then"
     billed, idle = replace(BIG, hours_least=2.0), worker(1.0, Activation.STANDBY, NOW - IDLE_RELEASE_S)
     for rented_h, workers, is_released in (
         (1.9, [idle], False),
