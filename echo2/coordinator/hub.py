@@ -102,7 +102,7 @@ MEMBERS_KEPT_TICKS = 60
 """The telemetry of a sixtieth of the workers is saved at each tick: saving all at once would delay leases, and telemetry that is
 half a minute old is good enough after a restart. What must not be lost (joins, operator commands, money) is saved at once."""
 WORKERS_MAX = 20_000  # 4,000 heartbeats a second; measured are 2,000 workers, by make bench-coordinator
-TOKENS_MAX = 10_000  # revoked and expired ones count; one for each rented machine
+TOKENS_MAX = 30_000  # revoked and expired ones count; one for each machine that was ever rented (provisioner)
 BUDGET_TICKS = 10  # five seconds: a fleet of 1,000 USD an hour spends a dollar beyond the budget
 PREEMPTION_WORD = "preemption"  # marks the reason of a worker that leaves because its cloud preempts it
 _log = logging.getLogger("echo2.coordinator")

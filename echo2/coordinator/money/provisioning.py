@@ -354,9 +354,8 @@ def _releases(
 
 
 def _idle_s(worker: Member, now: float) -> float:
-    """Seconds that the worker has been on standby, barred or gone; 0 while it works."""
+    """Seconds that the worker has been on standby, drained, barred or gone; 0 while it works."""
     if worker.last_liveness is Liveness.GONE:
         return now - worker.heard_at
-    activation = worker.last_activation
-    is_idle = activation is not None and (activation is Activation.STANDBY or activation.is_barred)
-    return now - worker.activation_since if is_idle else 0.0
+    is_working = worker.last_activation in (None, Activation.ACTIVE) or bool(worker.record.held)
+    return 0.0 if is_working else now - worker.activation_since

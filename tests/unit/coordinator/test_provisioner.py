@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Unreachable
-from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.hub import CoordinatorOptions, Hub
@@ -538,3 +538,7 @@ def test_idle_and_useless_machines_are_given_back_the_dearest_first() -> None:
     gone = replace(idle, last_liveness=Liveness.GONE, heard_at=NOW - IDLE_RELEASE_S)
     assert [one.machine_id for one in ask(plan(9, 9), machines[1:2], {"b": [gone]}).release] == ["b"]
     assert ask(plan(9, 9), machines[1:2], {"b": [worker(1.0)]}).release == ()
+    drained = worker(1.0, Activation.DRAINING, NOW - IDLE_RELEASE_S)
+    assert ask(plan(9, 9), machines[1:2], {"b": [drained]}).release, "a notice of its provider's came to nothing"
+    drained.record.held[LeaseId("l")] = 8
+    assert not ask(plan(9, 9), machines[1:2], {"b": [drained]}).release, "it still has something to end"
