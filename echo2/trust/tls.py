@@ -69,7 +69,7 @@ _log = logging.getLogger("echo2.trust")
 def write_secret(path: Path, data: bytes) -> None:
     """Writes `data` atomically, readable only by the owner. DiskFull if there is no room for it: the old content stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(path.name + ".new")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")  # another command may write the same file just now
     temporary.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

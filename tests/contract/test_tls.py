@@ -20,7 +20,8 @@ import pytest
 
 from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
 from echo2.base.ids import PeerId, RunId
-from echo2.outside import entered
+from echo2.outside import MACHINE, entered
+from echo2.outside.files import MachineFiles
 from echo2.trust import tls
 from echo2.trust.enrolment import enrol
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, RunAuthority
@@ -124,6 +125,23 @@ def test_keys_and_credentials_are_kept_for_their_owner_alone(tmp_path: Path) -> 
     (tmp_path / "identity.key").chmod(0o644)
     with pytest.raises(TrustError, match="0600"):
         tls.load_or_create_identity(tmp_path)
+
+
+def test_two_commands_may_write_a_secret_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two of an operator do, each of another run, in the one folder of their user."""
+    path, others = tmp_path / "secret", [b"of another process"]
+
+    class InterruptedFiles(MachineFiles):
+        def sync(self, handle: int) -> None:
+            if others:
+                with monkeypatch.context() as another:
+                    another.setattr("os.getpid", lambda: 1)
+                    tls.write_secret(path, others.pop())
+            super().sync(handle)
+
+    monkeypatch.setattr(MACHINE, "files", InterruptedFiles())
+    tls.write_secret(path, b"ours")
+    assert path.read_bytes() == b"ours" and list(tmp_path.iterdir()) == [path]
 
 
 def test_no_flipped_bit_of_what_a_node_keeps_makes_it_another_node(tmp_path: Path) -> None:
