@@ -41,8 +41,8 @@ from echo2.gateway.episodes import CallRefused
 from echo2.gateway.requests import CHOICES_MAX, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
-VERSION_END = 1 << 53  # numbers below it are exact in JSON and in float64, as of artifacts
-SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
+VERSION_MAX = (1 << 53) - 1  # numbers up to it are exact in JSON and in float64, as of artifacts
+SEED_MAX = PRIORITY_MAX = (1 << 63) - 1  # as in vLLM
 WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
 NEWEST = "x-echo2-newest-version"  # header of refused requests: which version there is to ask for
@@ -232,7 +232,7 @@ class GenerateApp:
             raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
         if not isinstance(is_last, bool):
             raise MalformedMessage(f"is_last: expected true or false, got {shown(is_last)}")
-        await self._sampler.publish(whole_number(version, "version", VERSION_END - 1), folder, is_last)
+        await self._sampler.publish(whole_number(version, "version", VERSION_MAX), folder, is_last)
         return JSONResponse(self._sampler.status(), status_code=201)
 
     async def _status(self, request: Request) -> Response:
@@ -264,8 +264,9 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
                 f"workers sample by {', '.join(sorted(_OBEYED))} alone, got {shown(value)}"
             )
     exact, least = (
-        None if body.get(name) is None else _within(body[name], name, 0, VERSION_END) for name in ("exact_version", "min_version")
-    )  # fmt: skip
+        None if body.get(name) is None else whole_number(body[name], name, VERSION_MAX, 0)
+        for name in ("exact_version", "min_version")
+    )
     if exact is not None and least is not None:
         raise MalformedMessage("exact_version: expected it or min_version, got both")
     stop_ids = params.get("stop_token_ids") or []
@@ -281,23 +282,17 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
         top_p=_number(params, "top_p", 1e-6, 1.0),
         top_k=0 if top_k in (None, -1, 0) else whole_number(top_k, "sampling_params.top_k", TOKENS_MAX),
         max_tokens=None if tokens is None else whole_number(tokens, "sampling_params.max_tokens", TOKENS_MAX),
-        seed=None if seed is None else _within(seed, "sampling_params.seed", 0, SEED_MAX),
+        seed=None if seed is None else whole_number(seed, "sampling_params.seed", SEED_MAX, 0),
         stops=stop_texts(params.get("stop")),
         stop_token_ids=tuple(stop_ids),
         ignores_end=params.get("ignore_eos") is True,
-        routes_from=_within(routes_from, "sampling_params.routed_experts_prompt_start", 0, len(token_ids)),
+        routes_from=whole_number(routes_from, "sampling_params.routed_experts_prompt_start", len(token_ids) - 1, 0),
         wants_logprobs=params.get("logprobs") is not None,
         is_streamed=body.get("stream") is True,
-        priority=_within(body.get("priority") or 0, "priority", -PRIORITY_MAX, PRIORITY_MAX),
+        priority=whole_number(body.get("priority") or 0, "priority", PRIORITY_MAX, -PRIORITY_MAX),
         min_version=least,
         exact_version=exact,
     )
-
-
-def _within(value: object, name: str, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value < high:
-        raise MalformedMessage(f"{name}: expected a whole number from {low} to {high - 1}, got {shown(value)}")
-    return value
 
 
 def _number(params: Mapping[str, object], name: str, low: float, high: float) -> float:

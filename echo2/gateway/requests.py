@@ -251,9 +251,9 @@ def _temperature(value: object) -> float | None:
     return float(value) if is_number and 0 <= value <= TEMPERATURE_MAX else None  # type: ignore[operator, arg-type]
 
 
-def whole_number(value: object, name: str, high: int) -> int:
-    if type(value) is not int or not 1 <= value <= high:
-        raise MalformedMessage(f"{name}: expected a whole number from 1 to {high}, got {shown(value)}")
+def whole_number(value: object, name: str, high: int, low: int = 1) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise MalformedMessage(f"{name}: expected a whole number from {low} to {high}, got {shown(value)}")
     return value
 
 
