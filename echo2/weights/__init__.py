@@ -15,7 +15,7 @@ of tied tensors one name is kept. Every call that takes weights reads their raw 
 """
 
 from echo2.weights.container import CodecSetting, DeltaHeader, FrameReader, parse_frame
-from echo2.weights.decode import ContainerDecoder, DecodeLimits, StagedDelta, warm_up
+from echo2.weights.decode import ContainerDecoder, StagedDelta, warm_up
 from echo2.weights.elements import WeightSet, untied
 from echo2.weights.encode import (
     Encoding,
@@ -30,7 +30,7 @@ from echo2.weights.fingerprint import fingerprint, fingerprint_tensor
 from echo2.weights.host import HostWeights, apply_updates, table_of
 
 __all__ = [
-    "CodecSetting", "ContainerDecoder", "DecodeLimits", "DeltaHeader", "Encoding", "FrameReader", "HostWeights",
+    "CodecSetting", "ContainerDecoder", "DeltaHeader", "Encoding", "FrameReader", "HostWeights",
     "StagedDelta", "WeightSet", "apply_updates", "compose", "encode_delta", "encode_keyframe",
     "encode_sections", "fingerprint", "fingerprint_tensor", "parse_frame", "section_blocks",
     "section_fingerprint", "table_of", "untied", "warm_up",

@@ -37,13 +37,8 @@ from echo2.weights.encode import encode_delta, encode_keyframe
 from echo2.weights.fingerprint import MODULUS, sum_bits, whole_fingerprint
 from echo2.weights.host import HostWeights
 
-
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """Limits of a decoder. `weights_bytes_max`: bytes of weights that a keyframe may claim."""
-
-    weights_bytes_max: int = 1 << 42  # two trillion parameters in bf16; each tensor takes memory with its first block
-    pending_bytes_max: int = 1 << 26
+WEIGHTS_BYTES_MAX = 1 << 42  # two trillion parameters in bf16; each tensor takes memory with its first block
+PENDING_BYTES_MAX = 1 << 26  # of blocks before their header: several
 
 
 @dataclass(slots=True)
@@ -159,9 +154,8 @@ def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
 class ContainerDecoder:
     """Decodes the frames of one container and stages their version on top of `base`."""
 
-    def __init__(self, base: HostWeights, limits: DecodeLimits | None = None) -> None:
+    def __init__(self, base: HostWeights) -> None:
         self._base = base
-        self._limits = limits or DecodeLimits()
         self._head: HeaderFrame | None = None
         self._end: EndFrame | None = None
         self._table = base.table
@@ -186,10 +180,8 @@ class ContainerDecoder:
             return
         if self._head is None:
             self._pending_bytes += len(frame)
-            if self._pending_bytes > self._limits.pending_bytes_max:
-                raise LimitExceeded(
-                    f"delta container: expected its header within {self._limits.pending_bytes_max} bytes of blocks"
-                )
+            if self._pending_bytes > PENDING_BYTES_MAX:
+                raise LimitExceeded(f"delta container: expected its header within {PENDING_BYTES_MAX} bytes of blocks")
             self._pending.append(frame)
             return
         if parsed.container_id != self._head.container_id:
@@ -215,9 +207,9 @@ class ContainerDecoder:
         if head.table is not None:
             self._table = head.table
             claimed = sum(spec.element_count * spec.element.bytes for spec in head.table.specs)
-            if claimed > self._limits.weights_bytes_max:
+            if claimed > WEIGHTS_BYTES_MAX:
                 raise DeltaFormatError(
-                    f"{head.header.describe()}: expected at most {self._limits.weights_bytes_max} bytes of weights, "
+                    f"{head.header.describe()}: expected at most {WEIGHTS_BYTES_MAX} bytes of weights, "
                     f"its table claims {claimed}"
                 )
             self._whole = {}

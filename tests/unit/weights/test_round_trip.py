@@ -15,7 +15,6 @@ from echo2.base.ids import Version
 from echo2.weights import (
     CodecSetting,
     ContainerDecoder,
-    DecodeLimits,
     DeltaHeader,
     FrameReader,
     HostWeights,
@@ -216,7 +215,7 @@ def test_the_first_block_leaves_before_the_last_tensor_is_read() -> None:
     assert holds(host, new)
 
 
-def test_a_wrong_parent_is_refused_on_both_sides() -> None:
+def test_a_wrong_parent_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = gaussian_pair()
     host = HostWeights.from_tensors(old, Version(0), KEY)
     other = HostWeights.from_tensors(new, Version(0), KEY)
@@ -228,7 +227,8 @@ def test_a_wrong_parent_is_refused_on_both_sides() -> None:
         ContainerDecoder(elsewhere).feed(frames[0])
     with pytest.raises(AssertionError, match="at this version"):
         elsewhere.commit(decoded(host, frames))
-    waiting = ContainerDecoder(host, DecodeLimits(pending_bytes_max=20))
+    monkeypatch.setattr("echo2.weights.decode.PENDING_BYTES_MAX", 20)
+    waiting = ContainerDecoder(host)
     with pytest.raises(LimitExceeded, match="header within 20 bytes"):
         waiting.feed(frames[1])
 
