@@ -153,6 +153,12 @@ class RunNow:
         return tuple(sorted(terms, key=lambda term: (*(term.limit_kind is not cause for cause in causes), term.slack)))
 
     @property
+    def is_capped(self) -> bool:
+        """Whether the cap leaves less than a worker of the pool costs: more of them would only stand by, on the bill."""
+        count, terms = (len(self.plan.pool), self.plan.terms) if self.plan else (0, ())
+        return any(t.limit_kind is Limit.USD_PER_HOUR and (t.limit - t.value) * count < t.value for t in terms)
+
+    @property
     def is_ending(self) -> bool:
         """Whether its last step is made: the learner writes the model and serves the last version, and workers leave."""
         return self.report.is_finished or bool(self.hello and 0 < self.hello.step_limit <= self.report.step)
@@ -280,7 +286,9 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         for term in run.broken:
             is_rate = term.limit_kind is Limit.THROUGHPUT
             what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
-            button = (Act.MAKE_LINK, "Make a join link") if is_rate else (Act.NOTHING, "")
+            if is_rate and run.is_capped:
+                what = "Raise the cap or S, or take cheaper workers"
+            button = (Act.MAKE_LINK, "Make a join link") if is_rate and not run.is_capped else (Act.NOTHING, "")
             yield ToDo(f"{what[:1].upper()}{what[1:]}: {run.trains}; {run.said(term)}.", "warn", *button)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echo2.coordinator.planning.advice import Act, RunNow, advise
-from echo2.cost_model.plan import Limit
+from echo2.cost_model.plan import Limit, Term
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.cost_model.fleets import plan_of as plan
 
@@ -42,6 +42,8 @@ DUE = "rollouts: 0 of 4 groups complete, 0 begun by workers, 0 not begun, 193 re
 PRICE = "3 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5: the operator may activate it"
 
 
+CAPPED = plan(2.0, 5.0, pool=("a", "b"))
+CAPPED = replace(CAPPED, terms=(*CAPPED.terms, Term(Limit.USD_PER_HOUR, 7.0, 10.0, "USD/h", 0.3)))
 BUTTONS = {
     "Start the learner:": Act.MAKE_LINK, "Start a worker": Act.MAKE_LINK, "Add workers": Act.MAKE_LINK, "Drop": Act.DISMISS,
     "Stand by": Act.APPLY_PLAN, "Rent": Act.APPROVE,
@@ -75,6 +77,7 @@ SAYS = [
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),
     (replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
      "Add workers or raise S: the learner trains 40% of the time; workers make 28.4 of the 71.1 rollouts/s that"),
+    (replace(with_learner(utilisation=0.4), plan=CAPPED), "Raise the cap or S, or take cheaper workers: the learner trains 40%"),
     (replace(with_learner(utilisation=0.4), plan=replace(plan(2.0, 5.0), binding=Limit.USD_BUDGET)), "Raise the budget to train"),
     (replace(with_learner(step=4, utilisation=0.4), plan=plan(2.0, 5.0)), "Nothing to do: the learner makes its first steps at"),
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
