@@ -146,6 +146,7 @@ class EndReason(enum.Enum):
     REFUSED = "refused"
 
 
+STOP_TOKENS_MAX = 256  # as a message may hold: a group with more would have every message of its learner refused
 TEMPERATURE_MIN = 1e-6  # smaller ones draw greedily too, and at last divide logits to infinity in float32
 TEMPERATURE_MAX = 2.0  # as of OpenAI's API; vLLM takes none above it
 
@@ -172,6 +173,10 @@ class SamplingParams:
         if self.temperature and not TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX:
             expected = f"0, or {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
             raise MalformedMessage(f"temperature: expected {expected}, got {self.temperature}")
+        if len(self.stop_token_ids) > STOP_TOKENS_MAX:
+            raise MalformedMessage(
+                f"stop_token_ids: expected at most {STOP_TOKENS_MAX}, got {len(self.stop_token_ids)}"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise MalformedMessage(f"top_p: expected above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.top_k < 1 << 32:

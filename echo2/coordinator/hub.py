@@ -593,8 +593,8 @@ class RunEnding:
             self._reopen("resumed by the operator")
 
     def reopen_for(self, hello: pb.LearnerHello) -> None:
-        if self.finish is not None and hello.step < hello.step_limit:
-            self._reopen(f"step {hello.step} of {hello.step_limit}")
+        if self.finish is not None and not 0 < hello.step_limit <= hello.step:
+            self._reopen(f"step {hello.step} of {hello.step_limit or 'as many as its trainer makes'}")
 
     def _reopen(self, why: str) -> None:
         self.finish, self._hub.board.report.is_finished = None, False
@@ -607,7 +607,7 @@ class RunEnding:
         hub = self._hub
         if self.finish is not None:
             return
-        limit = hub.board.hello.step_limit if hub.board.hello is not None else 0
+        limit = (hub.board.hello.step_limit if hub.board.hello is not None else 0) or hub.config.learner.steps
         self.finish = RunEnd(hub.clock.now(), int(hub.board.report.step), cause, limit, is_stopped)
         hub.state.meta("finished", json.dumps(asdict(self.finish)))
         hub.state.require_sync()  # no node would report it again

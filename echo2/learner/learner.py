@@ -449,7 +449,7 @@ class Learner:
                 downlink_bytes_per_s=config.learner.emulated_link.downlink_bytes_per_s,
                 rtt_s=config.learner.emulated_link.rtt_s,
             ),
-            step_limit=config.learner.steps,
+            step_limit=0 if self.server is not None else config.learner.steps,  # who hands in the last version decides
             kappa_is_fixed=config.staleness.kappa > 0,
             kappa=config.staleness.kappa,
             longest_sequence_tokens=loop.p.prompts.context_tokens,
@@ -486,7 +486,7 @@ class Learner:
             idle_s=loop.idle_s,
             fingerprint=f"{publisher.newest_fingerprint:016x}",
             rewards_due=pool.rewards_due,
-            prompts_exhausted=pool.exhausted is not None,
+            prompts_exhausted=pool.exhausted is not None and not pool.fills(loop.steps),
             audit_s=loop.auditor.counts.s_per_step,
             reward_s=pool.rewards.seconds_each,
             reward_processes=pool.prompts.reward_processes,

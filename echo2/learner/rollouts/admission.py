@@ -211,9 +211,9 @@ class OpenGroups:
         for position, members in enumerate(order):
             step = self.next_step + position // self.groups_per_step
             for group in members:
-                if step < group.spec.consume_step and not group.is_sampled:
+                if step < group.spec.consume_step:  # of sampled ones too: their next turns are opened for the same step
                     group.spec = replace(group.spec, consume_step=step)
-                    moved.append(group.spec)
+                    moved += [] if group.is_sampled else [group.spec]
         return moved
 
     def open_turn(self, before: TurnOf, inserted: tuple[int, ...]) -> GroupSpec | None:

@@ -119,6 +119,9 @@ class VersionEvaluation:
         )
         self._untimed.append(group.spec.group_id)
 
+    def leave_out(self, number: int) -> None:
+        self.answers[number] = QuestionAnswer((), 0, (), frozenset(), 0, 0)
+
     def drop_sent_by(self, peer_id: PeerId) -> dict[int, QuestionAnswer]:
         """Drops the answers that a barred worker gave even in part, so that other workers answer the questions again. Returns them
         by number."""
@@ -136,7 +139,7 @@ class VersionEvaluation:
     # ---- results
 
     def row(self) -> dict[str, object]:
-        """The result of an answered evaluation, as in evaluations.jsonl (docs/learner.md); empty if agents lost all episodes."""
+        """The result of an answered evaluation, as in evaluations.jsonl (docs/learner.md); empty if nothing was answered."""
         assert self.is_answered, "an evaluation has a result once all of it is answered"
         sets: dict[str, list[tuple[Sample, ...]]] = {}
         begin = 0
@@ -298,7 +301,8 @@ class Evaluations:
 
     # ---- questions, numbered over all sets
 
-    def draw(self, version: Version, number: int) -> Prompt:
+    def draw(self, version: Version, number: int) -> Prompt | None:
+        """None for a question that cannot be asked."""
         prompts = self._prompts
         seed = prompts.secret_seed(f"{prompts.seed}/evaluation/{version}/{number}")
         temperature = self.at(number)[0].temperature
@@ -306,7 +310,8 @@ class Evaluations:
         if temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
         # With agents, the agent decides what to ask the model.
-        return DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(*self.problem(number)), sampling
+        ids = DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(*self.problem(number))
+        return None if ids is None else (ids, sampling)
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""
@@ -325,17 +330,18 @@ class Evaluations:
         asked, place = self.at(group.cursor)
         if place >= EXAMPLES_KEPT:
             return
-        text_of = self._prompts.chat.text_of
+        token_ids = (group.text_of(index)[0] for index in range(len(group.rewards)))
+        try:
+            prompt, *texts = map(self._prompts.chat.text_of, (group.spec.prompt_token_ids, *token_ids))
+        except ConfigError:  # a worker may send tokens that no tokenizer decodes: they are worth 0
+            return
         head = {
-            "step": evaluated_version(group.spec.group_id),
-            "set": asked.name,
-            "prompt": text_of(group.spec.prompt_token_ids),
+            "step": evaluated_version(group.spec.group_id), "set": asked.name, "prompt": prompt,
             "answer": self.problem(group.cursor)[0].answer,
-        }
+        }  # fmt: skip
         with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as samples:
-            for index, reward in enumerate(group.rewards):
-                sample = head | {"completion": text_of(group.text_of(index)[0]), "reward": reward}
-                samples.write(json.dumps(sample) + "\n")
+            for text, reward in zip(texts, group.rewards, strict=True):
+                samples.write(json.dumps(head | {"completion": text, "reward": reward}) + "\n")
 
     def record(self, evaluation: VersionEvaluation, reason: str = "") -> Mapping[str, object] | None:
         """Writes the line of an ended evaluation and returns it; None, and a warning in the log, if it has no result. `reason`: why
@@ -343,7 +349,8 @@ class Evaluations:
         version = evaluation.version
         row = {} if reason else evaluation.row()
         if not row:
-            reason = reason or f"all {evaluation.lost_episodes} episodes of agents were lost"
+            lost = f"all {evaluation.lost_episodes} episodes of agents were lost"
+            reason = reason or (lost if self.is_driven else "none of its prompts can be asked")
             _log.warning("no evaluation of version %d: %s", version, reason)
             return None
         wall_s = monotonic() - self._due_at.get(version, monotonic())

@@ -128,6 +128,10 @@ class RolloutPool:
         """Whether the prompts are exhausted and the groups in flight cannot fill another batch."""
         return self.exhausted is not None and self.groups.in_flight_groups < self.groups.groups_per_step
 
+    def fills(self, steps: int) -> bool:
+        """Whether the groups in flight are enough until so many steps are complete."""
+        return self.groups.in_flight_groups >= (steps - self.groups.next_step) * self.groups.groups_per_step
+
     @property
     def rewards_due(self) -> int:
         return len(self._scoring)
@@ -439,12 +443,17 @@ class RolloutPool:
             version, samples = self._evaluation.version, self.evaluations.at(number)[0].samples
             self._evaluation.asked = max(self._evaluation.asked, number + 1)
             prompt = self.evaluations.draw(version, number)
-            self._offer(self.groups.open_question(number, prompt, retry, version, samples))
+            if prompt is None:
+                self._evaluation.leave_out(number)
+            else:
+                self._offer(self.groups.open_question(number, prompt, retry, version, samples))
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:
-            if evaluation.asked < evaluation.rules.questions:  # this is asked with every report
-                for number in evaluation.wanted(self.groups.evaluation):
+            while evaluation.asked < evaluation.rules.questions:  # this is asked with every report
+                if not (numbers := evaluation.wanted(self.groups.evaluation)):
+                    break
+                for number in numbers:
                     self._open_question(number)
             if not evaluation.is_answered:
                 return

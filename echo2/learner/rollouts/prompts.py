@@ -111,10 +111,7 @@ class EnvironmentWorld:
             return stepped
         messages = [{"role": message.role, "content": message.content} for message in stepped.messages]
         scored = replace(stepped, messages=())
-        try:
-            token_ids = self._chat.between(messages, turns[-1])
-        except ConfigError as error:  # what the environment says came from anywhere: it costs this rollout alone
-            return replace(scored, failure=RewardFailure.RAISED, message=str(error))
+        token_ids = self._chat.between(messages, turns[-1])
         if len(token_ids) >= room_tokens:
             return replace(scored, reward=Reward(0.0, {"cut": 1.0}))
         return replace(scored, reply=token_ids)
@@ -253,12 +250,11 @@ class Prompts:
                 return candidate
             index = self.split.train_index(candidate)
             if index not in self._unjudgeable:
-                if (tokens := len(self._ids_of(index))) <= self._prompt_tokens_max:
+                ids = self._ids_of(index)
+                if not (excess := self._excess_of(ids)):
                     return candidate
-                _log.warning(
-                    "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
-                    index, self.name_of(index), tokens, self._prompt_tokens_max,
-                )  # fmt: skip
+                name = self.name_of(index)
+                _log.warning("prompt %d of task %s passed over: %d tokens, above %s", index, name, len(ids), excess)
             candidate = self.split.upcoming(candidate + 1)
         return candidate
 
@@ -281,10 +277,23 @@ class Prompts:
         digest = hmac.digest(self.secret, name.encode(), "sha256")
         return int.from_bytes(digest[:8], "big") >> 1
 
-    def tokens_of(self, instance: TaskInstance, world: PromptWorld | None = None) -> tuple[int, ...]:
-        """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long. `world`: as in
-        `answer_instance`."""
-        return self._checked(tuple(self._encoded(instance, world)), self._name_of_prompt(instance, world))
+    def tokens_of(self, instance: TaskInstance, world: PromptWorld | None = None) -> tuple[int, ...] | None:
+        """A held-out prompt as token ids; None if it is too long or its reference cannot be judged, as for training. Raises
+        `ConfigError` if the model cannot read it. `world`: as in `answer_instance`."""
+        if world is None and instance.index in self._unjudgeable:
+            return None
+        ids, name = tuple(self._encoded(instance, world)), self._name_of_prompt(instance, world)
+        if excess := self._excess_of(ids):
+            _log.warning("%s is not asked: %d tokens, above %s", name, len(ids), excess)
+            return None
+        return self._checked(ids, name)
+
+    def _excess_of(self, ids: tuple[int, ...]) -> str:
+        """What a prompt is too long for; empty if it is not."""
+        room = self._model_tokens - self.sampling.max_new_tokens
+        if len(ids) > self._prompt_tokens_max:
+            return f"sampling.max_prompt_tokens of {self._prompt_tokens_max}"
+        return f"the {room} that sampling.max_new_tokens leaves of the model's context" if len(ids) > room else ""
 
     def _checked(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         if not ids or max(ids) >= self.vocabulary_size:
@@ -339,7 +348,12 @@ class Prompts:
         if world is None:
             index, task = divmod(index, len(self.worlds))
             world = self.worlds[task]
-        return await world.answer(index, turns, room_tokens, sender)
+        try:
+            return await world.answer(index, turns, room_tokens, sender)
+        except (
+            ConfigError
+        ) as error:  # tokens that cannot be decoded, or what an environment says: it costs this rollout alone
+            return Scored(None, RewardFailure.RAISED, str(error), 0.0)
 
     # ---- tasks
 

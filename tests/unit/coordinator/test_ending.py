@@ -78,6 +78,18 @@ async def test_a_learner_with_more_steps_opens_the_run_again_and_one_of_another_
         assert (await worker.hello()).WhichOneof("kind") == "welcome"
 
 
+async def test_a_run_without_a_last_step_ends_with_its_learner_and_goes_on_with_it(tmp_path: Path) -> None:
+    """As one whose learner serves a trainer."""
+    async with running(options(tmp_path, steps=200)) as daemon:
+        learner = await Node.joined(daemon, Role.LEARNER)
+        await finish(daemon, learner)
+    async with running(options(tmp_path, steps=200)) as daemon:
+        assert daemon.hub.ending.finish is not None, "not by the coordinator alone"
+        again = Node(learner.credentials)
+        await again.hello(step=20)
+        assert daemon.hub.ending.finish is None
+
+
 async def test_a_coordinator_ends_with_its_run_where_it_is_told_to(tmp_path: Path) -> None:
     daemon = CoordinatorDaemon(options(tmp_path, exit_when_finished=True))
     task = asyncio.create_task(daemon.run())

@@ -399,6 +399,10 @@ def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
     enough = Run(options_for(tmp_path / "enough", model_path, task=task, learner={"steps": 3}))
     assert go(enough.finish()).is_finished, "no more prompts are missed than there are steps"
+    assert run.coordinator.reports[-1].prompts_exhausted
+    assert not any(report.prompts_exhausted for report in enough.coordinator.reports), "nobody has to add any"
+    enough.learner.server = enough  # type: ignore[assignment]
+    assert enough.learner.hello().step_limit == 0, "whoever hands in versions ends the run"
     assert len(waits) == 2 and min(waits) > 2 * FairShare.PAUSE_MAX_S, "so long a coordinator may leave it unread"
 
 

@@ -29,6 +29,7 @@ from echo2.learner.rollouts.groups import (
     extended,
     is_later_turn,
     root_of,
+    turn_of,
 )
 from echo2.learner.rollouts.journal import closed, drawn
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -472,6 +473,17 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
     assert groups.move_up() == [] and last in groups.groups
 
 
+def test_what_moved_up_between_two_turns_goes_on_for_its_earlier_step() -> None:
+    groups = new_groups(2, 2)
+    first, second = [groups.open_group(cursor, draw(cursor)).group_id for cursor in range(2)]
+    for index in range(2):
+        assert verdict(groups, second, index, [9, STOP]) is Verdict.ADMITTED
+    groups.close_family(first, "stale")
+    assert groups.move_up() == [], "no worker has it"
+    turn = groups.open_turn(turn_of(second, 0), (7,))
+    assert turn is not None and turn.consume_step == 0
+
+
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_stale_groups_are_dropped_and_their_prompts_offered_again(is_buffered: bool) -> None:
     groups = new_groups(1)
@@ -601,6 +613,21 @@ def test_pass_at_k_is_the_unbiased_estimate() -> None:
     (row,) = stage.evaluations.rows
     expected = {1: (0.25 + 0.5) / 2, 2: (0.5 + 5 / 6) / 2, 4: 1.0}
     assert {k: row[f"eval/pass@{k}"] for k in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("left_out", [{1}, {0, 1, 2}])
+def test_questions_that_cannot_be_asked_are_left_out_of_its_result(left_out: set[int]) -> None:
+    stage = Stage(sets=(QuestionSet("held_out", 3, 1),))
+    ask = stage.evaluations.draw
+    stage.evaluations.draw = lambda version, number: (  # type: ignore[method-assign, assignment, return-value]
+        None if number in left_out else ask(version, number)
+    )
+    stage.tell(stage.pool.evaluate, Version(0), False)
+    assert len(stage.questions) == 3 - len(left_out)
+    for question in stage.questions:
+        stage.answer(question)
+    assert [row["eval/rollouts"] for row in stage.evaluations.rows] == [2][: len(left_out) < 3]
+    assert not stage.pool.evaluation_waits_for
 
 
 def test_a_fleet_that_is_gone_does_not_hold_the_end_up() -> None:

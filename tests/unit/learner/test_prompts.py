@@ -29,6 +29,7 @@ from echo2.tasks.built_in import SortDigits
 from echo2.tasks.chat_format import ChatFormat
 from echo2.tasks.data_files import read_conversations
 from echo2.tasks.registry import make_task
+from echo2.tasks.rewards import RewardFailure
 from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import Reward, TaskInstance, TaskSpec
 from tests.fork_server import ROOT
@@ -103,14 +104,22 @@ def test_a_prompt_is_made_once_to_be_looked_at_and_drawn(
 
 def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     task, limit = {"name": "tests.unit.learner.test_prompts:OddOnesAreLong"}, {"max_prompt_tokens": 9}
-    prompts = prompts_for(options_for(tmp_path, model, task=task, sampling=limit))
+    short = options_for(tmp_path, model, task=task, sampling=limit)
+    prompts = prompts_for(short)
     long = [cursor for cursor in range(20) if prompts.split.train_index(cursor) % 2]
     with caplog.at_level("WARNING", logger="echo2.learner"):
         taken = {prompts.next_wanted(cursor) for cursor in range(20)}
     assert len(long) >= 5 and not taken & set(long)
     assert "passed over: 12 tokens, above sampling.max_prompt_tokens of 9" in caplog.text
     assert len(prompts.draw(min(taken))[0]) == 3
+    evaluations = Evaluations(tmp_path, short.config, prompts, 60.0)
+    asked = [evaluations.draw(Version(0), number) for number in range(4)]
+    lengths = [3 if prompts.split.held_out_index(0, number) % 2 == 0 else 0 for number in range(4)]
+    assert [0 if each is None else len(each[0]) for each in asked] == lengths and 0 < sum(lengths) < 12
     prompts.close()
+    long_answers = prompts_for(options_for(tmp_path, model, task=task, sampling={"max_new_tokens": 250}))
+    assert {long_answers.next_wanted(cursor) for cursor in range(20)} == taken, "of a context of 256 tokens, 6 are left"
+    long_answers.close()
     left_out = frozenset(prompts.split.train_index(cursor) for cursor in sorted(taken)[:2])
     fewer = prompts_for(replace(options_for(tmp_path, model, task=task, sampling=limit), left_out=left_out))
     assert {fewer.next_wanted(cursor) for cursor in range(20)} == taken - set(sorted(taken)[:2])
@@ -281,6 +290,24 @@ def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Pat
         scored = asyncio.run(prompts.answer(cursor, [right], 10))
         assert scored is not None and scored.reward is not None
         assert scored.reward.value == task.score(own, prompts.chat.text_of(right)).value
+    prompts.close()
+
+
+def test_tokens_that_no_tokenizer_decodes_cost_their_completion_alone(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(tmp_path, model, task=THREE_DIGITS)
+    prompts = prompts_for(options)
+    evaluations = Evaluations(tmp_path, options.config, prompts, 60.0)
+
+    def broken(ids: list[int]) -> str:
+        raise ConfigError("tokenizer: piece id is out of range")
+
+    monkeypatch.setattr(prompts.chat, "text_of", broken)
+    scored = asyncio.run(prompts.answer(0, [[59]], 10))
+    assert scored.reward is None and scored.failure is RewardFailure.RAISED and "out of range" in scored.message
+    evaluations.write_samples(group_of([5], [rollout_of([59], name="e00000000-00000")]))
+    assert not (tmp_path / "samples.jsonl").exists()
     prompts.close()
 
 

@@ -72,6 +72,14 @@ def test_an_answer_has_every_choice_whole_with_the_version_of_each_token(door: D
     assert [len(group.rollouts) for group in door.answered] == [2], "the audit sees every answer"
 
 
+def test_more_stops_than_a_message_holds_are_refused(door: Door) -> None:
+    """Else every message and hello of the learner would be, as long as the request is under way."""
+    door.prompts.vocabulary_size = 400  # type: ignore[attr-defined]
+    with pytest.raises(CallRefused, match="stop_token_ids: expected at most 256, got 300") as refused:
+        door.ask(stop_token_ids=tuple(range(300)), ignores_end=True)
+    assert refused.value.status == 400 and not door.offered
+
+
 @pytest.mark.parametrize("asked", [{"min_version": 2}, {"exact_version": 2}])
 def test_a_version_that_is_not_published_is_refused_until_it_is(door: Door, asked: dict[str, int]) -> None:
     door.publish(1)
