@@ -161,6 +161,7 @@ class LearnerStream:
             session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(hub.broadcast_plan)))
         for member in hub.membership.members.values():
             if member.activation.is_barred:
+                session.orders_max += 1
                 self.send_barring(member)
         if is_news:
             hub.board.pipe_address = ""

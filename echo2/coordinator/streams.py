@@ -64,19 +64,19 @@ def refusal_of(error: EchoError) -> pb.Refusal:
 class StreamSession(Generic[Order]):
     """One node's stream as the hub sees it: a bounded queue of orders, of which None ends it. `send` never blocks; a node that
     reads so slowly that SEND_QUEUE_MAX orders wait is disconnected and must reconnect, so that it costs bounded memory and delays
-    no other. `as_order`: turns a refusal into an order."""
+    no other. `as_order`: turns a refusal into an order. `orders_max`: raised by those that a hello is answered with at once."""
 
     def __init__(self, peer_id: PeerId, as_order: Callable[[pb.Refusal], Order]) -> None:
         self.peer_id = peer_id
         self.orders: asyncio.Queue[Order | None] = asyncio.Queue()
-        self.is_open = True
+        self.is_open, self.orders_max = True, SEND_QUEUE_MAX
         self._as_order = as_order
 
     def send(self, order: Order) -> None:
         if not self.is_open:
             return
-        if self.orders.qsize() >= SEND_QUEUE_MAX:
-            self.refuse(LimitExceeded(f"{self.peer_id}: expected at most {SEND_QUEUE_MAX} unread orders; read faster"))
+        if self.orders.qsize() >= self.orders_max:
+            self.refuse(LimitExceeded(f"{self.peer_id}: expected at most {self.orders_max} unread orders; read faster"))
             return
         self.orders.put_nowait(order)
 

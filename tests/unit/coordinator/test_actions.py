@@ -175,6 +175,18 @@ TEXT = "audit: its log-probabilities are 0.08 nats off, 0.05 are allowed"
 PATIENT = {"suspect_after": 30.0, "gone_after": 60.0, "lease_timeout": 60.0}
 
 
+async def test_a_learner_hears_of_all_who_are_barred_however_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be refused at each hello, as one that does not read."""
+    async with running(options(tmp_path, **PATIENT)) as daemon:
+        workers = [(await Node.joined(daemon, Role.WORKER)).credentials.peer_id for _ in range(4)]
+        daemon.hub.set_workers(workers, OperatorSetting.QUARANTINED, "by hand")
+        monkeypatch.setattr("echo2.coordinator.streams.SEND_QUEUE_MAX", 4)
+        learner = await Node.joined(daemon, Role.LEARNER)
+        assert {(await learner.until("banned")).peer_id for _ in workers} == {*workers}
+
+
 async def test_an_accused_worker_is_set_aside_until_it_is_released_and_a_guilty_one_is_banned(tmp_path: Path) -> None:
     async with running(options(tmp_path, **PATIENT)) as daemon:
         hub, learner = daemon.hub, await Node.joined(daemon, Role.LEARNER, open_groups=[group("g1")])
