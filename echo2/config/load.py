@@ -82,6 +82,8 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, str]:
     for argument in rest:
         name, equals, text = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise ConfigError(f"command line: expected UTF-8 text, got {argument!r}")
         if argument.endswith(".toml") and not argument.startswith("--"):
             raise ConfigError(f"command line: a run file is given as --config {argument}, got {argument!r} alone")
         if not argument.startswith("--") or "." not in name:

@@ -144,6 +144,8 @@ class WorkerPrior:
 
 
 def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
+    if not tables:
+        raise ConfigError("catalogue: expected a table for each kind of GPU, got none")
     return {name: read_as(GpuType, _named(name, table), f"catalogue: GPU {name}") for name, table in tables.items()}
 
 

@@ -245,12 +245,12 @@ class Learner:
     async def run(self) -> RunSummary:
         await self._ingest.server.start()
         await self._broadcaster.start()
-        if not is_loopback(self.address):
-            relay_port = await self._broadcaster.serve_relay(self.options.host, self.options.config.learner.relay_port)
-            self.relay_address = f"{self.address.rpartition(':')[0]}:{relay_port}"
-        _log.info("learner of run %s listens on %s", self.options.config.run.name, self.address)
         prepared = self._prepared
         try:
+            if not is_loopback(self.address):
+                port = await self._broadcaster.serve_relay(self.options.host, self.options.config.learner.relay_port)
+                self.relay_address = f"{self.address.rpartition(':')[0]}:{port}"
+            _log.info("learner of run %s listens on %s", self.options.config.run.name, self.address)
             await self.publisher.take_up(prepared.published, prepared.schedule.newest, prepared.cut_off, prepared.base)
             prepared.base = prepared.cut_off = None
             if self.agents is not None:

@@ -68,6 +68,8 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["plan", "--billions", "1e30"], 2, "billions: expected a number above 0 and up to 10,000, got 1e\\+30"),
         (main, ["plan", "--billions", "4", "--what-if", "S=inf"], 2, "what-if S: expected a number, got 'inf'"),
         (main, ["plan", "--billions", "4", "--what-if", "kappa=nan"], 2, "what-if kappa: expected a number, got 'nan'"),
+        (main, ["config", "show", "--model.path", "\udcff"], 2, "command line: expected UTF-8 text, got '--model.path=.udcff'"),
+        (main, ["plan", "--billions", "4", "--catalogue", os.devnull], 2, "catalogue: expected a table for each kind of GPU"),
         (main, ["doctor", "--folder", sys.executable], 2, f"a folder, there or not, got the file {sys.executable}"),
         (main, ["offers", "--offline", "--billions", "0"], 2, "billions: expected a number above 0 and up to 10,000, got 0"),
         (main, ["offers", "--rows", "-1"], 2, "line: --rows: expected a whole number from 0, got '-1'"),

@@ -11,11 +11,21 @@ import threading
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from echo2.base.errors import ConfigError, DiskFull, EchoError, RunFinished, StateError, TaskError, TrainingError
+from echo2.base.errors import (
+    ConfigError,
+    DiskFull,
+    EchoError,
+    PortBusy,
+    RunFinished,
+    StateError,
+    TaskError,
+    TrainingError,
+)
 from echo2.base.ids import GroupId, PeerId, Step
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.cli.main import main
@@ -117,6 +127,18 @@ def test_a_run_never_trains_above_the_bound(model_path: Path, tmp_path: Path, bo
     assert f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
     if bound == 8:
         check_merged(run, summary, "dense")
+
+
+def test_a_relay_whose_port_is_taken_ends_the_learner_with_all_that_it_has_begun(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was not stopped held the process for ever."""
+    run = Run(options_for(tmp_path / "run", model_path, learner={"advertise": "192.0.2.1:1"}))
+    monkeypatch.setattr(run.follower, "serve_relay", mock.AsyncMock(side_effect=PortBusy("8425 is taken")))
+    monkeypatch.setattr(run.follower, "stop", stop := mock.AsyncMock())
+    with pytest.raises(PortBusy, match="8425"):
+        go(run.finish(worker_count=0))
+    assert stop.await_count == 1
 
 
 def test_merged_deltas_lead_to_the_newest_version_and_are_less_than_their_parts(finished: Finished) -> None:
