@@ -223,23 +223,23 @@ class Exchange:
         if key in self.library.entries:
             self.act(events.HeaderSeen(peer, key, is_wanted=False))
             return False
-        if header.publisher == self._me:
-            return False  # our own artifact that we have dropped: do not announce it again
-        if header.publisher != self.publisher or header.run_id != self.library.run_id:
+        if header.publisher not in (self._me, self.publisher) or header.run_id != self.library.run_id:
             log.debug("peer %s: header of %s by %s, not our publisher", peer, header.artifact, header.publisher)
             return False
         header.verify()
+        artifact, at, newest_at = header.artifact, header.published_unix_s, self.library.published_unix_s
+        if header.publisher == self._me:  # that we have dropped: do not announce it again, but publish later than that
+            self.library.published_unix_s = max(at, newest_at)
+            return False
         if any(
-            entry.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
+            entry.header.published_unix_s > at
+            and (entry.artifact == artifact or entry.artifact.version < artifact.version)
             for entry in self.library.entries.values()
         ):
-            return False  # we have a newer publication of the same version
-        is_newest = (
-            header.published_unix_s > self.library.published_unix_s
-        )  # else we may have dropped it, and it is sent again
+            return False  # we have a newer publication of the same, or one by which the learner has gone back from it
         self.library.add_header(header)
         self.act(events.HeaderSeen(peer, key, is_wanted=False))
-        return is_newest
+        return at > newest_at  # else we may have dropped it, and it is sent again
 
     def trust(self, publisher: PeerId) -> None:
         """Names the publisher, whose artifacts alone are kept; from now on peers are read."""

@@ -32,11 +32,8 @@ from echo2.wire.bounds import limits_of, parsed
 
 BODY_S = 20.0  # 16 MiB over a link of 7 Mbit/s; a unary call's message is far smaller
 CALLS_PER_CALLER = 64  # more than any role keeps open: a stream, reports, requests
-CALLS_PER_S, CALLS_BURST, CALL_WAIT_S_MAX = (
-    20.0,
-    200,
-    5.0,
-)  # of a caller: further calls queue, and wait so long at most
+# Of a caller: further calls queue, and wait so long at most.
+CALLS_PER_S, CALLS_BURST, CALL_WAIT_S_MAX = 20.0, 200, 5.0
 OVER_MAX = 200  # calls beyond the pace, and as many a second as are within it: then the connection is ended
 _log = logging.getLogger("echo2.ports")
 # How a kind of error travels; any other is told as UNAUTHENTICATED.

@@ -129,18 +129,24 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     assert [at for at in asked if at > FORGOTTEN_S + STALL_S], "and it may come after all"
 
 
-def test_a_version_published_again_is_the_newer_one_also_where_the_learners_clock_has_gone_back(tmp_path: Path) -> None:
-    """Workers take the newer of two publications, and of the first nobody sends the rest."""
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_version_published_again_is_the_newer_one_also_where_the_learners_clock_has_gone_back(
+    tmp_path: Path, is_on_disk: bool
+) -> None:
+    """Workers take the newer of two publications, and of the first nobody sends the rest. If its chunks are lost, they tell it."""
     learner = issued(RunAuthority.create(Identity.generate(), RUN, time.time()), Role.LEARNER)
     artifact, ahead_unix_s = ArtifactId(Version(1), None), time.time() + 3600
 
     async def scene() -> None:
-        killed = BroadcastNode(learner, NodeOptions(tmp_path))
         header = Header(artifact, RUN, LINEAGE, ahead_unix_s, 1 << 20, True, learner.peer_id).signed(learner.identity)
-        killed.library.add_header(header)
-        killed.library.close()
+        if is_on_disk:
+            killed = BroadcastNode(learner, NodeOptions(tmp_path))
+            killed.library.add_header(header)
+            killed.library.close()
         node = BroadcastNode(learner, NodeOptions(tmp_path))
         await node.start()
+        if not is_on_disk:
+            assert not node.exchange.on_header(PEER, header)
         await node.publish(artifact, iter([bytes(250)]), lambda: "print", 1 << 20)
         (entry,) = node.artifacts_available()
         assert entry.header.published_unix_s > ahead_unix_s
@@ -246,12 +252,14 @@ def test_workers_go_back_with_a_learner_that_was_restored_from_an_older_backup(t
     """They hold versions of which it knows nothing, and waited for one that is later still."""
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
     learner = issued(authority, Role.LEARNER)
-    ahead, back = (
-        header_by(learner, ArtifactId(Version(9), Version(8))),
-        header_by(learner, ArtifactId(Version(5), None)),
+    versions = (9, 8), (10, None), (5, None)
+    ahead, further, back = (
+        header_by(learner, ArtifactId(Version(to), None if parent is None else Version(parent)))
+        for to, parent in versions
     )
     back = replace(back, published_unix_s=2.0).signed(learner.identity)
-    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(ahead), later=two_chunks_of(back))
+    later = *two_chunks_of(back), *two_chunks_of(further)  # by one who has not heard of it
+    promises = Promises(PeerIdentity(learner.peer_id, Role.LEARNER), *two_chunks_of(ahead), later=later)
     asked = asked_of(authority, tmp_path, promises, 9.0, Version(9))
     assert list(asked) == [back.key] and asked[back.key][0] > 1.0
 
