@@ -185,12 +185,14 @@ class VersionPublisher:
     async def publish_keyframe(self) -> None:
         """Publishes the newest weights as a keyframe: at the start, after a restart, and when the chain of deltas since the last
         keyframe has grown long."""
-        self._is_something_lost = False
-        header = DeltaHeader(target_version=self.newest_version, fingerprint_key=self.key)
-        encoding = self._coder.keyframe(self.newest_tensors, header)
-        artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
-        self.bytes.keyframes += artifact.artifact_bytes
-        self.schedule.keyframe_published(artifact.artifact_bytes)
+        self._is_something_lost = True
+        while self._is_something_lost:  # also what is lost meanwhile
+            self._is_something_lost = False
+            header = DeltaHeader(target_version=self.newest_version, fingerprint_key=self.key)
+            encoding = self._coder.keyframe(self.newest_tensors, header)
+            artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
+            self.bytes.keyframes += artifact.artifact_bytes
+            self.schedule.keyframe_published(artifact.artifact_bytes)
 
     async def take_up(
         self, tensors: Mapping[str, Tensor], version: Version, cut_off: tuple[Version, Mapping[str, Tensor]] | None,
@@ -205,9 +207,9 @@ class VersionPublisher:
         else:
             self.hold(cut_off[1], cut_off[0])
             await self._publish(version, tensors)
-        self._is_taken_up = True
         if not self.schedule.keyframe_bytes or self._is_something_lost:
             await self.publish_keyframe()
+        self._is_taken_up = True  # from now on what is lost is replaced at once
         if base is not None:
             self._begin(self._publish_of_base(base))
 
