@@ -131,7 +131,7 @@ def imported(path: str, option: str) -> Any:
             "; a module is looked for beside the run file and among the packages" if error.name == module_name else ""
         )
         raise ConfigError(f"{option}: expected an importable module {module_name}, got {error}{where}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         at = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
         what = f"{type(error).__name__}: {error}{at}"

@@ -10,5 +10,10 @@ _IS_COMMAND = sys.argv[0].rpartition("/")[2] in ("echo2", "echo-learner", "echo-
 if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the imports that follow ends the command without a traceback; then `process.ended_by_interrupt` decides.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+if _IS_COMMAND:
+    # Of what was closed from the start the next file would take the number: a database, into which is printed.
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(nowhere, True)
+    os.close(nowhere)
 if _IS_COMMAND and isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a letter that the locale does not have ends no command

@@ -165,7 +165,7 @@ def task_findings(config: RunConfig) -> Iterator[Finding]:
             tokens = _tokens_of(first.prompt, config)
         except EchoError as error:
             yield Finding("task", f"{name}: {error}", False)
-        except Exception as error:  # noqa: BLE001 - a user's own code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code
             yield Finding("task", f"{name}: expected its first prompt, got {type(error).__name__}: {error}", False)
         else:
             count = f"{task.size} prompts" if task.size is not None else "prompts without end"

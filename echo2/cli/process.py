@@ -20,13 +20,14 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from echo2.base.clock import Pace
-from echo2.base.errors import NO_ROOM, DiskFull, EchoError, ResourceError
+from echo2.base.errors import NO_ROOM, DiskFull, EchoError, ResourceError, TaskError
 
 FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 PARENT = "ECHO2_PARENT"  # variable with the process id of the command that started this process and must not outlive
@@ -147,6 +148,11 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
         asyncio.run(_with_signals(make))
     except EchoError as error:
         return report_error(error)
+    except (
+        SystemExit
+    ) as error:  # a user's own code in this process: it would end it without a word, or as if it had done its work
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return report_error(TaskError(f"{at.filename}, line {at.lineno}: expected code that returns, got exit {error}"))
     except OSError as error:
         if error.errno in NO_ROOM:
             return report_error(DiskFull(f"{folder}: expected room to write, got: {error}"))

@@ -136,6 +136,7 @@ def _call(
     options = body.get("stream_options")
     logprobs = body.get("logprobs")
     taken = _TAKEN | {"tool_choice"} if body.get("tool_choice") in ("auto", "none") else _TAKEN
+    ignored = sorted(name for name, item in body.items() if name not in taken and item is not None)
     call = CallRequest(
         messages=messages,
         tools=tools,
@@ -148,10 +149,7 @@ def _call(
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
         wants_ids=body.get("return_token_ids") is True,
         temperature=_temperature(body.get("temperature")),
-        # ASCII, since they go into a header.
-        ignored=tuple(ascii(name)[1:-1][:40] for name in sorted(body) if name not in taken and body[name] is not None)[
-            :32
-        ],
+        ignored=tuple(ascii(name)[1:-1][:40] for name in ignored[:32]),  # ASCII, since they go into a header
     )
     return call.with_digests()
 

@@ -158,7 +158,7 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
         task = make_task(spec)
         try:
             texts = (task.sample(0).answer, *SAMPLE_TEXTS)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = f"task {spec.name}: expected an instance from sample(0), got {error_text(error)}"
             raise TaskError(text) from error
         scorer = make_scorer(task, spec, None, containment)

@@ -36,7 +36,7 @@ def _caught(work: Callable[[], Answer]) -> Answer:
         return work()
     except MemoryError:
         return {"error": "memory limit reached", "is_memory": True}
-    except Exception as error:  # noqa: BLE001 - the user's code; recorded, counted and reported by the parent
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; recorded, counted and reported by the parent
         return {"error": error_text(error), "is_memory": False}
 
 

@@ -213,7 +213,7 @@ class Worker:
         if self.weights is not None:
             self.weights.close()
         if self.generation.engine is not None:
-            with contextlib.suppress(EchoError):
+            with contextlib.suppress(EchoError, TimeoutError):
                 await self.generation.engine.stop()
         self.generation.close()
         await self.node.stop()

@@ -91,9 +91,7 @@ class RequestPool(RolloutPool):
 
     def leave(self, answer: TokenAnswer) -> None:
         """Closes the request if it is still under way."""
-        if (
-            answer.whole.done() and not answer.whole.cancelled()
-        ):  # whoever waited for it may have been cancelled with it
+        if answer.whole.done() and not answer.whole.cancelled():  # else it is under way: who awaited it was cancelled
             return
         answer.whole.cancel()
         for group_id, asked in list(self._asked.items()):

@@ -192,7 +192,7 @@ def test_what_a_command_started_ends_with_it_though_it_was_killed() -> None:
 
 
 class Failing:
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     async def run(self) -> None:
@@ -227,10 +227,11 @@ class Waiting:
         (BadToken("no"), 4, "BadToken"),
         (OSError(errno.ENOSPC, "No space left on device", "/runs/x"), 6, "DiskFull"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "/runs/x"), 6, "DiskFull"),
+        (SystemExit(0), TaskError.exit_code, "TaskError"),
     ],
 )
 def test_an_error_is_one_line_and_its_exit_code(
-    error: Exception, code: int, name: str, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_daemon(lambda: Failing(error)) == code
     lines = capsys.readouterr().err.splitlines()
@@ -336,6 +337,14 @@ def test_a_reader_that_has_seen_enough_is_no_error(closed: str, told: str) -> No
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, told, "")
+
+
+def test_no_file_takes_the_number_of_an_output_that_was_closed() -> None:
+    script = (
+        "import os, sys; sys.argv[0] = 'echo-coordinator'; import echo2.cli\n"
+        "sys.exit(not all(os.fstat(number) and os.get_inheritable(number) for number in range(3)))"
+    )
+    subprocess.run(["bash", "-c", f'exec {sys.executable} -c "$0" <&- >&- 2>&-', script], check=True, timeout=WAIT_S)
 
 
 def test_daemons_work_without_standard_output_and_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ class Naughty:
         match completion_text:
             case "raise":
                 raise ValueError("no such answer")
+            case "exit":
+                raise SystemExit(0)
             case "nan":
                 return Reward(float("nan"))
             case "hang":
@@ -68,6 +70,13 @@ class Reads(Naughty):
 class NotATask:
     def __init__(self, seed: int):
         self.name = "not a task"
+
+
+class Ends(Naughty):
+    """Exits where it should give an instance."""
+
+    def sample(self, index: int) -> TaskInstance:
+        raise SystemExit(0)
 
 
 class Always(Naughty):

@@ -128,6 +128,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "configs"
             TaskSpec("undefined:Task"),
             r"module undefined, got NameError: name 'no' is not defined \(undefined.py, line 1\)$",
         ),
+        (TaskSpec("ending:Task"), r"module ending, got SystemExit: no task here \(ending.py, line 1\)$"),
         (TaskSpec("tests.unit.tasks.naughty:Absent"), "expected a function or class Absent"),
         (TaskSpec("tests.unit.tasks.naughty:Naughty", {"colour": 1}), r"expected a constructor \(seed, \*\*args\)"),
     ],
@@ -137,6 +138,7 @@ def test_a_wrong_specification_is_a_configuration_error(
 ) -> None:
     (tmp_path / "unfinished.py").write_text("class Task:\n    size = (")
     (tmp_path / "undefined.py").write_text("size = no")
+    (tmp_path / "ending.py").write_text("raise SystemExit('no task here')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         make_task(spec)

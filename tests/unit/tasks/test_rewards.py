@@ -52,13 +52,13 @@ def opened(spec: TaskSpec, limits: Limits = LIMITS, containment: Containment | N
 )
 def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, containment: Containment | None) -> None:
     with opened(spec, containment=containment) as scorer:
-        texts = ["fine", "raise", "nan", "chatter", "fine", "half"]
+        texts = ["fine", "raise", "nan", "chatter", "exit", "half"]
         results = [future.result(WAIT_S) for future in [scorer.submit(*asked) for asked in enumerate(texts)]]
-        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0, 0.5]
+        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, None, 0.5]
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
         assert results[5].reward is not None and results[5].reward.parts == {"share": 0.25}, "of any kind of number"
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
-        assert results[1].message == "ValueError: no such answer"
+        assert (results[1].message, results[4].message) == ("ValueError: no such answer", "SystemExit: 0")
 
 
 def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None:
@@ -224,6 +224,7 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
     for name, said in (
         ("Always", "expected a reward for a sample .*, got ValueError"),
         ("Absent", "function or class Absent"),
+        ("Ends", "expected an instance from sample\\(0\\), got SystemExit: 0"),
     ):
         with pytest.raises((TaskError, ConfigError), match=said):
             check_rewards(TaskSpec(f"tests.unit.tasks.naughty:{name}", {}, seed=3))

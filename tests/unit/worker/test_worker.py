@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -286,3 +287,11 @@ async def test_a_newcomer_with_the_base_fetches_a_delta(
             assert sum(sizes) < sum(t.nbytes for t in run.published.tensors().values()) / 3, "no keyframe was fetched"
         else:
             assert "parent's fingerprint" in caplog.text
+
+
+async def test_an_engine_that_does_not_end_in_time_leaves_nothing_else_open() -> None:
+    engine = mock.Mock(stop=mock.AsyncMock(side_effect=TimeoutError))
+    worker = mock.Mock(_parts=[], weights=None, node=mock.AsyncMock(), generation=mock.Mock(engine=engine))
+    await Worker.close(worker)
+    worker.node.stop.assert_awaited_once()
+    worker.generation.close.assert_called_once()
