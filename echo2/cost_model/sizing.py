@@ -605,7 +605,7 @@ CHECKPOINT_BYTES_PER_S = 5e9
 
 def steps_between(checkpoint_s: float, train_s: float, step_s: float) -> int:
     """The interval in steps. All times in seconds: `train_s` of a step without waiting, `step_s` with it."""
-    if train_s <= 0.0:
+    if train_s < 1e-9:  # whose square may be 0
         return STEPS_MAX
     cheapest = math.sqrt(2.0 * checkpoint_s * KILLED_EVERY_S / (train_s * max(train_s, step_s)))
     return max(1, int(min(cheapest, REPLAY_S / train_s, STEPS_MAX)))

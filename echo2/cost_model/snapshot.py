@@ -27,16 +27,20 @@ DROPPED_SHARE_MAX = 2 / 3  # dynamic sampling discards at most twice the groups 
 BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached
 
 
-def checked(owner: str, name: str, value: float, least: float, most: float = math.inf) -> None:
-    """Raises unless `least <= value <= most` and value is finite."""
-    if not (math.isfinite(value) and least <= value <= most):
-        range_text = f"at least {least:g}" if math.isinf(most) else f"{least:g} to {most:g}"
+NUMBER_MAX = 1e15  # bytes, USD, seconds: no run has more, nor less than its inverse, and what is computed of such stays finite
+ROLLOUTS_MAX = 1_000_000  # of a step; a rehearsal holds some steps of them in memory
+
+
+def checked(owner: str, name: str, value: float, least: float, most: float = NUMBER_MAX) -> None:
+    """Raises unless `least <= value <= most`, which is so of no NaN."""
+    if not least <= value <= most:
+        range_text = f"at least {least:g}" if value < least else f"{least:g} to {most:g}"
         raise ConfigError(f"{owner}: {name}: expected a finite number, {range_text}, got {value}")
 
 
 def checked_positive(owner: str, name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{owner}: {name}: expected a finite number above 0, got {value}")
+    if not 1 / NUMBER_MAX <= value <= NUMBER_MAX:
+        raise ConfigError(f"{owner}: {name}: expected a finite number above 0, up to {NUMBER_MAX:g}, got {value}")
 
 
 def check_fields(of: object, owner: str, positive: str = "", least_0: str = "") -> None:
@@ -171,7 +175,7 @@ class LearnerEstimate:
     start_s: float = 0.0
 
     def __post_init__(self) -> None:
-        checked("learner", "rollouts_per_step", self.rollouts_per_step, 1)
+        checked("learner", "rollouts_per_step", self.rollouts_per_step, 1, ROLLOUTS_MAX)
         checked("learner", "rollouts_per_group", self.rollouts_per_group, 1, self.rollouts_per_step)
         check_fields(
             self, "learner", "train_s delta_bytes full_snapshot_bytes",
