@@ -27,15 +27,14 @@ DROPPED_SHARE_MAX = 2 / 3  # dynamic sampling discards at most twice the groups 
 BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached
 
 
-NUMBER_MAX = 1e15  # bytes, USD, seconds: no run has more, nor less than its inverse, and what is computed of such stays finite
+NUMBER_MAX = 1e15  # bytes, USD, seconds: no run has more, nor less than its inverse; products of such stay finite
 ROLLOUTS_MAX = 1_000_000  # of a step; a rehearsal holds some steps of them in memory
 
 
 def checked(owner: str, name: str, value: float, least: float, most: float = NUMBER_MAX) -> None:
     """Raises unless `least <= value <= most`, which is so of no NaN."""
     if not least <= value <= most:
-        range_text = f"at least {least:g}" if value < least else f"{least:g} to {most:g}"
-        raise ConfigError(f"{owner}: {name}: expected a finite number, {range_text}, got {value}")
+        raise ConfigError(f"{owner}: {name}: expected a finite number, {least:g} to {most:g}, got {value}")
 
 
 def checked_positive(owner: str, name: str, value: float) -> None:

@@ -77,6 +77,7 @@ def write_secret(path: Path, data: bytes) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             here().files.sync(file.fileno())
     except OSError as error:
+        temporary.unlink(missing_ok=True)  # another process would not take its name again
         if error.errno not in NO_ROOM:
             raise
         raise DiskFull(f"{path}: expected room for {len(data)} bytes, got {error.strerror}") from None

@@ -310,10 +310,7 @@ def test_the_learners_gpus_of_the_file_reach_memory_audit(tmp_path: Path, capsys
         ("[[worker]]\ncount = inf\n", "worker 0: count: expected a whole number, got inf"),
         ("[[worker]]\ngpus = -1\n", "gpus: expected a finite number, 0 to 64"),
         ("[[worker]]\nhazard_per_hour = 1e308\n", "hazard_per_hour: expected a finite number, 0 to 1e\\+15"),
-        (
-            "[learner]\nrollouts_per_step = 9999999999999999999\n",
-            "rollouts_per_step: expected a finite number, 1 to 1e",
-        ),
+        ("[learner]\nrollouts_per_step = 9999999999999999999\n", "rollouts_per_step: expected .*, 1 to 1e"),
         ("[learner]\nuplink = 1e-308\n", "uplink_bytes_per_s: expected a finite number above 0, up to 1e"),
         ("[learner]\ntrain = 1e-308\n", "idle_s: expected"),
         ("[learner]\ntrain = true\n", "train: expected a number"),

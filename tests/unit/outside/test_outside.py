@@ -125,7 +125,7 @@ def test_a_secret_not_taken_whole_replaces_no_old_one(tmp_path: Path, error: int
     machine.files = Full()  # type: ignore[assignment]
     with entered(machine), pytest.raises(kind):
         write_secret(tmp_path / "key", b"new")
-    assert (tmp_path / "key").read_bytes() == b"old"
+    assert (tmp_path / "key").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 
 @contextlib.contextmanager
