@@ -57,7 +57,7 @@ def fetched(url: str, scratch: Path) -> Path:
     """Fetches a model's config and tensors from `url` into `scratch`. Raises `Unreachable` for a file that is not there."""
     _fetch(url, "config.json", scratch)
     names = [_ONE_FILE]
-    with suppress(EchoError, ValueError, LookupError, AttributeError):  # a model in one file has no index, or a page
+    with suppress(EchoError, ValueError, LookupError, TypeError):  # a model in one file has no index, or a page there
         _fetch(url, _INDEX, scratch)
         names = sorted({Path(name).name for name in json.loads((scratch / _INDEX).read_text())["weight_map"].values()})
     for name in names:

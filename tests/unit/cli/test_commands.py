@@ -305,7 +305,7 @@ class Odd(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"<html>")
+        self.wfile.write({"/b": b"{}", "/c": b"[]"}.get(self.path[:2], b"<html>"))
 
     def do_POST(self) -> None:
         self.wfile.write(b"* OK IMAP4\r\n")
@@ -322,7 +322,7 @@ def test_what_cannot_be_published_is_one_line(tmp_path: Path, capsys: pytest.Cap
         for folder, told in (
             ("http://[x", "http://\\[x/config.json: expected a file of the model"),
             ("http://127.0.0.1/a b", "/a b/config.json: expected a file of the model"),
-            (here, "expected the gateway of echo2 serve there"),
+            *((here + at, "expected the gateway of echo2 serve there") for at in ("", "/b", "/c")),
             (str(tmp_path), "expected the gateway of echo2 serve there"),
         ):
             assert main.main(["publish", folder, "--version", "1", "--run", str(tmp_path)]) == Unreachable.exit_code

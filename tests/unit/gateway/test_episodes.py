@@ -484,6 +484,7 @@ async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_
     assert chat("x", tool_choice="auto").ignored == () and text_call({"prompt": "x", "echo": True}).ignored == ("echo",)
     assert chat("x", max_completion_tokens=None, max_tokens=3).max_tokens == 3
     assert chat("x", **{"\u6e29\n": 1}).ignored == (r"\u6e29\n",), "in a header"
+    assert len(chat("x", **{f"f{number}": 1 for number in range(40)}).ignored) == 32
 
 
 # ---- streams: nothing is sent that a later token could take back

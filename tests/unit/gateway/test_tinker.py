@@ -183,6 +183,10 @@ async def test_a_client_that_slept_keeps_its_place_unless_another_took_it(monkey
         assert refused.status_code == 400 and "expected one training client a run" in refused.text
         now[0] += 100.0
         assert (await post("create_model", asked)).status_code == 200
+        monkeypatch.setattr(gateway_tinker, "SESSIONS_MAX", 2)
+        await session_of(post)
+        heard = [(await post("session_heartbeat", {"session_id": session})).status_code for session in (first, second)]
+        assert heard == [404, 200], "of too many the one that was silent for longest has gone"
 
 
 @pytest.mark.parametrize(
