@@ -133,7 +133,7 @@ class Money:
 
     def rented_workers(self) -> dict[PeerId, str]:
         machines = self.machines.values()
-        return {worker.peer_id: machine.machine_id for machine in machines for worker in self.workers_of(machine)}
+        return {peer_id: machine.machine_id for machine in machines for peer_id in self._joined_from(machine)}
 
     def idle_workers(self) -> list[Member]:
         """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +55,7 @@ from echo2.coordinator.money.provisioning import (
     kind_text,
     machine_prefix,
     rates_by_gpu,
+    without_workers,
 )
 from echo2.coordinator.store import PaidAction
 from echo2.cost_model.snapshot import read_as
@@ -64,6 +66,7 @@ LOST_AFTER_S = 60.0
 """Seconds for which a provider may not list a machine: not yet, or once in a while. After that the machine counts as lost."""
 ANSWER_S = 3.0
 """Most seconds that a caller waits for a provider's answer. Clouds take minutes, so the request then goes on in the background."""
+RELEASES_AT_ONCE = 8  # each may take `ANSWER_S`, and a program
 LATE_S = 60.0  # as long as an operator's command may list machines
 HANGS_S = 3600.0  # no cloud's answer takes as long: it is given up, and asked for again
 REST_S, REST_S_MAX = 60.0, 3600.0
@@ -179,14 +182,15 @@ class Provisioner:
 
     async def release_each(self, reasons: Mapping[str, str]) -> None:
         """Releases machines, each for its reason. An error of one does not stop the others; the first is raised after them."""
-        errors: list[EchoError] = []
-        for machine_id, reason in reasons.items():
-            try:
+        room = asyncio.Semaphore(RELEASES_AT_ONCE)
+
+        async def release(machine_id: str, reason: str) -> None:
+            async with room:
                 await self.release(machine_id, reason)
-            except EchoError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+
+        for ended in await asyncio.gather(*starmap(release, reasons.items()), return_exceptions=True):
+            if ended is not None:
+                raise ended
 
     async def _release(self, machine: RentedMachine, reason: str) -> None:
         """A machine that a person ends stays on the bill until its worker is gone, and is asked about again at the next look."""
@@ -256,7 +260,12 @@ class Provisioner:
         now = hub.clock.now()
         resting = {name for name, (_, until) in self._resting.items() if now < until}
         resting |= {offer.name for offer in hub.money.offers if only_automatic and not offer.is_automatic}
-        advice = advise(hub.plan.now, hub.money.offers, machines, workers, rates, budget, now, resting)
+        plan = hub.plan.now
+        if (
+            plan is not None and plan.pool and not any(hub.membership.living())
+        ):  # all have gone: nobody makes a new plan
+            plan = without_workers(plan)
+        advice = advise(plan, hub.money.offers, machines, workers, rates, budget, now, resting)
         stands = hub.paused or ("" if hub.board.is_connected else "the learner is away")
         return FleetAdvice(reason=stands) if stands and advice.rent else advice
 

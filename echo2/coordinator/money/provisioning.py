@@ -17,7 +17,7 @@ import enum
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
@@ -245,6 +245,12 @@ def shortage_rollouts_per_s(plan: Plan | None) -> float:
         for term in plan.terms
         if term.limit_kind is Limit.THROUGHPUT and not term.is_met
     )
+
+
+def without_workers(plan: Plan) -> Plan:
+    """The same need, of which nobody makes anything."""
+    lost = (replace(term, value=0.0, slack=-1.0) for term in plan.terms if term.limit_kind is Limit.THROUGHPUT)
+    return replace(plan, terms=tuple(lost), binding=Limit.THROUGHPUT)
 
 
 def advise(

@@ -522,8 +522,7 @@ def learner_estimate(board: LearnerBoard) -> LearnerEstimate:
     hello = board.hello
     assert hello is not None, "there is no snapshot without a learner"
     full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
-    report, totals = board.report, board.totals
-    share = totals.artifact_bytes / totals.full_bytes if totals.full_bytes else DELTA_SHARE  # until a delta is measured
+    report = board.report
     idle_s = min(report.idle_s, IDLE_MOST * board.train_s)  # the learner's own claim, so it is bounded
     trained, evaluation = hello.rollouts_per_step, round(report.evaluation_rollouts)
     discarded = min(
@@ -537,7 +536,7 @@ def learner_estimate(board: LearnerBoard) -> LearnerEstimate:
         train_s=board.train_s + idle_s,
         idle_s=idle_s,
         link=_link(hello.link),
-        delta_bytes=board.delta_bytes or max(1.0, share * full),
+        delta_bytes=board.delta_bytes or max(1.0, DELTA_SHARE * full),
         full_snapshot_bytes=full,
         rollouts_per_group=hello.rollouts_per_group,
         delta_kappa=min(board.delta_kappa, 64),

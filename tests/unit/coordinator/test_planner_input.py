@@ -106,12 +106,11 @@ def test_what_a_learner_discards_changes_the_plan_within_bounds(counts: tuple[in
     assert told is not None and told.learner.dropped_rollouts == dropped
 
 
-def test_a_plan_reckons_with_deltas_before_the_first_is_measured_also_after_a_restart() -> None:
+def test_a_plan_reckons_with_deltas_before_the_first_is_measured_though_a_start_publishes_a_whole_version() -> None:
     """By whole snapshots a few workers were enough for what the links allow, and all others stood by."""
     known = board(10.0)
+    known.on_publish(pb.VersionPublished(version=0, artifact_bytes=9 * 10**8, full_snapshot_bytes=10**9), 1.0, [], 5.0)
     assert telemetry.learner_estimate(known).delta_bytes == 0.01 * 10**9
-    known.totals = telemetry.Totals(artifact_bytes=30, full_bytes=1000, versions=2)
-    assert telemetry.learner_estimate(known).delta_bytes == 0.03 * 10**9
     known.on_publish(pb.VersionPublished(version=1, has_parent=True, artifact_bytes=10**8), 1.0, [], 10.0)
     assert telemetry.learner_estimate(known).delta_bytes == 10**8
 

@@ -83,6 +83,18 @@ async def test_a_cheaper_offer_that_needs_the_operators_word_keeps_the_planner_f
     assert [one.offer for one in run.provisioner.machines.values()] == ["dear", "dear"]
 
 
+async def test_when_all_workers_have_gone_others_are_rented_though_no_plan_is_made_without_any(tmp_path: Path) -> None:
+    run = Market(tmp_path, Cloud(), Cloud())
+    await run.look()
+    run.hub.plan.adopt(plan_of(9.0, 9.0, pool=("w1",)), is_acted_on=True)
+    run.hub.membership.on_hello(PeerId("w1"), pb.WorkerHello(name="w1"), run.clock.now())
+    assert not run.offered()
+    run.clock.time += 3600.0
+    run.hub.tick()
+    (wish,) = run.provisioner.advice().rent
+    assert (wish.offer, wish.count) == ("gpu", 3)
+
+
 async def test_an_offer_that_stays_sold_out_is_tried_a_few_times_a_day(tmp_path: Path) -> None:
     """Each try makes a token and a machine's row, which count for the whole run."""
     run = Market(tmp_path, SoldOut(), SoldOut())
@@ -208,12 +220,17 @@ class SlowToEnd(Cloud):
         await super().release(machine_id)
 
 
-async def test_all_machines_of_an_action_are_given_back_though_who_asked_has_gone(tmp_path: Path) -> None:
-    """As `echo2 ctl` has after 30 s, which ten machines take."""
+async def test_all_machines_of_an_action_are_given_back_though_who_asked_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `echo2 ctl` has after 30 s, which many machines take."""
+    monkeypatch.setattr("echo2.coordinator.money.provisioner.RELEASES_AT_ONCE", 2)
     run = Scene(tmp_path, SlowToEnd())
-    peers = [run.join(await run.provisioner.rent("gpu", "", "because"), f"w{number}") for number in range(2)]
+    peers = [run.join(await run.provisioner.rent("gpu", "", "because"), f"w{number}") for number in range(3)]
     asking = asyncio.create_task(run.commands.act("workers/release", json.dumps({"peer_ids": peers}).encode()))
     await until_asked(asking)
+    states = [one.state.value for one in run.provisioner.machines.values()]
+    assert sorted(states) == ["releasing", "releasing", "starting"], "one that is slow keeps the next from nothing"
     asking.cancel()
     await asyncio.wait((asking,))
     run.cloud.ends.set()
