@@ -54,7 +54,8 @@ class Watching(FollowerBroadcaster):
         self.was_kept.append(self.journal._synced == self.journal._appended)
         while self.meanwhile:
             self.meanwhile.pop()()
-            await asyncio.sleep(0)
+            for _ in range(9):
+                await asyncio.sleep(0)
         self.is_busy = False
         return await super().publish(*arguments, **named)
 
