@@ -40,9 +40,8 @@ class Artifact:
     sizes: dict[int, int] = field(default_factory=dict)
     held_bytes: int = 0
     chunk_count: int | None = None  # None until sealed
-    missing_since: dict[int, float] = field(
-        default_factory=dict
-    )  # chunks a neighbour holds and we do not (up to MISSING_MAX)
+    # Chunks a neighbour holds and we do not (up to MISSING_MAX).
+    missing_since: dict[int, float] = field(default_factory=dict)
     has_more_missing: bool = False  # more are missing than `missing_since` lists
     pushed_at: float = float("-inf")
     push_lag_s: float = 0.0  # how much later a push reaches us than a neighbour: slowly decaying maximum

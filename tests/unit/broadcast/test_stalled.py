@@ -264,6 +264,26 @@ def test_workers_go_back_with_a_learner_that_was_restored_from_an_older_backup(t
     assert list(asked) == [back.key] and asked[back.key][0] > 1.0
 
 
+async def test_who_is_not_ahead_of_a_learner_that_has_gone_back_stays_where_it_is(tmp_path: Path) -> None:
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    learner = issued(authority, Role.LEARNER)
+    node = BroadcastNode(issued(authority, Role.WORKER), NodeOptions(tmp_path))
+    for back_to, live, stays in ((5, 5, 5), (5, 9, None), (None, 6, 6)):  # it goes back once
+        node.library.back_to = Version(back_to) if back_to is not None else node.library.back_to
+        node.set_live(Version(live))
+        node._update_wants()
+        assert node.reader.version == stays
+    keyframe, delta = (
+        header_by(learner, ArtifactId(Version(5), None)),
+        header_by(learner, ArtifactId(Version(5), Version(4))),
+    )
+    node.exchange.trust(learner.peer_id)
+    for header in (replace(keyframe, published_unix_s=2.0).signed(learner.identity), delta):
+        node.exchange.on_header(PEER, header)
+    assert len(node.library.entries) == 2, "a keyframe is later than the delta to its version"
+    await node.stop()
+
+
 def test_a_peer_that_takes_its_time_to_say_hello_is_dialled_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
