@@ -233,7 +233,7 @@ def _journal(data: bytes) -> None:
     folder = Path(_FOLDER.name)
     path = folder / "segment-00000000.records"
     path.write_bytes(framed(data) + data)
-    read_journal(folder, Step(0))
+    list(read_journal(folder, Step(0))[0])
 
 
 @dataclass(frozen=True, slots=True)

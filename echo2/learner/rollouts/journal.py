@@ -107,10 +107,13 @@ def _reward_of(message: pb.DrawnReward | pb.ScoredEpisode) -> float | None:
 
 @dataclass(slots=True)
 class History:
-    """The state that the records since a checkpoint add up to. `opened_in`: the journal segment of each group."""
+    """The state that the records since a checkpoint add up to. `opened_in`: the journal segment of each group. `finished`: the
+    rollouts of `groups`, by index. Messages take an eighth of the memory of what they stand for, and there may be many steps
+    of them; each group leaves with its rollouts when it is needed, for this object lasts as long as the learner."""
 
     cursor: int = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
+    finished: dict[GroupId, dict[int, pb.FinishedRollout]] = field(default_factory=dict)
     opened_in: dict[GroupId, Step] = field(default_factory=dict)
     drawn: dict[Step, pb.DrawnBatch] = field(default_factory=dict)
     published: dict[Version, str] = field(default_factory=dict)
@@ -126,10 +129,9 @@ class History:
             case "opened":
                 self._open(record.opened, segment)
             case "rollout":
-                rollout = rollout_from_message(record.rollout.rollout)
-                if (group := self.groups.get(rollout.group_id)) is not None:
-                    senders = (SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in record.rollout.senders)
-                    group.rollouts[rollout.index], group.senders[rollout.index] = rollout, tuple(senders)
+                rollout = record.rollout.rollout
+                if rollout.group_id in self.groups:
+                    self.finished.setdefault(GroupId(rollout.group_id), {})[rollout.index] = record.rollout
             case "batch":
                 self.drawn[Step(record.batch.step)] = record.batch
             case "published":
@@ -137,6 +139,7 @@ class History:
                 self.published[version] = record.published.fingerprint or self.published.get(version, "")
             case "closed":
                 self.dropped.add(GroupId(record.closed.group_id))
+                self.finished.pop(GroupId(record.closed.group_id), None)
             case "scored":
                 ended = record.scored
                 if (group := self.groups.get(GroupId(ended.group_id))) is not None:
@@ -156,14 +159,25 @@ class History:
                     root.add_chain()
 
     def restore(self, groups: OpenGroups) -> None:
-        """Adds every group that a later batch or an unfinished evaluation may need; `groups` must be at the checkpoint's step."""
+        """Adds every group that is in no recorded batch and may be needed, and forgets those that nothing needs; `groups` must be
+        at the checkpoint's step."""
         groups.published = sorted({*groups.published, *self.published})
-        drawn_before = (batch.groups for step, batch in self.drawn.items() if step < groups.next_step)
-        absent = self.dropped.union(GroupId(group.group_id) for drawn in drawn_before for group in drawn)
-        for group_id, group in self.groups.items():
+        drawn = {GroupId(each.group_id): step for step, batch in self.drawn.items() for each in batch.groups}
+        absent = self.dropped.union(root for root, step in drawn.items() if step < groups.next_step)
+        for group_id in list(self.groups):
             root = root_of(group_id)
-            if not {group_id, root} & absent and not groups.ledger.is_trained(root):
-                groups.put(group)
+            if {group_id, root} & absent or groups.ledger.is_trained(root):
+                del self.groups[group_id]
+                self.finished.pop(group_id, None)
+            elif root not in drawn:
+                groups.put(self._take(group_id))
+
+    def _take(self, group_id: GroupId) -> Group:
+        group = self.groups.pop(group_id)
+        for index, message in self.finished.pop(group_id, {}).items():
+            group.rollouts[index] = rollout_from_message(message.rollout)
+            group.senders[index] = tuple(SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in message.senders)
+        return group
 
     def next_batch(self, groups: OpenGroups) -> Batch | None:
         """Draws the batch recorded for the next step again; None if none is recorded. Raises `StateError` if the journal lacks the
@@ -172,6 +186,8 @@ class History:
         if record is None:
             return None
         names = [GroupId(group.group_id) for group in record.groups]
+        for group_id in [known for known in self.groups if root_of(known) in names]:
+            groups.put(self._take(group_id))
         missing = [group_id for group_id in names if group_id not in groups.groups]
         if missing:
             raise StateError(
@@ -289,26 +305,25 @@ def has_journal(folder: Path) -> bool:
     return bool(_segments(folder))
 
 
-def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, pb.JournalRecord]], Step]:
-    """Reads all segments from the one of `step` on; returns each record with its segment's step, and the last segment's step.
-    Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged."""
+def read_journal(folder: Path, step: Step) -> tuple[Iterator[tuple[Step, pb.JournalRecord]], Step]:
+    """Reads all segments from the one of `step` on, as its first result is iterated: each record with its segment's step; and the
+    last segment's step. Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged."""
     segments = [(begun, path) for begun, path in _segments(folder) if begun >= step]
     if not segments or segments[0][0] != step:
         raise StateError(f"journal {folder}: expected a segment of step {step}, the checkpoint's, found none")
     newest = segments[-1][0]
-    return [(begun, record) for begun, path in segments for record in _read_segment(path, begun == newest)], newest
+    return ((begun, record) for begun, path in segments for record in _read_segment(path, begun == newest)), newest
 
 
 def _segments(folder: Path) -> list[tuple[Step, Path]]:
     return sorted((Step(int(path.stem.removeprefix("segment-"))), path) for path in folder.glob("segment-*.records"))
 
 
-def _read_segment(path: Path, is_newest: bool) -> list[pb.JournalRecord]:
+def _read_segment(path: Path, is_newest: bool) -> Iterator[pb.JournalRecord]:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise StateError(f"journal {path}: expected to read it, got: {error.strerror}") from None
-    records: list[pb.JournalRecord] = []
     position = 0
     while (payload := _payload_at(data, position)) is not None:
         try:
@@ -320,10 +335,10 @@ def _read_segment(path: Path, is_newest: bool) -> list[pb.JournalRecord]:
             raise StateError(
                 f"journal {path}: expected a known record of format {FORMAT}, got {kind} of format {record.header.format}"
             )
-        records.append(record)
+        yield record
         position += _HEADER.size + len(payload)
     if position == len(data):
-        return records
+        return
     # Only the end of the newest segment can be torn: bytes reach a file in order, and `begin` syncs the previous segment.
     if not is_newest or not _is_torn(data, position):
         raise StateError(
@@ -336,7 +351,6 @@ def _read_segment(path: Path, is_newest: bool) -> list[pb.JournalRecord]:
         path, len(data) - position,
     )  # fmt: skip
     os.truncate(path, position)
-    return records
 
 
 # ---- framing

@@ -82,7 +82,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     with pytest.raises(StateError, match="expected to read it"):
-        read_journal(tmp_path, Step(0))
+        read(tmp_path)
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +118,7 @@ def test_every_flipped_bit_stops_the_start_and_the_remedy_keeps_what_stands_befo
         data[position] ^= 1 << position % 8
         path.write_bytes(data)
         with pytest.raises(StateError, match=r"found a broken record .* truncate -s \d+") as told:
-            read_journal(tmp_path, Step(0))
+            read(tmp_path)
         assert path.read_bytes() == data
     os.truncate(path, int(str(told.value).split("truncate -s ")[1].split()[0]))
     assert read(tmp_path) == RECORDS[:-1]
@@ -139,7 +139,7 @@ def test_a_new_segment_begins_once_the_old_is_on_disk(tmp_path: Path, monkeypatc
     assert [step for step, _ in read_journal(tmp_path, Step(0))[0]] == [0] * (len(RECORDS) + 1) + [2]
     os.truncate(path, path.stat().st_size - 1)  # so its end cannot be torn
     with pytest.raises(StateError, match="found a broken record .* and remove the later segments"):
-        read_journal(tmp_path, Step(0))
+        read(tmp_path)
     assert read_journal(tmp_path, Step(2))[1] == 2
     with pytest.raises(StateError, match="segment of step 1"):
         read_journal(tmp_path, Step(1))
@@ -235,8 +235,15 @@ def test_history_holds_what_was_neither_trained_nor_dropped_and_who_sent_it() ->
     groups, history = restored(RECORDS)
     assert history.cursor == 2 and history.published == {0: "", 2: "", 4: "00ff"} and groups.published == [0, 2, 4]
     assert history.drawn[Step(7)] == RECORDS[5].batch
+    assert not groups.groups, "only once its batch is due: it takes eight times the memory"
+    groups.next_step = Step(7)
+    with pytest.raises(StateError, match="expected the rollouts of group g9"):
+        history.next_batch(groups)
+    assert not history.groups and not history.finished
     assert list(groups.groups) == ["g0"] and groups.groups[GroupId("g0")].rollouts[1].is_finished
     assert groups.groups[GroupId("g0")].senders == {0: (), 1: SENDERS}
+    (anew,) = restored([*RECORDS[:2], RECORDS[3], records.closed(GroupId("g0")), RECORDS[1]])[0].groups.values()
+    assert not anew.is_begun, "what it had is dropped"
     (again,) = restored([BEGAN, opened("g1", 1, retry=2)])[0].groups.values()
     assert (again.cursor, again.retry) == (1, 2), "a restart gives its prompt no further tries"
 

@@ -283,6 +283,7 @@ class PoolMachine(RuleBasedStateMachine):
     def the_journal_gives_back_what_is_held(self) -> None:
         held = self.stage.pool.groups
         groups, history = self.stage.restored()
+        assert not history.groups and not history.finished, "it lasts as long as the learner"
         assert groups.next_step == held.next_step and history.cursor == self.stage.pool.cursor
         assert held.groups.keys() <= groups.groups.keys()
         extra = groups.groups.keys() - held.groups.keys()
