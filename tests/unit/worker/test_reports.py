@@ -213,6 +213,12 @@ async def test_a_lease_under_anothers_ticket_is_refused_and_a_late_renewal_leave
         bench.leases.refuse(LeaseId("l1"), "the group is closed")
         bench.grant("1", 1, is_renewal=True)
         assert not bench.holds(LeaseId("l1"))
+        deadlines: list[float] = []
+        monkeypatch.setattr(type(bench.leases), "grant", lambda *given, is_continuation: deadlines.append(given[3]))
+        bench.orders.on_welcome(pb.WorkerWelcome(report_interval_s=1.0, unix_s=time.time() + 3600.0))
+        bench.grant("2", 1)
+        left_s = deadlines[0] - SteadyClock().now()
+        assert left_s == pytest.approx(60.0 - 3600.0, abs=10.0), "on the coordinator's clock"
 
 
 async def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_longer_sequences(tmp_path: Path) -> None:
