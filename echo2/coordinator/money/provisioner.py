@@ -387,7 +387,8 @@ class Provisioner:
 
     def _missing(self, machine: RentedMachine, asked_at: float) -> None:
         if machine.state is MachineState.WANTED:
-            self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
+            machine.rented_at = self._hub.clock.now()  # likewise
+            self._ended(machine, "rent undone", "its provider had not done it when the coordinator stopped or gave up")
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)
         elif any(worker.last_liveness is Liveness.ALIVE for worker in self._hub.money.workers_of(machine)):

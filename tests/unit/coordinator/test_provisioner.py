@@ -239,7 +239,7 @@ async def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_an
     await run.look(10)
     assert run.provisioner.machines[asked].state is MachineState.STARTING
     assert run.provisioner.machines[never].state is MachineState.GONE
-    assert run.journal()[-1][0] == "rent undone"
+    assert run.journal()[-1] == ("rent undone", 0.0), "there was no machine, so it costs nothing"
     run.cloud.problem = Unreachable("the cloud is away")
     with pytest.raises(Unreachable):
         await run.provisioner.release(asked, "enough")
