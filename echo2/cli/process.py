@@ -148,9 +148,7 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
         asyncio.run(_with_signals(make))
     except EchoError as error:
         return report_error(error)
-    except (
-        SystemExit
-    ) as error:  # a user's own code in this process: it would end it without a word, or as if it had done its work
+    except SystemExit as error:  # of a user's own code: it would end us without a word, or as if the work was done
         at = traceback.extract_tb(error.__traceback__)[-1]
         return report_error(TaskError(f"{at.filename}, line {at.lineno}: expected code that returns, got exit {error}"))
     except OSError as error:

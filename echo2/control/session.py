@@ -82,13 +82,17 @@ class _Outbox(Generic[Said]):
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Said | None] = asyncio.Queue(OUTBOX_MESSAGES_MAX)  # None: nothing follows
-        self.is_full, self.is_over = asyncio.Event(), asyncio.Event()
+        self.is_full = asyncio.Event()
 
     def put(self, message: Said | None) -> None:
         try:
             self.messages.put_nowait(message)
         except asyncio.QueueFull:
             self.is_full.set()
+
+    def leave(self, farewell: Said) -> None:
+        self.put(farewell)
+        self.put(None)
 
 
 class ControlSession(Generic[Said]):
@@ -102,7 +106,8 @@ class ControlSession(Generic[Said]):
         self._connect_s = connect_s
         self._failures = 0  # in a row
         self._outbox: _Outbox[Said] | None = None
-        self._is_leaving = False
+        self._farewell: Said | None = None
+        self._is_told, self._is_over = False, asyncio.Event()
 
     def send(self, message: Said) -> None:
         """Queues a message behind the hello and earlier messages; drops it if no stream is open."""
@@ -110,21 +115,19 @@ class ControlSession(Generic[Said]):
             self._outbox.put(message)
 
     async def leave(self, farewell: Said, within_s: float) -> bool:
-        """Sends a farewell after everything queued; then `run` returns when the stream ends. Gives up after `within_s`. Returns
-        whether the stream ended.
+        """Sends a farewell after everything queued, and again on the next stream if this one breaks; `run` returns once it is read.
+        Gives up after `within_s`, at once if no stream is open. Returns whether it was read.
 
-        A completed write does not prove that the coordinator read it; only its end of the stream does.
+        A completed write does not prove that the coordinator read it; only its orderly end of the stream does.
         """
-        outbox = self._outbox
-        if outbox is None:
+        if self._outbox is None:
             return False
-        self._is_leaving = True
-        outbox.put(farewell)
-        outbox.put(None)
+        self._farewell = farewell
+        self._outbox.leave(farewell)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await outbox.is_over.wait()
-        return outbox.is_over.is_set()
+                await self._is_over.wait()
+        return self._is_told
 
     async def run(self, party: Party[Said]) -> None:
         pause_s = 0.0
@@ -134,7 +137,8 @@ class ControlSession(Generic[Said]):
             self._waits.begin("coordinator", f"a connection to {peer}")
             try:
                 await self._connect(address, party)
-                if not self._is_leaving:
+                self._is_told = self._farewell is not None
+                if not self._is_told:
                     _log.warning("%s closed the stream", peer)
             except grpc.aio.AioRpcError as error:
                 refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # our message was at fault, not our identity
@@ -142,13 +146,12 @@ class ControlSession(Generic[Said]):
             except EchoError as error:
                 self._survive(error)
             finally:
-                if self._outbox is not None:
-                    self._outbox.is_over.set()
                 self._outbox = None
                 was_welcome, self.is_connected = self.is_connected, False
                 if was_welcome:
                     party.on_lost()
-            if self._is_leaving:
+            if self._is_told:
+                self._is_over.set()
                 return
             if was_welcome and monotonic() - begun > pause_s:
                 self._backoff.succeeded()
@@ -162,6 +165,7 @@ class ControlSession(Generic[Said]):
     def _survive(self, error: EchoError) -> None:
         """Logs the error; raises it if reopening the stream would not help."""
         if not isinstance(error, _TEMPORARY):
+            self._is_over.set()
             raise error from None
         _log.log(logging.INFO if isinstance(error, errors.Unreachable) else logging.WARNING, "%s", error)
 
@@ -172,6 +176,8 @@ class ControlSession(Generic[Said]):
                 # No await between these two: a message after the hello was composed must find the outbox.
                 hello, outbox = party.hello(), _Outbox[Said]()
                 self._outbox = outbox
+                if self._farewell is not None:
+                    outbox.leave(self._farewell)
                 await self._greet(call, hello, address)
                 interval_s = await self._welcome(call, party)
                 await self._talk(call, party, outbox, interval_s)

@@ -344,9 +344,12 @@ class Hub:
         self.flush_now()
 
     def accuse(self, peer_id: PeerId, reason: str, is_certain: bool) -> None:
-        """Bans the worker, or quarantines it if the finding is not certain. A worker that is already banned stays banned."""
+        """Bans the worker, or quarantines it if the finding is not certain. A worker that is already banned stays banned, and the
+        learner is told, which would accuse it again otherwise."""
         member = self.membership.members.get(peer_id)
-        if member is not None and member.setting is not OperatorSetting.BANNED:
+        if member is not None and member.setting is OperatorSetting.BANNED:
+            self.learner.send_barring(member)
+        elif member is not None:
             self.note("audit", f"{member.name}: {reason}")
             self.set_worker(peer_id, OperatorSetting.BANNED if is_certain else OperatorSetting.QUARANTINED, reason)
 

@@ -349,9 +349,7 @@ def test_bad_requests_are_refused_at_once_and_ids_can_be_used_again_after_their_
             dataclasses.replace(good, token_ids=(1,) * SHORT.max_new_tokens),
             dataclasses.replace(good, token_ids=(4,), sampling=dataclasses.replace(SHORT, stop_token_ids=(4,))),
         ]
-        if rig.kind.startswith(
-            "vllm"
-        ):  # which would raise one to a hundredth, and refuses the other: that ends no engine
+        if rig.kind.startswith("vllm"):  # which raises one to 0.01 and refuses the other
             bad += [dataclasses.replace(good, sampling=dataclasses.replace(SHORT, temperature=t)) for t in (1e-3, 2.0)]
             object.__setattr__(bad[-1].sampling, "temperature", 2.5)
         for request in bad:

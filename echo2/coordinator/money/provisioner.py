@@ -261,9 +261,7 @@ class Provisioner:
         resting = {name for name, (_, until) in self._resting.items() if now < until}
         resting |= {offer.name for offer in hub.money.offers if only_automatic and not offer.is_automatic}
         plan = hub.plan.now
-        if (
-            plan is not None and plan.pool and not any(hub.membership.living())
-        ):  # all have gone: nobody makes a new plan
+        if plan is not None and plan.pool and not any(hub.membership.living()):  # no new one is made without workers
             plan = without_workers(plan)
         advice = advise(plan, hub.money.offers, machines, workers, rates, budget, now, resting)
         stands = hub.paused or ("" if hub.board.is_connected else "the learner is away")

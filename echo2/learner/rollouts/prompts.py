@@ -350,9 +350,7 @@ class Prompts:
             world = self.worlds[task]
         try:
             return await world.answer(index, turns, room_tokens, sender)
-        except (
-            ConfigError
-        ) as error:  # tokens that cannot be decoded, or what an environment says: it costs this rollout alone
+        except ConfigError as error:  # tokens that cannot be decoded, or an environment's: it costs this rollout alone
             return Scored(None, RewardFailure.RAISED, str(error), 0.0)
 
     # ---- tasks

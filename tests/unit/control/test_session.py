@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,13 +31,16 @@ class Moody(Coordinator):
 
     def __init__(self, answers: list[coordinator_pb2.LearnerOrder]) -> None:
         super().__init__(new_authority())
-        self.answers, self.ends, self.reading_s = answers, False, 0.0
+        self.answers, self.ends, self.reading_s, self.breaks_at = answers, False, 0.0, ""
 
     async def LearnerSession(
         self, request_iterator: AsyncIterator[Message], context: Any
     ) -> AsyncIterator[coordinator_pb2.LearnerOrder]:
         async for message in request_iterator:
             await asyncio.sleep(self.reading_s)
+            if message.WhichOneof("kind") == self.breaks_at:
+                self.breaks_at = ""
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
             self._take(message)
             if message.HasField("hello"):
                 yield self.answers.pop(0)
@@ -156,6 +160,19 @@ async def test_a_good_bye_is_said_behind_all_else_and_holds_nobody_where_it_is_n
             if heard:
                 await asyncio.wait_for(bench.task, WAIT_S)
                 assert bench.lost == 1, "and no other stream was opened"
+
+
+async def test_a_good_bye_whose_stream_breaks_is_said_on_the_next_and_one_that_is_refused_holds_nobody() -> None:
+    farewell = Message(leaving=coordinator_pb2.LearnerLeaving(reason="done"))
+    for answer, is_told in ((welcome(), True), (refusal(StateError), False)):
+        async with Bench(welcome(), answer) as bench:
+            await bench.until(lambda bench=bench: bench.session.is_connected)
+            bench.coordinator.breaks_at = "leaving"
+            begun = time.monotonic()
+            assert await bench.session.leave(farewell, 20.0) is is_told
+            assert time.monotonic() - begun < 15
+            if is_told:
+                await asyncio.wait_for(bench.task, WAIT_S)
 
 
 async def test_what_is_said_while_the_stream_is_being_opened_is_heard_behind_the_hello() -> None:

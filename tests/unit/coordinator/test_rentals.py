@@ -423,10 +423,11 @@ async def test_a_found_machine_and_its_worker_are_billed_once_and_it_is_not_give
     run.cloud.there = {name: ObservedMachine(MachineState.RUNNING)}
     await run.look(5)
     machine = run.provisioner.machines[name]
-    peer, hello = PeerId("back"), pb.WorkerHello(name=name, price_usd_per_hour=2.0)
+    peer, hello = PeerId("back"), pb.WorkerHello(name=name, price_usd_per_hour=5.0)
     run.hub.review(run.hub.membership.on_hello(peer, hello, run.clock.now()))
     await run.look(5)
     assert run.hub.money.sums().usd_per_hour == machine.usd_per_hour
+    assert run.hub.membership.members[peer].hello.price_usd_per_hour == machine.usd_per_hour, "as plans and cap have it"
     run.clock.time += JOIN_S_MAX
     run.hub.membership.members[peer].heard_at = run.clock.now()
     assert not run.provisioner.advice().release
