@@ -136,7 +136,10 @@ async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_e
 async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_error() -> None:
     episode = Episode("http://127.0.0.1:1/v1", "key", {})
     left_running = "sleep 1000 & echo 0.5"  # with the program's output open
-    for command, reward in (("echo played; echo 0.5", 0.5), ("echo played", None), (left_running, 0.5)):
+    closes_early = "echo 0.5; exec >&- 2>&-; sleep 0.2"
+    for command, reward in (
+        ("echo played; echo 0.5", 0.5), ("echo played", None), (left_running, 0.5), (closes_early, 0.5)
+    ):  # fmt: skip
         play = make_harness(f"sh -c '{command}'", 1)
         assert play is not None and await asyncio.wait_for(play(episode), WAIT_S) == reward
     play = make_harness("sh -c 'echo 0.5; exit 3'", 1)
