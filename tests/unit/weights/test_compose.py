@@ -50,12 +50,20 @@ def walk(seed: int, count: int, share: float, reach: int = 2) -> list[Weights]:
     reach=st.sampled_from([1, 3]),
 )  # fmt: skip
 def test_composition_equals_direct_encoding_byte_for_byte(seed: int, count: int, share: float, reach: int) -> None:
+    """Unless most of a block had changed on the way, which is then listed for all of it: that leads to the same version."""
     versions = walk(seed, count, share, reach)
     first, *others = chain(versions)
-    merged = first
+    merged, forms = first, set[Method]()
     for other in others:
         merged = list(compose(merged, other))
-    assert merged == list(compose(first, *others)) == direct(versions, CodecSetting.FAST)
+        forms |= {frame.method for frame in map(parse_frame, [*merged, *other]) if isinstance(frame, BlockFrame)}
+    for made in (merged, list(compose(first, *others))):
+        if forms - {Method.UNCHANGED, Method.SPARSE}:
+            host = HostWeights.from_tensors(versions[0], Version(0))
+            host.commit(decoded(host, made))
+            assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
+        else:
+            assert made == direct(versions, CodecSetting.FAST)
 
 
 @SLOW
