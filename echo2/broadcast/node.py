@@ -251,7 +251,7 @@ class BroadcastNode:
             asyncio.get_running_loop().call_later(SETTLE_S, self.exchange.revised.set)
         back_to, self.library.back_to = self.library.back_to, None
         if back_to is not None and self.reader.version is not None and self.reader.version > back_to:
-            log.warning("the learner has gone back to version %d, from before version %d", back_to, self.reader.version)
+            log.warning("the learner has gone back to version %d: %d is dropped here", back_to, self.reader.version)
             self.reader.restart_from(None)
         if self._is_settling(now):
             return

@@ -11,7 +11,7 @@ if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # Ctrl-C during the imports that follow ends the command without a traceback; then `process.ended_by_interrupt` decides.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 if _IS_COMMAND:
-    # Of what was closed from the start the next file would take the number: a database, into which is printed.
+    # The next file that is opened would take the number of an output that was closed from the start: a database, say.
     while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(nowhere, True)
     os.close(nowhere)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ended_by_interrupt():
             command = resolve_name(args.command)
         code = int(command(args, rest))
-        print(end="", flush=True)  # to nowhere where the output was closed from the start
+        print(end="", flush=True)  # does nothing if the output was closed from the start
         return code
     except EchoError as error:
         return report_error(error)

@@ -43,7 +43,7 @@ INTERVAL_S_MIN, INTERVAL_S_MAX = 0.01, 3600.0  # from what simulations use to wh
 _TEMPORARY = (errors.Unreachable, errors.LimitExceeded, MalformedMessage)
 _WHOSE = "the coordinator"  # names the other side in errors
 MESSAGE_BYTES_MAX = 64 << 20
-"""As the coordinator may answer (trust/ports.SERVICES). Of a learner's hello, which holds every open group, it takes 16 MiB."""
+"""As the coordinator may answer (trust/ports.SERVICES). Of a learner's messages it takes 16 MiB."""
 # GRPC allows 4 MiB unless told.
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),

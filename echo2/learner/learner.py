@@ -424,9 +424,9 @@ class Learner:
         """The first message of a stream: the learner's identity, its progress, and every group that still needs a worker, of the
         later ones the names alone."""
         loop, config = self.loop, self.options.config
-        model, parts = loop.p.model, parts_of(group.spec for group in self.pool.groups.lacking)
-        first = next(parts, [])
-        self._later_groups = frozenset(GroupId(group.group_id) for part in parts for group in part)
+        model, lacking = loop.p.model, [group.spec for group in self.pool.groups.lacking]
+        first = next(parts_of(lacking), [])
+        self._later_groups = frozenset(spec.group_id for spec in lacking[len(first) :])
         return pb.LearnerHello(
             protocol_version=PROTOCOL_VERSION,
             run_id=config.run.name,

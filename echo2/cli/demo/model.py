@@ -112,7 +112,7 @@ def warm_once() -> None:
     if codec_stamp().exists():
         return
     code = "import torch; from echo2.weights import warm_up; warm_up(torch.bfloat16)"
-    # Ctrl-C reaches us, who kill it without a word.
+    # Ctrl-C reaches this process alone, which kills the other without a traceback.
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WARM_WITHIN_S, start_new_session=True)
     codec_stamp().parent.mkdir(parents=True, exist_ok=True)
     codec_stamp().touch()

@@ -385,7 +385,7 @@ class Provisioner:
 
     def _missing(self, machine: RentedMachine, asked_at: float) -> None:
         if machine.state is MachineState.WANTED:
-            machine.rented_at = self._hub.clock.now()  # likewise
+            machine.rented_at = self._hub.clock.now()  # none was made: nothing is billed
             self._ended(machine, "rent undone", "its provider had not done it when the coordinator stopped or gave up")
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)

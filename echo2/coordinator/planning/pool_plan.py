@@ -39,7 +39,7 @@ _lock = threading.Lock()
 def quiet_solver() -> Iterator[None]:
     """Redirects the whole process's standard output to standard error inside the block; blocks of several threads run in turn."""
     with _lock, ExitStack() as restored:
-        print(end="", flush=True)  # to nowhere where there is none
+        print(end="", flush=True)  # does nothing if there is none
         with suppress(OSError):  # a daemon without standard output or error has nothing to redirect
             stdout = os.dup(1)
             restored.callback(os.close, stdout)

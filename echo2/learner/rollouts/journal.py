@@ -186,7 +186,8 @@ class History:
         if record is None:
             return None
         names = [GroupId(group.group_id) for group in record.groups]
-        for group_id in [known for known in self.groups if root_of(known) in names]:
+        drawn = set(names)
+        for group_id in [known for known in self.groups if root_of(known) in drawn]:
             groups.put(self._take(group_id))
         missing = [group_id for group_id in names if group_id not in groups.groups]
         if missing:
