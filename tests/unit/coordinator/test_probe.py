@@ -30,6 +30,7 @@ from echo2.trust.ports import remote_of
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 from tests.unit.coordinator.test_rpc_fuzz import enrolment_channel, fingerprint
 
@@ -112,7 +113,7 @@ async def test_transfers_take_turns_and_are_bounded(tmp_path: Path, monkeypatch:
             await asyncio.sleep(0.05)
             second = await _reply(stub.Upload(stalling(link.token)))
             assert "other machines were measured" in str(second)
-            reply = await asyncio.wait_for(first, 5)
+            reply = await asyncio.wait_for(first, WAIT_S)
             assert isinstance(reply, pb.UploadReply) and reply.received_bytes == 1000
             sent = sum([len(b.data) async for b in stub.Download(pb.DownloadRequest(token=link.token))])
             assert 0 < sent <= reachability.TRANSFER_BYTES
@@ -271,6 +272,6 @@ async def test_the_relay_serves_who_is_not_banned(tmp_path: Path, monkeypatch: p
 async def test_an_address_that_there_cannot_be_ends_no_process(tmp_path: Path, address: str) -> None:
     async with relaying(tmp_path) as daemon:
         await Node.joined(daemon, Role.LEARNER, address=address, chunk_address=address)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not complaints(daemon):
                 await asyncio.sleep(0.02)

@@ -36,6 +36,7 @@ from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.cost_model.plan import Limit, Plan
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, options
 from tests.unit.cost_model.fleets import plan_of
 from tests.unit.cost_model.fleets import plan_of as plan
@@ -378,7 +379,7 @@ async def test_a_spent_budget_gives_machines_back(tmp_path: Path, monkeypatch: p
         await asyncio.sleep(0)
     assert machine.is_open == (mode != "auto"), "no worker joined from it: it is proposed to give it back"
     run.clock.time += 3600
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while machine.is_open:
             await asyncio.sleep(0)
     assert run.cloud.there == {} and [action for action, _ in run.journal()] == ["rent", "release", "released"]

@@ -26,6 +26,7 @@ from echo2.coordinator.money.provisioning import (
 )
 from echo2.coordinator.operator import Commands
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_provisioner import NOW, OFFER, Cloud, Scene, ask, plan_of
 
 DEAR = MachineOffer("dear", "cloud", "H200", usd_per_hour=4.0, rollouts_per_s=3.0, machines_max=3)
@@ -234,7 +235,7 @@ async def test_all_machines_of_an_action_are_given_back_though_who_asked_has_gon
     asking.cancel()
     await asyncio.wait((asking,))
     run.cloud.ends.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while any(one.is_open for one in run.provisioner.machines.values()):
             await asyncio.sleep(0)
 
@@ -277,7 +278,7 @@ async def test_a_provider_that_breaks_or_hangs_keeps_no_other_machine_on_the_bil
     run = Market(tmp_path, first(), Cloud())
     machine = await run.provisioner.rent("dear", "", "because")
     loop = asyncio.create_task(run.provisioner.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while machine.state is not MachineState.RUNNING:
             await asyncio.sleep(0.01)
         run.hub.ending.finish_run()
@@ -324,7 +325,7 @@ async def test_a_provider_that_has_hung_is_asked_again(tmp_path: Path, monkeypat
     run = Scene(tmp_path, HangingOnce())
     loop = asyncio.create_task(run.provisioner.run())
     machine = await run.provisioner.rent("gpu", "", "because")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while machine.state is not MachineState.RUNNING:
             await asyncio.sleep(0)
         await run.provisioner.release(machine.machine_id, "enough")

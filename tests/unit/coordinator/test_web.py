@@ -26,6 +26,7 @@ from echo2.coordinator.web.page import METRICS, ROWS_AT_ONCE, WORKER_METRICS, We
 from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"
@@ -47,7 +48,7 @@ async def status_of(daemon: CoordinatorDaemon, head: str) -> int:
     where = urlsplit(daemon.dashboard_url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     writer.write(head.encode("latin-1") + b"\r\nconnection: close\r\n\r\n")
-    answer = await asyncio.wait_for(reader.readline(), 5)
+    answer = await asyncio.wait_for(reader.readline(), WAIT_S)
     writer.close()
     return int(answer.split()[1]) if answer else 0
 

@@ -28,6 +28,7 @@ from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
 from tests.certificates import issued
+from tests.patience import WAIT_S
 from tests.unit.worker.peers import RUN, SmallRun, until
 
 STOP = 9
@@ -127,7 +128,7 @@ async def test_reports_that_are_ended_just_as_a_connection_stands_end(monkeypatc
             await asyncio.sleep(0)
         is_too_late = not task.cancel()
         with pytest.raises((asyncio.CancelledError, AttributeError)):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, WAIT_S)
         assert task.cancelled() or is_too_late, turns
 
 

@@ -26,6 +26,7 @@ from echo2.worker.options import WorkerOptions
 from echo2.worker.weights import model_digest
 from echo2.worker.worker import Worker, WorkerDaemon
 from tests.contract.engine_rig import make_versions, tiny_config
+from tests.patience import WAIT_S
 from tests.unit.worker.peers import KEY, SmallRun, until
 
 CONFIG = tiny_config("qwen3")
@@ -61,7 +62,7 @@ async def working(run: SmallRun, folder: Path, **more: object) -> AsyncIterator[
     try:
         yield daemon
         daemon.stop("the test ends")
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, WAIT_S)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -126,7 +127,7 @@ async def test_a_worker_joins_measures_its_rate_and_delivers(tmp_path: Path, cap
 async def test_a_version_that_comes_midway_is_swapped_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with SmallRun(tmp_path / "run") as run:
         models = await prepared(run)
-        run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]  # work until the version is here
+        run.coordinator.groups = [group(f"g{i}", 4, 60) for i in range(200)]  # work until the version is here
         async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
             await run.learner.until(lambda it: len(it.held) == 4)
             fingerprint = await run.publish(1, models[1])
@@ -171,26 +172,26 @@ async def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tm
 async def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
     async with SmallRun(tmp_path / "run") as run:
         await prepared(run)
-        run.coordinator.groups = [group("g1", 4, 200)]
+        run.coordinator.groups = [group("g1", 4, 60)]
         daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0))
         task = asyncio.create_task(daemon.run())
         await run.learner.until(lambda it: it.held)
         assert await ask(daemon.folder, "drain") == {"text": "finishing 1 leases, then leaving"}
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, WAIT_S)
         assert len(run.learner.finished) == 4
         assert run.coordinator.leavings == ["drained"]
         run.coordinator.groups = [group("g2", 4, 200)]
         task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0)).run())
         await run.learner.until(lambda it: ("g2", 0) in it.held)
         await ask(daemon.folder, "leave")
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, WAIT_S)
         assert run.coordinator.ended[-1].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
 
 
 async def test_generation_goes_on_while_coordinator_and_learner_are_away_or_move(tmp_path: Path) -> None:
     async with SmallRun(tmp_path / "run") as run:
         await prepared(run)
-        run.coordinator.groups = [group("g1", 4, 200)]
+        run.coordinator.groups = [group("g1", 4, 60)]
         async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
             await run.learner.until(lambda it: it.held)
             await run.stop("coordinator")
