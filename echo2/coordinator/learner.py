@@ -5,7 +5,7 @@
       '-- broken ----'      meanwhile workers go on with the leases that they hold
 
 Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that connects is
-always sent the plan, the broadcast plan and all barred workers.
+always sent the plan, the broadcast plan, all barred workers, and whom it holds barred that no longer are.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class LearnerStream:
         later = frozenset(map(GroupId, full.later_group_ids))
         full.ClearField("open_groups")
         full.ClearField("later_group_ids")
+        barred = frozenset(full.barred_peer_ids)
+        full.ClearField("barred_peer_ids")
         hello = pb.LearnerHello()
         hello.CopyFrom(full)  # a part of a message keeps the whole of it in memory
         if not 1 <= hello.rollouts_per_group <= hello.rollouts_per_step:
@@ -160,7 +162,7 @@ class LearnerStream:
         if hub.broadcast_plan is not None:
             session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(hub.broadcast_plan)))
         for member in hub.membership.members.values():
-            if member.activation.is_barred:
+            if member.activation.is_barred or member.peer_id in barred:
                 session.orders_max += 1
                 self.send_barring(member)
         if is_news:

@@ -443,6 +443,7 @@ class Learner:
             newest_version=loop.publisher.newest_version,
             open_groups=first,
             later_group_ids=sorted(self._later_groups),
+            barred_peer_ids=sorted(self.pool.barred.keys() - self._accusations),
             full_snapshot_bytes=model.snapshot_bytes,
             link=pb.Link(
                 uplink_bytes_per_s=config.learner.emulated_link.uplink_bytes_per_s or config.learner.uplink_limit,

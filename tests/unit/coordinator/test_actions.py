@@ -212,6 +212,10 @@ async def test_an_accused_worker_is_set_aside_until_it_is_released_and_a_guilty_
         hub.set_worker(peer_id, OperatorSetting.AUTOMATIC, "its card is that way")
         lifted = await learner.until("banned")
         assert lifted.peer_id == peer_id and lifted.is_lifted
+        await learner.close()
+        learner = await Node.join(daemon, Role.LEARNER, learner.credentials.identity)
+        await learner.hello(open_groups=[group("g1"), group("g2")], barred_peer_ids=[peer_id, "nobody"])
+        assert await learner.until("banned") == lifted, "one that was away when it was lifted is told, too"
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         grant = await worker.until("lease_grant")
         assert grant.group.group_id in ("g1", "g2"), "there is nobody else"

@@ -190,6 +190,9 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
     coordinator = run.coordinator
     assert has_model and all(has_model) and max(summary.evaluations) == 5, "the last version is evaluated, too"
     (hello,) = coordinator.hellos
+    assert list(run.learner.hello().barred_peer_ids) == ["liar"], (
+        "it asks whether they still are; whom it accuses it says itself"
+    )
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
     assert [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
