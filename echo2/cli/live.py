@@ -100,7 +100,7 @@ class LiveRun:
             live.update(draw(self.state))
         elif now - self._printed_at >= PLAIN_LINE_EVERY_S:
             self._printed_at = now
-            self.console.print(plain_line(self.state), highlight=False, soft_wrap=True)
+            self.console.print(Text(plain_line(self.state)), soft_wrap=True)
 
 
 @dataclass(slots=True)
@@ -326,7 +326,7 @@ def _plan_text(status: coordinator_pb2.RunStatus) -> Text:
 
 
 def _workers(status: coordinator_pb2.RunStatus) -> RenderableType:
-    """Fits 80 columns: what a worker waits for is broken into lines beside its state."""
+    """Fits 80 columns: what a worker waits for is broken into lines beside its state. Its words are no markup."""
     table = Table(expand=True, title=None, box=None, padding=(0, 1))
     for name in ("worker", "state", "USD/h", "tokens/s", "version", "running"):
         is_text = name in ("worker", "state")
@@ -335,7 +335,7 @@ def _workers(status: coordinator_pb2.RunStatus) -> RenderableType:
         beat, state = worker.heartbeat, worker.activation if worker.state == "alive" else worker.state
         waits = f", waits for {beat.waits_for}" if beat.waits_for and worker.state == "alive" else ""
         table.add_row(
-            worker.name, state + waits, f"{worker.hello.price_usd_per_hour:.2f}", f"{beat.tokens_per_s:.0f}",
+            Text(worker.name), Text(state + waits), f"{worker.hello.price_usd_per_hour:.2f}", f"{beat.tokens_per_s:.0f}",
             str(beat.version) if beat.has_version else "none", str(beat.running_sequences),
         )  # fmt: skip
     return _panel(table, "workers")

@@ -96,7 +96,7 @@ class LocalRun:
         if live.state.status is None:
             raise ChildFailed(f"the run ended before its coordinator answered; logs in {self.folder / 'logs'}")
         report = write_report(self.folder, live.state.status, live.state.elapsed_s)
-        console.print(report.text, highlight=False, soft_wrap=True)
+        console.print(report.text, markup=False, highlight=False, soft_wrap=True)
         return report
 
 

@@ -29,12 +29,12 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
         usd_spent=1.25, usd_useful=1.0, artifact_bytes_published=10_000, full_bytes_published=40_000
     )
     status.learner.lag_histogram.extend([5, 5])
-    worker = status.workers.add(name="oregon", state="alive", activation="active")
-    worker.heartbeat.waits_for = "a lease"
+    worker = status.workers.add(name="oregon[/x]", state="alive", activation="active")
+    worker.heartbeat.waits_for = "a [/lease]"
     console = Console(width=140, record=True)
     console.print(draw(ScreenState(title="demo", rewards=[0.1, 0.9], evaluations=[(0, 0.1)], status=status)))
     text = console.export_text()
-    for expected in ("oregon", "active, waits for a lease", "spent $1.2500, 80% of it on work", "now 0.90"):
+    for expected in ("oregon[/x]", "active, waits for a [/lease]", "spent $1.2500, 80% of it on work", "now 0.90"):
         assert expected in text
     assert "deltas 10.0 kB, 25% of full snapshots (40.0 kB)" in text
 
@@ -135,11 +135,12 @@ async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(workers
     children.raise_if_failed = children.raise_if_learner_is_alone = mock.Mock()
     children.is_running = lambda name: learner_runs.pop(0)
     operator = mock.AsyncMock()
-    operator.status.return_value = coordinator_pb2.RunStatus()
+    operator.status.return_value = coordinator_pb2.RunStatus(learner_is_connected=True)
+    operator.status.return_value.workers.add(name="[/x]")  # a worker chooses its name
     with StringIO() as printed:
         live = LiveRun(children, Console(file=printed), True, lambda status: False)
         while not await live._is_at_its_end(operator, None, workers):
             looks += 1
             children.processes.update(dict.fromkeys(workers))
-        assert printed.getvalue().count("\n") == 1
+        assert printed.getvalue().count("\n") == 1 and "[/x] without a version" in printed.getvalue()
     assert looks == 2 and [call.args[0] for call in children.start.await_args_list] == workers
