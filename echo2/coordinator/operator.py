@@ -145,7 +145,7 @@ class Commands:
             raise MalformedMessage(f"action: expected one of {', '.join(ACTIONS)}, got {name[:60]!r}")
         try:
             body = json.loads(body_json or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             raise MalformedMessage(f"{name}: expected a JSON object, got something else")

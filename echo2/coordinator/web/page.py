@@ -132,17 +132,13 @@ class WebGuard:
         return self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer)
 
     def _welcome(self, request: Request) -> Response:
-        response = RedirectResponse(_own_path(request), status_code=303)
+        path = str(request.scope["path"]).lstrip("/\\")  # which a browser must not take for the name of another host
+        response = RedirectResponse(f"/{path}", status_code=303)
         is_secure = request.scope["scheme"] == "https"
         response.set_cookie(
             COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure, max_age=30 * 86_400
         )
         return response
-
-
-def _own_path(request: Request) -> str:
-    """The request's path, which a browser must not take for the name of another host."""
-    return "/" + str(request.scope["path"]).lstrip("/\\")
 
 
 def _problem(status: int, message: str) -> Response:
@@ -306,7 +302,7 @@ class Web:
         """One rollout: its prompt, its tokens from `offset` on, and the turns that begin among them. MalformedMessage for a bad
         offset or an unknown id."""
         rollout_id, offset = query.get("id", ""), query.get("offset", "0")
-        if not offset.isdecimal() or int(offset) > ROLLOUT_TOKENS_MAX:
+        if not offset.isdecimal() or len(offset) > 9 or int(offset) > ROLLOUT_TOKENS_MAX:  # Python reads 4,300 digits
             raise MalformedMessage(f"offset: expected 0 to {ROLLOUT_TOKENS_MAX}, got {offset[:40]!r}")
         if not rollout_id or len(rollout_id) > ROLLOUT_ID_CHARS_MAX or not rollout_id.isprintable():
             raise MalformedMessage("id: expected a rollout as /api/rollouts names it, GROUP/INDEX")

@@ -82,6 +82,8 @@ async def test_actions_need_our_header_origin_and_host(tmp_path: Path, monkeypat
             answer = await web.post(f"/api/{action}", json=body, headers=good)
             assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
         assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
+        deep = await web.post("/api/tokens", content=b"[" * 60_000, headers=good)
+        assert (deep.status_code, "expected a JSON object" in deep.json()["error"]) == (400, True)
         for length, beyond_s, status in ((64 << 10, 0.0, 400), ((64 << 10) + 1, 0.0, 413), (1, 0.3, 408)):
             answer = await web.post("/api/tokens", content=undeclared_body(length, beyond_s), headers=good)
             assert (answer.status_code, "expected" in answer.json()["error"]) == (status, True)
@@ -371,7 +373,7 @@ async def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_pa
         assert found.json()["said"] == [{"turn": 2, "position": 1, "text": "<i>"}]
         found, _ = await asked("/api/rollout?id=g9/0")
         assert "still keeps" in found.json()["error"]
-        for query in ("id=g1/0&offset=-1", "id=g1/0&offset=x", "id=", "id=" + "x" * 200):
+        for query in ("id=g1/0&offset=-1", "id=g1/0&offset=x", "id=", "id=" + "x" * 200, "offset=" + "1" * 5000):
             assert (await web.get(f"/api/rollout?{query}")).status_code == 400
 
 
