@@ -186,15 +186,14 @@ class Hub:
 
     # ---- saving and sending
 
-    def note(self, kind: str, text: str, peer: str = "", subject: str = "") -> None:
+    def note(self, kind: str, text: str, peer: str = "", subject: str = "") -> bool:
         """Writes one line in the event log. `peer`: the peer that can cause it as often as it likes; of lines with the same
-        `subject` about it, one a minute is written."""
-        if peer:
-            if (more := self.peer_lines.more(peer, subject)) is None:
-                return
-            text += more
-        _log.info("%s: %s", kind, text)
-        self.state.event(LoggedEvent(self.clock.now(), kind, text))
+        `subject` about it, one a minute is written. Returns whether it was."""
+        more = self.peer_lines.more(peer, subject) if peer else ""
+        if more is not None:
+            _log.info("%s: %s%s", kind, text, more)
+            self.state.event(LoggedEvent(self.clock.now(), kind, text + more))
+        return more is not None
 
     def handle(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
         for action in method(self.clock.now(), *args, **kwargs):
@@ -258,8 +257,9 @@ class Hub:
         """A worker leaves, or is sent home: its leases go to others at once."""
         self.membership.on_leave(peer_id, self.clock.now())
         member = self.membership.members[peer_id]
-        self.note("worker", f"{member.name} leaves: {reason or 'no reason given'}", peer_id, "leaves")
-        if PREEMPTION_WORD in reason:
+        is_taken = PREEMPTION_WORD in reason
+        text = f"{member.name} leaves: {reason or 'no reason given'}"
+        if self.note("worker", text, peer_id, "is taken" if is_taken else "leaves") and is_taken:
             self.journal_worker("preempted", member, reason)
         self.review(member)
 

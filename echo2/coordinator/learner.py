@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 ASKED_MAX = 8  # each answer may carry a whole rollout
 ANSWER_S = 10.0  # a busy learner answers between two messages
 LIST_FRESH_S = 2.0  # one question serves all open pages
+APPLY_FACTOR = 4.0  # the slowest machine of a fleet beside its usual one; what one tells beyond it may be a lie
 
 
 class RolloutQuestions:
@@ -245,12 +247,13 @@ class LearnerStream:
 
     def predicted_broadcast_s(self, artifact_bytes: int) -> float:
         """Predicted seconds until all workers that are not late have the artifact, by the broadcast plan, plus the slowest apply in
-        the pool; 0 without a plan."""
+        the pool, believed up to APPLY_FACTOR times the median; 0 without a plan."""
         hub = self._hub
         plan = hub.broadcast_plan
         if plan is None or not plan.predicted_bytes:
             return 0.0
-        apply_s = max((member.heartbeat.apply_s for member in hub.membership.pool()), default=0.0)
+        told = [member.heartbeat.apply_s for member in hub.membership.pool() if member.heartbeat.apply_s] or [0.0]
+        apply_s = min(max(told), APPLY_FACTOR * statistics.median_low(told))
         return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
 
     def send_barring(self, member: Member) -> None:

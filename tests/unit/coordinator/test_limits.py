@@ -253,6 +253,10 @@ async def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hol
         hub.board.on_live(PeerId(name), Version(1), hub.clock.now() + 2.0)
     complete = hub.board.newest_complete
     assert complete is not None and complete.complete_s == pytest.approx(2.0)
+    for member, apply_s in zip(members.values(), (1.0, 1e9, 1.0, 3.0), strict=True):  # one lies
+        member.heartbeat.apply_s = apply_s
+    wanted_s = 10 * hub.broadcast_plan.predicted_needed_s + 4.0
+    assert hub.learner.predicted_broadcast_s(10**7) == pytest.approx(wanted_s), "else a broadcast never looks overdue"
 
 
 # ---- the money meter against a second bill, kept by the second
