@@ -12,6 +12,7 @@ import base64
 import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -222,7 +223,8 @@ class GenerateApp:
             ]}  # fmt: skip
         shape = self._sampler.routing_shape
         if shape is not None and not begun and rollout.is_finished and rollout.routing:
-            choice["routed_experts"] = experts_of(rollout, shape, answer.request)
+            with suppress(MalformedMessage):  # a worker's lie, and no fault of who asks
+                choice["routed_experts"] = experts_of(rollout, shape, answer.request)
         return choice
 
     async def _publish(self, request: Request) -> Response:

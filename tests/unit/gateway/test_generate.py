@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -252,6 +253,9 @@ async def test_routes_are_written_as_their_clients_read_them(count: int, dtype: 
     assert await told(1) == (1, 3), "a client has the routes of the turns before"
     routes = Routing(b"", packed(experts[1:], shape))
     assert await told(0) == await told(1) == (1, 3), "those of the prompt are not known"
+    shape = replace(shape, experts=count - 1)
+    with pytest.raises(KeyError, match="routed_experts"):  # a worker names one that is none: the others are answered
+        await told(0)
 
 
 # ---- streams of answers, with the stock client of the chat API
