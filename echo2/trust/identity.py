@@ -429,6 +429,7 @@ def peer_id_of(raw_public_key: bytes) -> PeerId:
     return PeerId(base58.b58encode(_MULTIHASH_PREFIX + marshalled_public_key(raw_public_key)).decode())
 
 
+@functools.lru_cache(maxsize=1024)  # every chunk is checked against the same publisher's key
 def public_key_of(peer_id: str) -> bytes:
     if not 0 < len(peer_id) <= PEER_ID_CHARACTERS_MAX:
         raise TrustError(f"peer ID: expected 1 to {PEER_ID_CHARACTERS_MAX} characters, got {len(peer_id)}")
@@ -446,12 +447,6 @@ def dns_name_of(peer_id: str) -> str:
     return base64.b32encode(public_key_of(peer_id)).decode().rstrip("=").lower() + _DNS_SUFFIX
 
 
-@functools.lru_cache(maxsize=1024)
-def _signing_key_of(peer_id: str) -> bytes:
-    """Cached, because every chunk is checked against the same publisher's key."""
-    return public_key_of(peer_id)
-
-
 @functools.cache
 def _opening() -> Callable[[bytes, bytes], bytes]:
     """libsodium's check, in a third of the time that OpenSSL's takes. Loaded on first use: many commands check nothing."""
@@ -462,7 +457,7 @@ def _opening() -> Callable[[bytes, bytes], bytes]:
 
 def verify_signature(peer_id: str, message: bytes, signature: bytes) -> None:
     """Raises BadSignature unless `signature` is `peer_id`'s over `message`."""
-    key = _signing_key_of(peer_id)
+    key = public_key_of(peer_id)
     try:
         if _opening()(signature + message, key) == message:  # a longer signature would be cut elsewhere
             return
