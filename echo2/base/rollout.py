@@ -81,6 +81,10 @@ class Routing:
                 f"{PROMPT_ROUTING_BYTES_MAX} bytes, got {len(self.prompt)} bytes"
             )
 
+    def of_rows(self, count: int, row_bytes: int) -> Routing:
+        """Itself, if its tokens' rows are `count` of `row_bytes`; else none."""
+        return self if len(self.tokens) == count * row_bytes else NO_ROUTING
+
     def after(self, skipped: int, count: int) -> Routing:
         """The routing of the tokens after the first `skipped` of `count`."""
         if not skipped or not self.tokens:

@@ -74,7 +74,8 @@ class Prepared:
         self.store = CheckpointStore(folder.path / "checkpoints", options.limits)
         self.store.check_room(team.checkpoint_bytes)
         self.evaluations = Evaluations(folder.path, config, prompts, options.limits.evaluation_patience_s)
-        self.groups = OpenGroups(config, self.model.vocabulary_size)
+        row_bytes = self.model.routing.row_bytes if self.model.routing is not None else 0
+        self.groups = OpenGroups(config, self.model.vocabulary_size, row_bytes=row_bytes)
         self.journal, self.history = Journal(folder.path / "journal"), History()
         self.schedule = PublicationSchedule(config.staleness, options.limits.keyframe_chain_max)
         self.fingerprint_key = key_of_run(config.run.name)

@@ -88,7 +88,8 @@ class Counts:
 class OpenGroups:
     """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name. `roots`: those of `groups`
     that a batch may be drawn of, which with many turns are a small part, and are asked for with every report. `resumed_at`: the
-    step from which this process went on: if from an older backup, honest workers have later versions for a while."""
+    step from which this process went on: if from an older backup, honest workers have later versions for a while. `row_bytes`:
+    of a token's routes, if they are asked for; others would only fill memory and journal, and are dropped."""
 
     config: RunConfig
     vocabulary_size: int
@@ -102,6 +103,7 @@ class OpenGroups:
     counts: Counts = field(default_factory=Counts)
     drops_for_step: int = 0
     workers: SenderRecords = field(default_factory=SenderRecords)
+    row_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.bound)
@@ -172,7 +174,10 @@ class OpenGroups:
 
     def open(self, spec: GroupSpec, cursor: int, retry: int) -> GroupSpec:
         assert spec.group_id not in self.groups, f"group {spec.group_id} is open already"
-        self.put(Group.opened(spec, cursor, retry))
+        group = Group.opened(spec, cursor, retry)
+        # A worker begins it with a version from here on: one that names an older one would only make it stale.
+        group.min_version = min(self.next_step, spec.consume_step) - self.bound
+        self.put(group)
         return spec
 
     def put(self, group: Group) -> None:
@@ -275,6 +280,8 @@ class OpenGroups:
             is_undone = newest > self.published[-1] and self.next_step < self.resumed_at + STEPS_REMEMBERED
             return self.refuse(segment, problem, NOBODY if is_undone else sender)
         group.lease_attempt = attempt
+        if segment.routing:
+            segment = replace(segment, routing=segment.routing.of_rows(len(segment.token_ids), self.row_bytes))
         held = group.rollouts[segment.index]
         if held.is_finished:
             self.counts.duplicate += segment.is_finished and group.is_training
@@ -321,8 +328,11 @@ class OpenGroups:
                 f"{self.next_step - self.bound} or newer"
             )
             return self._answer(segment, Verdict.STALE, text)
-        group.rollouts[segment.index] = grown
-        group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
+        senders = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
+        # A worker's versions grow, and S + 2 are there at most; each change costs the audit a forward pass of its own.
+        if group.is_training and len(grown.version_spans) > 2 * (self.bound + 2) * max(1, len(senders)):
+            return self.refuse(segment, f"expected versions that grow, got {len(grown.version_spans)} changes", sender)
+        group.rollouts[segment.index], group.senders[segment.index] = grown, senders
         if len(grown.token_ids) > held_tokens:
             self.workers.on_tokens(sender, segment.group_id, segment.index)
         if not grown.is_finished:
@@ -495,7 +505,8 @@ def problem_of_segment(
         return f"expected token ids of 0 to {vocabulary_size - 1}, got {max(segment.token_ids)}"
     unknown = [span.version for span in segment.version_spans if span.version not in published]
     if unknown:
-        return f"expected published versions {min(published)} to {max(published)}, got {unknown[0]}"
+        known = f"{min(published)} to {max(published)}" if published else "that are still to come"
+        return f"expected published versions {known}, got {unknown[0]}"
     if segment.is_finished and segment.offset == 0 and not segment.token_ids:
         return "expected at least one token in a finished rollout, got none"
     if spec.sampling.temperature != 1.0:

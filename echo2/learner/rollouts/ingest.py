@@ -24,6 +24,7 @@ from echo2.base.rollout import NO_ROUTING, Verdict
 from echo2.base.units import address_of
 from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.learner.audit import Habits
+from echo2.learner.bets import noise_prior
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic
@@ -50,9 +51,10 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
 
     def __init__(
         self, pool: RolloutPool, run_id: RunId, coordinator_peer_id: PeerId, fail: Callable[[BaseException], None], *,
-        requires_seeds: bool = False,
+        requires_seeds: bool = False, precision: str = "",
     ) -> None:  # fmt: skip
-        self.pool, self._fail, self._requires_seeds = pool, fail, requires_seeds
+        self.pool, self._fail = pool, fail
+        self._requires_seeds, self._noise_nats = requires_seeds, noise_prior(precision)
         self.run_id, self.coordinator_peer_id = run_id, coordinator_peer_id
         self._streams: Counter[PeerId] = Counter()
         self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
@@ -86,6 +88,8 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
                 f"{peer_id}: expected an engine that draws by the seeds of its leases, got one that drafts tokens: "
                 "set worker.draft_tokens = 0 there, or give the learner's run file the number that is set there"
             )
+        if noise_prior(report.engine_kind) > self._noise_nats:  # what is no noise would pass as some
+            raise NotAllowed(f"{peer_id}: expected worker.quantisation of the run file, got {report.engine_kind}")
         segments = segments_from_report(report)
         worked_s = 2 * (monotonic() - begun)  # the rest takes about as long again
         await call.pause(worked_s)
@@ -162,7 +166,7 @@ class IngestPort:
         self.server = new_server(LEARNER)
         service = IngestService(
             pool, credentials.run_id, credentials.coordinator_peer_id, fail,
-            requires_seeds=not options.config.worker.draft_tokens,
+            requires_seeds=not options.config.worker.draft_tokens, precision=options.config.worker.quantisation,
         )  # fmt: skip
         ingest_pb2_grpc.add_IngestServicer_to_server(service, self.server)
         listen = address_of(options.host, options.config.learner.port)

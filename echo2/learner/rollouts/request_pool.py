@@ -242,7 +242,7 @@ class RequestPool(RolloutPool):
             self._asked[name], asked.offered_at = asked, monotonic()
             offered += request.choices
             self.groups.open(spec, asked.number, asked.retry)
-            self.groups.groups[name].min_version = least
+            self.groups.groups[name].min_version = max(least, self.groups.groups[name].min_version)
             self._port.offer([spec])
 
     @property

@@ -185,11 +185,13 @@ def test_a_full_disk_is_no_refusal_and_ends_the_learner() -> None:
 
 
 def test_where_seeds_are_asked_for_nothing_is_taken_of_an_engine_that_draws_by_its_own() -> None:
-    """One that picks the best of several by reward would not be found."""
+    """One that picks the best of several by reward would not be found; nor one that lies within the noise of fp8."""
 
     async def scene(stage: Stage, worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
         text = await refused(stub, report_of(stage, worker, draws_by_seed=False))
         assert "worker.draft_tokens = 0" in text
+        text = await refused(stub, report_of(stage, worker, draws_by_seed=True, engine_kind="vllm fp8"))
+        assert "worker.quantisation" in text
         assert not any(r.token_ids for r in stage.pool.groups.groups[first_of(stage)].rollouts)
         verdicts = await answered(stub.Report(), report_of(stage, worker, draws_by_seed=True))
         assert any(v.verdict is Verdict.ADMITTED for v in verdicts)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan, Work
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, Routing, SamplingParams, Verdict, VersionSpan, Work
 from echo2.learner.audit import Habits
 from echo2.learner.rollouts import workers
 from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups, cap_groups, problem_of_end, problem_of_segment
@@ -138,7 +138,9 @@ class PoolMachine(RuleBasedStateMachine):
             return Verdict.DUPLICATE if root_of(name) in trained and segment.is_finished else Verdict.CLOSED, ()
         if attempt < self.attempts.get(name, 0):
             return Verdict.CLOSED, ()  # one that a later one has replaced adds nothing
-        known = groups.published if exact is None else [exact]  # an evaluation takes tokens of its version alone
+        known = [exact]  # an evaluation takes tokens of its version alone
+        if exact is None:
+            known = [each for each in groups.published if each >= group.min_version]
         if segment.index >= len(group.rollouts) or max(segment.token_ids) >= 50 or span.version not in known:
             return Verdict.REFUSED, ()
         self.attempts[name] = attempt
@@ -498,6 +500,33 @@ def test_stale_groups_are_dropped_and_their_prompts_offered_again(is_buffered: b
     assert closure.reason == "stale" and closure.again == (0, 1)
     again = groups.open_group(0, draw(0), 1)
     assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling == draw(0)[1]
+
+
+@pytest.mark.parametrize("versions", [(0, 0), (1, 2, 1, 2, 1, 2, 1)])
+def test_who_names_versions_that_no_honest_worker_had_is_accused_and_the_group_stays(versions: tuple[int, ...]) -> None:
+    """An older one would make the group stale; each change of version costs the audit a forward pass."""
+    groups = new_groups(1)
+    groups.next_step = Step(2)
+    for published in (1, 2):
+        groups.publish(Version(published))
+    name = groups.open_group(0, draw(0)).group_id
+    spans = tuple(VersionSpan(Version(version), 1) for version in versions)
+    lie = replace(piece(name, 0, [9] * len(versions)), version_spans=spans)
+    for _ in range(workers.IMPOSSIBLE_MAX):
+        assert groups.receive(lie, 0, ALICE).verdict is Verdict.REFUSED
+    assert [accused.peer_id for accused in groups.workers.accused] == [ALICE]
+    assert verdict(groups, name, 0, [9, STOP], version=1) is Verdict.ADMITTED
+
+
+@pytest.mark.parametrize("row_bytes", [0, 5])
+def test_routes_that_the_model_has_no_use_for_are_not_kept(row_bytes: int) -> None:
+    """Else a worker fills the learner's memory and journal: 16 MiB a rollout."""
+    groups = OpenGroups(groups_config(), 50, row_bytes=row_bytes)
+    name = groups.open_group(0, draw(0)).group_id
+    for index, size in enumerate((5, 2048)):
+        segment = replace(piece(name, index, [9, STOP]), routing=Routing(b"", bytes(2 * size)))
+        assert groups.receive(segment, 0).verdict is Verdict.ADMITTED
+    assert [len(rollout.routing.tokens) for rollout in groups.groups[name].rollouts] == [2 * row_bytes, 0]
 
 
 # ---- what is not worth training on
