@@ -136,7 +136,41 @@ def test_each_may_write_its_folder_and_read_its_secret() -> None:
         given = dict(itertools.pairwise(words))
         folder = Path("/var/lib/echo2", given.get("--folder") or given["--run.folder"])
         assert folder.is_relative_to("/var/lib/echo2"), f"{where}: the only place that its unit makes for it"
+    for path in (DEPLOY / "systemd").glob("*.service"):
+        text = path.read_text()
+        assert "ProtectHome=read-only" in text and "Environment=HOME=/var/lib/echo2" in text, "where caches are kept"
     assert yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["prometheus"]["user"] == "root"
+
+
+def test_in_containers_a_learner_may_make_its_sandbox_and_write_its_caches_and_has_its_gpu_alone() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert set(services["learner"]["security_opt"]) == {"seccomp=unconfined", "apparmor=unconfined"}
+    _, stateful = yaml.safe_load_all((DEPLOY / "kubernetes" / "learner.yaml").read_text())
+    context = stateful["spec"]["template"]["spec"]["containers"][0]["securityContext"]
+    assert context["seccompProfile"] == context["appArmorProfile"] == {"type": "Unconfined"}
+    for name in ("coordinator", "learner"):
+        text = (DEPLOY / "containers" / f"{name}.Containerfile").read_text()
+        made = re.findall(r"install -d -o echo2 -g echo2 (.+)", text)[0].split()
+        places = [volume.split(":")[1] for volume in services[name]["volumes"] if not volume.startswith(".")]
+        assert set(places) <= set(made), f"{name}: a volume where the image has nothing is root's"
+    devices = [services[name]["deploy"]["resources"]["reservations"]["devices"] for name in ("learner", "worker")]
+    (learners,), (workers,) = devices
+    assert not set(learners["device_ids"]) & set(workers["device_ids"]), "a count would begin at the first for both"
+
+
+def test_grafana_finds_its_data_source_and_the_board() -> None:
+    mounted = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]["volumes"]
+    places = {target: DEPLOY / source for source, target, _ in (volume.split(":") for volume in mounted)}
+    provisioning = Path("/etc/grafana/provisioning")
+    read = {
+        str(Path(place).parent): yaml.safe_load(file.read_text())
+        for place, file in places.items()
+        if file.suffix == ".yaml"
+    }
+    (source,) = read[str(provisioning / "datasources")]["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+    (folder,) = read[str(provisioning / "dashboards")]["providers"]
+    assert places[f"{folder['options']['path']}/echo2.json"].is_file()
 
 
 @pytest.mark.extras
@@ -182,44 +216,57 @@ def test_prometheus_accepts_them(kind: str, file: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-FIRING: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+_ON, _OFF = {"echo2_learner_connected": "1x60"}, {"echo2_learner_connected": "0x60"}
+_UP, _SUSPECT, _ALIVE = (f'{name}{{job="echo2"}}' for name in ("up", "echo2_workers_suspect", "echo2_workers_alive"))
+FIRING: dict[str, tuple[dict[str, str], ...]] = {
     # what each alert is about: series that must set it off by minute 60, and the like of it that must not
-    "Echo2CoordinatorDown": ({'up{job="echo2"}': "0x60"}, {'up{job="echo2"}': "1x60"}),
-    "Echo2LearnerAway": ({"echo2_learner_connected": "0x60"}, {"echo2_learner_connected": "1x60"}),
+    "Echo2CoordinatorDown": ({_UP: "0x60"}, {_UP: "1x60"}),
+    "Echo2LearnerAway": (
+        _OFF | {"echo2_workers_alive": "2x60"},
+        _ON | {"echo2_workers_alive": "2x60"},
+        _OFF | {"echo2_workers_alive": "0x60"},  # of a finished run
+    ),
     "Echo2OverStaleTokens": ({"echo2_over_stale_tokens_trained": "3x60"}, {"echo2_over_stale_tokens_trained": "0x60"}),
     "Echo2NoProgress": (
         {"echo2_step": "7x60", "echo2_usd_per_hour": "2x60"},
         {"echo2_step": "0+1x60", "echo2_usd_per_hour": "2x60"},
+        {"echo2_step": "_x48 0x12", "echo2_usd_per_hour": "_x48 2x12"},  # which began twelve minutes ago
     ),
     "Echo2LearnerStarved": (
-        {"echo2_learner_utilisation": "0.5x60", "echo2_learner_utilisation_predicted": "0.99x60"},
-        {"echo2_learner_utilisation": "0.95x60", "echo2_learner_utilisation_predicted": "0.99x60"},
+        _ON | {"echo2_learner_utilisation": "0.5x60", "echo2_learner_utilisation_predicted": "0.99x60"},
+        _ON | {"echo2_learner_utilisation": "0.95x60", "echo2_learner_utilisation_predicted": "0.99x60"},
+        _OFF | {"echo2_learner_utilisation": "0.5x60", "echo2_learner_utilisation_predicted": "0.99x60"},
     ),
     "Echo2PlanInfeasible": (
-        {"echo2_learner_utilisation_predicted": "0.5x60"},
-        {"echo2_learner_utilisation_predicted": "0x60"},
+        _ON | {"echo2_learner_utilisation_predicted": "0.5x60"},
+        _ON | {"echo2_learner_utilisation_predicted": "0x60"},
+        _OFF | {"echo2_learner_utilisation_predicted": "0.5x60"},
     ),
     "Echo2BroadcastSlow": (
-        {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "4x60"},
-        {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "0x60"},
+        _ON | {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "4x60"},
+        _ON | {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "0x60"},
+        _OFF | {"echo2_broadcast_seconds": "9x60", "echo2_broadcast_seconds_predicted": "4x60"},
     ),
     "Echo2RolloutsStale": (
         {"echo2_rollouts_dropped_stale": "0+1x60", "echo2_rollouts_trained": "0+10x60"},
         {"echo2_rollouts_dropped_stale": "0+1x60", "echo2_rollouts_trained": "0+100x60"},
+        {"echo2_rollouts_dropped_stale": "5x60", "echo2_rollouts_trained": "0+100x50 3000x10"},  # back at a checkpoint
     ),
     "Echo2LeasesExpire": (
         {"echo2_leases_expired": "0+2x60", "echo2_leases_granted": "0+10x60"},
         {"echo2_leases_expired": "0x60", "echo2_leases_granted": "0x60"},
     ),
-    "Echo2WorkersSuspect": (
-        {"echo2_workers_suspect": "3x60", "echo2_workers_alive": "7x60"},
-        {"echo2_workers_suspect": "1x60", "echo2_workers_alive": "9x60"},
+    "Echo2WorkersSuspect": (  # every quarter of a minute: four of ten for half a minute; one; all, after a restart
+        {_UP: "1x240", _SUSPECT: "0x230 4x1 0x8", _ALIVE: "10x230 6x10"},
+        {_UP: "1x240", _SUSPECT: "0x230 1x1 0x8", _ALIVE: "10x230 9x10"},
+        {_UP: "1x225 0x4 1x10", _SUSPECT: "0x225 _x4 10x1 0x8", _ALIVE: "10x225 _x4 0x1 10x8"},
     ),
     "Echo2WorkerBehind": (
         {'echo2_worker_lag_versions{worker="oslo"}': "9x60"},
         {'echo2_worker_lag_versions{worker="oslo"}': "2x60"},
     ),
 }
+NO_STEPS = "No optimiser step in 20 minutes while the pool costs 2 USD/h."
 
 
 def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
@@ -234,7 +281,11 @@ def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
             count = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)'
             expected = [{"labels": "{}", "value": 1 if series is cases[0] else 0}]
             asked = [{"expr": count, "eval_time": "60m", "exp_samples": expected}]
-            tests.append({"interval": "1m", "input_series": inputs, "promql_expr_test": asked})
+            interval = "15s" if alert == "Echo2WorkersSuspect" else "1m"
+            tests.append({"interval": interval, "input_series": inputs, "promql_expr_test": asked})
+            if alert == "Echo2NoProgress" and series is cases[0]:
+                told = [{"exp_labels": {"severity": "critical"}, "exp_annotations": {"summary": NO_STEPS}}]
+                tests[-1]["alert_rule_test"] = [{"eval_time": "60m", "alertname": alert, "exp_alerts": told}]
     rules = [str(DEPLOY / "prometheus" / "alerts.yml")]
     file = {"rule_files": rules, "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "fires.yml").write_text(yaml.safe_dump(file))
@@ -262,7 +313,7 @@ def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
 
 SERVICE_KEYS = {
     "build", "image", "command", "ports", "volumes", "restart", "healthcheck", "depends_on", "deploy", "stop_grace_period",
-    "shm_size", "profiles", "user",
+    "shm_size", "profiles", "user", "security_opt",
 }  # fmt: skip
 
 
