@@ -37,7 +37,7 @@ from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, 
 from echo2.coordinator.fleet.members import Liveness
 from echo2.coordinator.fleet.tokens import ROLES, Token
 from echo2.coordinator.hub import Hub
-from echo2.outside import monotonic
+from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.trust.ports import remote_of
@@ -69,6 +69,12 @@ def check_protocol(version: int, sender: str) -> None:
         raise VersionMismatch(
             f"{sender}: expected protocol version {PROTOCOL_VERSION}, got {version}: use one release of echo2 everywhere"
         )
+
+
+def issued(authority: RunAuthority, request_der: bytes, role: Role, now: float, token_id: str) -> NodeCertificate:
+    """A certificate from the earlier of `now`, by a clock that is never set, and the time of day: where one was wrong and was put
+    right, nodes would else be given what is not in force yet."""
+    return authority.issue(request_der, role, min(now, unix_now()), token_id=token_id)
 
 
 class Callers:
@@ -128,7 +134,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
         token = self._hub.tokens.look_up(request.token, host, now)  # checked before anything is signed
         role = Role(request.role)
-        certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token.token_id)
+        certificate = issued(self._authority, request.certificate_request_der, role, now, token.token_id)
         self._hub.membership.check_not_banned(certificate.peer_id)
         if role.value == token.role and certificate.peer_id not in token.peers:
             self._make_way(token, certificate.peer_id)
@@ -178,7 +184,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
         self._hub.membership.check_not_banned(caller.peer_id)
         self._hub.tokens.check_operator(caller)
-        certificate = self._authority.issue(request.certificate_request_der, caller.role, now, token_id=caller.token_id)
+        certificate = issued(self._authority, request.certificate_request_der, caller.role, now, caller.token_id)
         certificate.check_peer(caller.peer_id)
         self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate", caller.peer_id, "renews")
         return certificate

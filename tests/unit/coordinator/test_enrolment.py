@@ -117,9 +117,11 @@ async def test_a_certificate_names_the_link_that_let_its_holder_in_and_keeps_it_
         assert one.certificate.token_id == other.certificate.token_id != ""
         learner = await enrol(link_of(daemon, Role.LEARNER), Identity.generate(), Role.LEARNER)
         assert learner.certificate.token_id not in ("", one.certificate.token_id)
-        before = one.certificate.token_id
+        before, clock = one.certificate.token_id, daemon.hub.clock
+        daemon.hub.clock = SimpleNamespace(now=lambda: clock.now() + 3600.0)  # it started with its clock an hour ahead
         for _ in range(5):
             await renew(one)
+            one.check(time.time())
         assert one.certificate.token_id == before
         assert NodeCertificate.parse(one.certificate.pem).whose.token_id == before
         told = [event.text for event in daemon.hub.state.events if f"{one.peer_id} renewed" in event.text]
@@ -167,7 +169,7 @@ async def test_a_certificate_is_renewed_when_two_thirds_of_its_life_are_over_and
 
 
 async def test_a_coordinator_that_has_moved_is_looked_up_by_the_link_or_by_the_newer_one_in_its_file(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(options(tmp_path)) as daemon:
         link, file, kept = link_of(daemon), tmp_path / "newer.link", list[Credentials]()
@@ -194,6 +196,7 @@ async def test_a_coordinator_that_has_moved_is_looked_up_by_the_link_or_by_the_n
             token.expires_at = late + 1.0
         with entered(outside_at(late)):
             daemon.hub.clock = SimpleNamespace(now=lambda: late)
+            monkeypatch.setattr("echo2.coordinator.fleet.enrolment.unix_now", lambda: late)
             await find_coordinator(link, None, worker, kept.append)
             worker.check(late)
         assert kept == [worker] and worker.certificate.pem != before, "one that was away until it had expired"
