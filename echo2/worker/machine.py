@@ -308,12 +308,16 @@ def local_gpus() -> tuple[LocalGpu, ...]:
 
 
 def look(folder: Path) -> WorkerMachine:
-    """Inspects this machine. Takes up to `TOOL_S`; `folder` is where the worker needs disk."""
+    """Inspects this machine. Takes up to `TOOL_S`; `folder` is where the worker needs disk. What chunks take there counts as free:
+    newer ones take their place."""
+    free_bytes = shutil.disk_usage(folder).free
+    with contextlib.suppress(OSError):  # a worker that is at work there drops some
+        free_bytes += sum(path.stat().st_size for path in folder.glob("chunks/*.artifact"))
     return WorkerMachine(
         gpus=local_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_total_bytes(),
-        free_disk_bytes=shutil.disk_usage(folder).free,
+        free_disk_bytes=free_bytes,
         has_vllm=importlib.util.find_spec("vllm") is not None,
         free_memory_bytes=memory_free_bytes(),
         shared_memory_bytes=shared_memory_bytes(),

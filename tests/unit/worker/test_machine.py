@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -63,7 +64,11 @@ def test_this_machine_is_looked_at_and_vllm_chosen_where_there_is_a_gpu_and_vllm
         assert chosen_engine(choice, machine) == expected
     with pytest.raises(ConfigError, match="expected vLLM to be installed"):
         chosen_engine("vllm", BARE)
+    (tmp_path / "chunks").mkdir()
+    (tmp_path / "chunks" / "a.artifact").touch()
+    os.truncate(tmp_path / "chunks" / "a.artifact", 1 << 42)
     machine = look(tmp_path)
+    assert machine.free_disk_bytes > 1 << 42, "what it keeps itself gives way to newer chunks"
     assert machine.cores >= 1 and machine.memory_bytes > 1 << 28 and "cores" in machine.describe()
     found = {finding.what: finding for finding in findings(replace(machine, free_disk_bytes=1 << 20), tmp_path)}
     assert set(found) == {"GPU", "memory", "disk"} and not found["disk"].is_good
