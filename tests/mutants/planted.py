@@ -52,7 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            self._journal_dropped(answer.group_ids)\n            if answer",
            "            if answer", (_UNIT + "learner/test_pool.py",)),
     Mutant("a segment begins before the one before is synced", _JOURNAL,
-           "                    here().files.sync(previous)  # `commit` syncs", "                    pass  # `commit` syncs", (_UNIT + "learner/test_journal.py",)),
+           "                here().files.sync(previous)\n", "                pass\n", (_UNIT + "learner/test_journal.py",)),
     Mutant("a batch leaves before its composition is synced", _POOL,
            "            if batch is not None:\n                await self.journal.commit()\n", "            if batch is not None:\n",
            (_UNIT + "learner/test_pool.py",)),

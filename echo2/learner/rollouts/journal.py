@@ -217,13 +217,13 @@ class Journal:
         """Starts the segment of the step in `first`, or continues it if a killed learner had begun it."""
         previous, step = self._file, Step(first.header.step)
         with self._disk():
+            if previous is not None:  # before the new name is on the disk: only the newest may have a torn end
+                here().files.sync(previous)
             file = os.open(self._path(step), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 _write(file, framed(first.SerializeToString()))
                 here().files.sync(file)
                 here().files.sync_path(self.folder)
-                if previous is not None:
-                    here().files.sync(previous)  # `commit` syncs only the newest segment
             except BaseException:
                 os.close(file)
                 raise
@@ -255,12 +255,12 @@ class Journal:
     async def _sync_once(self) -> None:
         reached = self._appended
         assert self._file is not None, "the journal is open"
-        file = os.dup(self._file)  # a new segment may begin meanwhile
-        try:
-            with self._disk():
+        with self._disk():
+            file = os.dup(self._file)  # a new segment may begin meanwhile
+            try:
                 await asyncio.to_thread(here().files.sync, file)
-        finally:
-            os.close(file)
+            finally:
+                os.close(file)
         self._synced = max(self._synced, reached)
 
     def close(self) -> None:

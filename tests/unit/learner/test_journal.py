@@ -130,12 +130,14 @@ def test_a_new_segment_begins_once_the_old_is_on_disk(tmp_path: Path, monkeypatc
     journal = Journal(tmp_path)
     journal.go_on(Step(0))
     journal.append(opened("g2", 2))
-    synced: set[int] = set()
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), real(file))[1])
+    begun: dict[int, bool] = {}
+    real, new = os.fsync, tmp_path / "segment-00000002.records"
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (begun.setdefault(os.fstat(file).st_ino, new.exists()), real(file))[1]
+    )
     journal.begin(records.began("run", Step(2), 0, ()))
     journal.close()
-    assert path.stat().st_ino in synced
+    assert not begun[path.stat().st_ino], "a power cut in between would leave a torn end before the newest segment"
     assert [step for step, _ in read_journal(tmp_path, Step(0))[0]] == [0] * (len(RECORDS) + 1) + [2]
     os.truncate(path, path.stat().st_size - 1)  # so its end cannot be torn
     with pytest.raises(StateError, match="found a broken record .* and remove the later segments"):
@@ -177,15 +179,18 @@ def test_a_commit_returns_after_a_sync_that_began_with_its_record_and_many_share
     assert len(synced) <= 8
 
 
-def test_after_a_sync_that_failed_no_commit_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["fsync", "dup"])
+def test_after_a_sync_that_failed_no_commit_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     """Linux reports a lost write once; whoever asks again is told that all is well."""
-    journal, real, failures = Journal(tmp_path), os.fsync, [errno.EIO]
+    journal, real, failures = Journal(tmp_path), getattr(os, failing), [errno.EIO]
     journal.begin(BEGAN)
 
-    def sync(file: int) -> None:
+    def sync(file: int) -> object:
         if failures:
             raise OSError(failures.pop(), "Input/output error")
-        real(file)
+        return real(file)
 
     async def ask() -> None:
         journal.append(opened("g", 0))
@@ -193,7 +198,7 @@ def test_after_a_sync_that_failed_no_commit_succeeds(tmp_path: Path, monkeypatch
             with pytest.raises(StateError, match="expected to write .* Input/output error"):
                 await journal.commit()
 
-    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, failing, sync)
     asyncio.run(ask())
     journal.close()
 
