@@ -2,7 +2,7 @@
 
 Guarantees: `kill_all` leaves no child process, and none outlives this process, whatever ends it (process.die_with_parent);
 `raise_if_failed` reports a child that ended with an error by the last error in its log. Waits for: the coordinator, at most
-READY_WITHIN_S; the end of a child told to stop, at most STOP_WITHIN_S.
+READY_WITHIN_S; the end of a child told to stop, at most STOP_WITHIN_S, and SAVE_WITHIN_S for the learner.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from echo2.cli.report import samples_of
 
 READY_WITHIN_S = 60.0  # imports on a cold disk
 STOP_WITHIN_S = 10.0  # a daemon's own graceful end
+SAVE_WITHIN_S = 120.0  # a learner's: the step in progress and a checkpoint, as in deploy/
 LEARNER_ALONE_S = 30.0  # how long a learner may go on after the last worker has ended: it exports its model meanwhile
 LAST_WORDS_LINES = 8  # the end of a traceback
 
@@ -103,13 +104,13 @@ class Children:
         return (errors or lines or ["no output"])[-1]
 
     async def stop(self, name: str) -> int | None:
-        """Sends SIGTERM, then SIGKILL after STOP_WITHIN_S. Returns the exit code."""
+        """Sends SIGTERM, then SIGKILL if that takes too long. Returns the exit code."""
         process = self.processes[name]
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(STOP_WITHIN_S):
+                async with asyncio.timeout(SAVE_WITHIN_S if name == "learner" else STOP_WITHIN_S):
                     await process.wait()
             except TimeoutError:
                 self._kill(process)
@@ -149,7 +150,7 @@ class Children:
         return page.read_text().strip()
 
 
-ENDING_WITHIN_S = 20.0  # twice STOP_WITHIN_S: children of a run that is ending
+ENDING_WITHIN_S = 20.0  # twice what they give themselves: children of a run whose starter is gone
 LOOK_S = 0.1  # a person does not notice
 STARTER = "echo2"  # the command's own name among the holders of a folder
 _BY_HAND = {"learner": "learner/learner.lock", "coordinator": "coordinator/lock"}

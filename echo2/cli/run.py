@@ -77,11 +77,15 @@ class LocalRun:
         task = asyncio.current_task()
         assert task is not None, "a task runs this"
 
+        def stop(_: object) -> None:
+            console.print("stopping: the learner ends its step and saves; Ctrl-C again ends everything at once")
+            task.cancel()
+
         def end() -> None:
             children.kill_all()
             console.show_cursor(True)
 
-        stop_on_signals(lambda _: task.cancel(), end)
+        stop_on_signals(stop, end)
         try:
             await live.run(list(self.workers))
         except asyncio.CancelledError:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from io import StringIO
@@ -125,6 +126,16 @@ def test_a_run_ends_by_an_error_and_with_its_coordinator(name: str, code: int, i
     told = pytest.raises(ChildFailed, match=f"^{name} ended with code {code}: grants leases$")
     with told if is_end else contextlib.nullcontext():
         children.raise_if_failed()
+
+
+@pytest.mark.parametrize("name", ["learner", "w1"])
+async def test_a_learner_has_time_to_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children, process = Children(tmp_path, {}, sys.executable, {}, mock.Mock()), mock.Mock(returncode=None)
+    children.processes[name], process.wait = process, lambda: asyncio.sleep(0.01)
+    monkeypatch.setattr("echo2.cli.processes.STOP_WITHIN_S", 0.0)
+    monkeypatch.setattr(children, "_kill", killed := mock.Mock())
+    await children.stop(name)
+    assert process.send_signal.called and killed.called == (name != "learner")
 
 
 @pytest.mark.parametrize("workers", [[], ["w1"]])
