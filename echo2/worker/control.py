@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -49,22 +50,27 @@ class ControlServer:
 
     async def start(self) -> None:
         """Starts listening; StateError if another worker runs in the folder."""
-        if await _is_answered(self._path):
-            raise StateError(
-                f"{self._folder}: another worker runs in this folder; give this one another --name or --folder"
-            )
-        self._path.unlink(missing_ok=True)
-        old_mask = os.umask(0o077)
+        lock = os.open(self._folder / "worker.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES_MAX)
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # of two that start at once, one takes the place
+            if await _is_answered(self._path):
+                raise StateError(
+                    f"{self._folder}: another worker runs in this folder; give this one another --name or --folder"
+                )
+            self._path.unlink(missing_ok=True)
+            old_mask = os.umask(0o077)
+            try:
+                self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES_MAX)
+            finally:
+                os.umask(old_mask)
         finally:
-            os.umask(old_mask)
+            os.close(lock)
 
     async def stop(self) -> None:
         if self._server is not None:
+            self._path.unlink(missing_ok=True)  # first: later it may be that of a worker which has just started
             self._server.close()
             await self._server.wait_closed()
-            self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
