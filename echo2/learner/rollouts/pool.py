@@ -483,10 +483,10 @@ class RolloutPool:
         self._tell_closures()
 
     def _end_evaluation(self, evaluation: VersionEvaluation, reason: str = "") -> None:
+        row = self.evaluations.record(evaluation, reason)  # first: without room for it, a restart has its answers still
         self._drop_evaluation(evaluation)
         version, self._next_evaluation = self._next_evaluation, None
         self._evaluation = None if version is None else self._evaluation_of(version)
-        row = self.evaluations.record(evaluation, reason)
         if row is not None:
             self._port.on_evaluation(row)
         self._progress.set()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from time import process_time
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -845,6 +846,17 @@ def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_
     for group_id in stage.questions:
         stage.answer(group_id, 0.0)
     assert [*stage.evaluations.rewards.values()] == [0.0]
+
+
+def test_a_result_without_room_on_the_disk_is_written_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = begun(0, (QuestionSet("held_out", 1, 1),))
+    (only,) = stage.questions
+    with monkeypatch.context() as full:
+        full.setattr(stage.evaluations, "record", mock.Mock(side_effect=DiskFull("no space left")))
+        stage.answer(only, 0.5)
+    stage.start()
+    stage.reward(0.5)
+    assert [*stage.evaluations.rewards.values()] == [0.5]
 
 
 def test_a_question_whose_workers_are_barred_is_asked_again_so_often_only(monkeypatch: pytest.MonkeyPatch) -> None:
