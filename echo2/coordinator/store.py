@@ -28,7 +28,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from echo2.base.errors import DiskFull, EchoError, StateError
+from echo2.base.errors import NO_ROOM, DiskFull, EchoError, StateError
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token, TokenBook
@@ -189,7 +189,9 @@ class _Text:
 
 # A lease's speed is measured anew after a restart; what holds for a group until its next lease is found out anew.
 _ROWS = {
-    "groups": _RowForm(OpenGroup, "avoid", "preferred", "waits_until", "moves", "made_by", "last_worker", "confirmed"),
+    "groups": _RowForm(
+        OpenGroup, "avoid", "preferred", "not_before", "waits_until", "moves", "made_by", "last_worker", "confirmed"
+    ),
     "leases": _RowForm(Lease, "tokens_before", "measured_from"),
     "members": _RowForm(
         Member, "record", "reach", "cut_at", "has_left", "is_restored", "heartbeat_at", "measures", "wanted_reason",
@@ -310,7 +312,7 @@ class SqlStore:
         if self._mark is None or not self._mark.exists():
             return 0
         try:
-            return int(self._mark.read_bytes())
+            return int(self._mark.read_bytes() or b"0")  # empty: the disk was full as it was begun
         except (OSError, ValueError):
             raise StateError(
                 f"{self._mark}: expected the count of the coordinator's changes, found it damaged. If the database beside it is "
@@ -412,7 +414,7 @@ class SqlStore:
 
     def _error(self, error: Exception) -> DiskFull | StateError:
         text = str(getattr(error, "orig", None) or error).strip()
-        if "disk is full" in text or "No space left" in text or "disk I/O error" in text:
+        if getattr(error, "errno", None) in NO_ROOM or "disk is full" in text or "disk I/O error" in text:
             return DiskFull(f"{self._where}: expected room for the coordinator's state, got: {text}")
         if isinstance(error, ValueError) or any(word in text for word in _DAMAGE_WORDS):
             return self._damaged(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -96,6 +97,8 @@ ALL.log.extend([("events", EVENT), ("samples", SAMPLE), ("paid", PAID)])
 
 def test_what_was_written_is_there_after_the_process_is_gone_and_later_writes_replace_and_drop(url: str) -> None:
     with closing(SqlStore(url, RUN)) as store:
+        store.write(rows(replace(GROUP, not_before=1e9)))  # by a clock that a restart may find set back
+        assert store.load().groups == (GROUP,)
         store.write(ALL)
         with sa.create_engine(url).begin() as connection:  # a release that knew nothing of it wrote no such field
             older = "UPDATE \"rows\" SET json = replace(json, ',\"replaced\":[]', '') WHERE kind = 'machines'"
@@ -162,6 +165,7 @@ def test_full_disk_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(DiskFull, match="expected room"):
         for index in range(200):
             store.write(rows(**{f"k{index}": "x" * 1000}))
+    assert isinstance(store._error(OSError(errno.EDQUOT, "Disk quota exceeded")), DiskFull)
     store.close()
 
 
@@ -356,3 +360,5 @@ def test_a_damaged_page_and_a_damaged_count_say_what_to_do(tmp_path: Path) -> No
     mark.write_bytes(b"not a number")
     with pytest.raises(StateError, match="found it damaged"):
         kept_in(tmp_path)
+    mark.write_bytes(b"")  # the disk was full as it was begun
+    kept_in(tmp_path).close()

@@ -85,7 +85,7 @@ class OpenGroup:
     """A group that the learner wants and has not closed. `avoid`: maps workers that must not get it to the time until which
     that holds. `preferred`: the worker for which it was recalled, or that has the previous turn in its KV cache; `waits_until`:
     until then no other worker gets it. `moves`: how often it was recalled for another worker; `made_by`: the worker that claims
-    to have finished it; `last_worker`: holder of its newest lease. These fields are not saved, nor is `confirmed`."""
+    to have finished it; `last_worker`: holder of its newest lease. These are not saved, nor are `not_before` and `confirmed`."""
 
     spec: GroupSpec
     phase: GroupPhase
