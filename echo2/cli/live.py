@@ -30,6 +30,7 @@ from echo2.cli.processes import Children
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 LOOK_EVERY_S = 0.5  # as often as the page's stream changes
+LOOKS_MAX = 2 * 86_400  # a day's
 PLAIN_LINE_EVERY_S = 10.0  # a log of an hour has 360 lines
 STILL_STEPS = 6.0  # a long step looks so: only workers go on
 
@@ -61,11 +62,15 @@ class LiveRun:
             self.console.print(f"dashboard {page}", highlight=False, soft_wrap=True)
             await self.children.start("learner")
             link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
-            async with OperatorClient.at(link, self.run_folder / "operator") as operator:
-                screen = Live(draw(self.state), console=self.console, refresh_per_second=4)
-                with contextlib.nullcontext() if self.is_plain else screen as live:
-                    while not await self._is_at_its_end(operator, live, workers):
-                        await asyncio.sleep(LOOK_EVERY_S)
+            screen = Live(draw(self.state), console=self.console, refresh_per_second=4)
+            with contextlib.nullcontext() if self.is_plain else screen as live:
+                is_over = False
+                while not is_over:  # anew each day: a certificate is renewed as it is read
+                    async with OperatorClient.at(link, self.run_folder / "operator") as operator:
+                        for _ in range(LOOKS_MAX):
+                            if is_over := await self._is_at_its_end(operator, live, workers):
+                                break
+                            await asyncio.sleep(LOOK_EVERY_S)
         finally:
             await asyncio.shield(asyncio.create_task(self.children.stop_all()))
 

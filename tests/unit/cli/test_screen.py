@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+from echo2.cli import live
 from echo2.cli.live import STILL_STEPS, LastMove, LiveRun, ScreenState, draw, lag_lines, plain_line
 from echo2.cli.processes import ChildFailed, Children
 from echo2.cli.report import lags_of
@@ -139,19 +140,26 @@ async def test_a_learner_has_time_to_save(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("workers", [[], ["w1"]])
-async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(workers: list[str], tmp_path: Path) -> None:
+async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(
+    workers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`echo2 serve` starts none unless it is told to."""
-    looks, learner_runs, children = 0, [True, True, False], mock.AsyncMock()
+    learner_runs, children, operator = [True, True, False], mock.AsyncMock(), mock.AsyncMock()
     children.run_folder, children.processes = tmp_path, {}
+    children.start.side_effect = lambda name: children.processes.update({name: None})
     children.raise_if_failed = children.raise_if_learner_is_alone = mock.Mock()
     children.is_running = lambda name: learner_runs.pop(0)
-    operator = mock.AsyncMock()
     operator.status.return_value = coordinator_pb2.RunStatus(learner_is_connected=True)
     operator.status.return_value.workers.add(name="[/x]")  # a worker chooses its name
+    opened = mock.Mock(side_effect=lambda *_: contextlib.nullcontext(operator))
+    monkeypatch.setattr(live.OperatorClient, "at", opened)
+    monkeypatch.setattr(live, "LOOKS_MAX", 2)
+    monkeypatch.setattr(live, "LOOK_EVERY_S", 0.0)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "operator.link").write_text("echo2://h:1/p?token=t")
     with StringIO() as printed:
-        live = LiveRun(children, Console(file=printed), True, lambda status: False)
-        while not await live._is_at_its_end(operator, None, workers):
-            looks += 1
-            children.processes.update(dict.fromkeys(workers))
-        assert printed.getvalue().count("\n") == 1 and "[/x] without a version" in printed.getvalue()
-    assert looks == 2 and [call.args[0] for call in children.start.await_args_list] == workers
+        await LiveRun(children, Console(file=printed), True, lambda status: False).run(workers)
+        assert printed.getvalue().count("\n") == 1 + 1, "the page's address, and one line"
+        assert "[/x] without a version" in printed.getvalue()
+    assert [call.args[0] for call in children.start.await_args_list] == ["learner", *workers] and not learner_runs
+    assert opened.call_count == 2, "anew after some looks: a run of weeks outlives a certificate"
