@@ -307,6 +307,11 @@ class Reports:
             self._target = peer_id, address
             self._moved.set()
 
+    def reopen(self) -> None:
+        """Closes the stream: the next one shows the certificate as it is now."""
+        if self._target is not None:
+            self._moved.set()
+
     async def run(self, leases: Leases) -> None:
         """Keeps a stream to the learner until cancelled; `leases` takes what the learner answers."""
         self._leases = leases

@@ -251,6 +251,7 @@ class Worker:
             self.stop(str(end))
 
     def _save(self, credentials: Credentials) -> None:
+        self.reports.reopen()
         save_credentials(self._options.folder, credentials)
 
     def _on_host_facts(self, facts: HostFacts) -> None:

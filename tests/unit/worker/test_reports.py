@@ -27,6 +27,7 @@ from echo2.worker import links as links_module
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
+from echo2.worker.worker import Worker
 from tests.certificates import issued
 from tests.patience import WAIT_S
 from tests.unit.worker.peers import RUN, SmallRun, until
@@ -194,6 +195,15 @@ async def test_a_report_without_a_verdict_is_sent_again(tmp_path: Path, monkeypa
         run.learner.is_silent = False
         await run.learner.until(lambda it: it.finished)
         assert run.learner.finished[("g1", 0)].token_ids == (3, STOP)
+
+
+async def test_the_learner_is_shown_a_renewed_certificate(tmp_path: Path) -> None:
+    """It looks at the stream's one at each call, and would refuse all leases that continue once the old one has expired."""
+    async with working(tmp_path) as (run, bench):
+        await until(lambda: run.learner.streams == 1)
+        worker = SimpleNamespace(reports=bench.reports, _options=SimpleNamespace(folder=tmp_path))
+        Worker._save(worker, bench.reports.credentials)  # type: ignore[arg-type]
+        await until(lambda: run.learner.streams == 2, 5.0)
 
 
 async def test_a_lease_under_anothers_ticket_is_refused_and_a_late_renewal_leaves_nothing(
