@@ -52,6 +52,7 @@ _OPTIONS = (
 _log = logging.getLogger("echo2.control")
 
 Said = TypeVar("Said")
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,11 +302,11 @@ async def enrolled(link: JoinLink, identity: Identity, role: Role, waits: Waits,
         return credentials
 
 
-async def unless(stopped: asyncio.Event, joining: asyncio.Task[Credentials]) -> Credentials | None:
-    """The result of `joining`; None, with `joining` cancelled, if the node is stopped first. No task outlives the call."""
+async def unless(stopped: asyncio.Event, work: asyncio.Task[Done]) -> Done | None:
+    """The result of `work`; None, with `work` cancelled, if the node is stopped first. No task outlives the call."""
     stopping = asyncio.create_task(stopped.wait())
     try:
-        await asyncio.wait([joining, stopping], return_when=asyncio.FIRST_COMPLETED)
-        return joining.result() if joining.done() else None
+        await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
     finally:
-        await cancel_all((joining, stopping))
+        await cancel_all((work, stopping))

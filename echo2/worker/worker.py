@@ -186,7 +186,9 @@ class Worker:
             self.status.add_finding(finding)
         self._waits.begin("learner", "the learner to join the run")
         try:
-            await self.node.start()
+            await unless(self._ending, asyncio.create_task(self.node.start()))  # it reads all chunks of the run before
+            if self._ending.is_set():
+                return
             self._start(self._talk(), "session")
             self._start(self.reports.run(self.leases), "reports")
             self._start(self._generate(warm_up), "generation")

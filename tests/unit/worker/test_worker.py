@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from echo2.base.errors import BadToken, NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+from echo2.broadcast.node import BroadcastNode
 from echo2.config.run import RunConfig
 from echo2.weights import fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -186,6 +187,15 @@ async def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> No
         await ask(daemon.folder, "leave")
         await asyncio.wait_for(task, WAIT_S)
         assert run.coordinator.ended[-1].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+
+
+async def test_a_worker_that_still_reads_the_chunks_of_the_run_before_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with SmallRun(tmp_path / "run") as run:
+        monkeypatch.setattr(BroadcastNode, "start", lambda _: asyncio.Event().wait())
+        async with working(run, tmp_path / "w") as daemon:
+            await until(lambda: daemon.worker is not None)
 
 
 async def test_generation_goes_on_while_coordinator_and_learner_are_away_or_move(tmp_path: Path) -> None:
