@@ -277,14 +277,12 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
     mode = partial.stat().st_mode & 0o666
     for file in partial.glob("*.safetensors"):  # it writes for its owner alone, and another account may serve the model
         file.chmod(mode)
+    previous = folder.with_name(folder.name + ".previous")
+    shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
-        previous = folder.with_name(folder.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
-        partial.rename(folder)
-        shutil.rmtree(previous, ignore_errors=True)
-    else:
-        partial.rename(folder)
+    partial.rename(folder)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def export_run(folder: Path, target: Path, model_path: str = "") -> Step:

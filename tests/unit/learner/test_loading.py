@@ -45,7 +45,9 @@ def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, rank
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).half().save_pretrained(base)
     precision = "float32" if dtype == "float32" else "bfloat16"
     model = PolicyModel(str(base), precision, CPU, 1.0, lora_rank=rank)
+    (tmp_path / "out.previous").mkdir()  # as a kill between two renames leaves it
     export(model, model.snapshot(), load_tokenizer(str(base)), tmp_path / "out")
+    assert not (tmp_path / "out.previous").exists()
     of_base, of_export = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert {name: (t.shape, t.dtype) for name, t in of_export.items()} == {
         name: (t.shape, t.dtype) for name, t in of_base.items()
