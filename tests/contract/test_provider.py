@@ -108,8 +108,12 @@ async def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tm
     pid_file.write_text(f"{pid} {int(started) + 1}")
     assert await after.observe() == {}, "a stranger with the same pid is not ours"
     pid_file.write_text(f"{pid} {started}")
+    chunks = pid_file.with_name("chunks")
+    chunks.mkdir()
     await after.release(FIRST)
-    assert await after.observe() == {}
+    assert await after.observe() == {} and not chunks.exists(), (
+        "else each one that is given back leaves a model's bytes"
+    )
     await before.release(FIRST)  # it still waits for its child
 
 

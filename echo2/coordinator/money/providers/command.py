@@ -181,8 +181,11 @@ class LocalProvider:
                 if machine_id not in self._running():
                     break
                 await asyncio.sleep(LOOK_S)
-        if machine_id in self._reaping and machine_id not in self._running():
-            await self._reaping.pop(machine_id)
+        if machine_id not in self._running():
+            if machine_id in self._reaping:
+                await self._reaping.pop(machine_id)
+            # Of the size of the model, or twice that; another machine has another name and folder.
+            await asyncio.to_thread(shutil.rmtree, self._folder / machine_id / "chunks", ignore_errors=True)
 
     async def observe(self) -> dict[str, ObservedMachine]:
         return {machine_id: ObservedMachine(MachineState.RUNNING) for machine_id in self._running()}
