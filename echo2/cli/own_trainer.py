@@ -17,6 +17,7 @@ checkpoint come again, in order. Waits for: rollouts, in `Rollouts`; `Run.waits_
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -229,6 +230,8 @@ class Run:
         except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread, by next_batch or hand_in
             failure = error
         self.trainer.end(failure)
+        with contextlib.suppress(RuntimeError):  # gloo's, of a rank that has gone
+            self.trainer.stop()  # of a run that did not end by itself nobody has told the other ranks
 
 
 def _check(config: RunConfig) -> None:

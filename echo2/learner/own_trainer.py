@@ -76,7 +76,7 @@ class DeclaredModel:
         self.context_tokens = self.size.context_tokens
         self.parameter_count = sum(torch.Size(shape).numel() for shape in self.shapes.values())
         self.snapshot_bytes = self.parameter_count * self.dtype.itemsize
-        self.flops_per_position = 6.0 * self.parameter_count  # if all parameters are trained
+        self.flops_per_position = 6.0 * self.size.active_parameters  # if all parameters are trained
 
     def config_json(self) -> bytes:
         return config_json_of(self.config, self.size)
@@ -148,6 +148,8 @@ class OwnTrainer:
         self._live: Mapping[str, Tensor] = {}  # of the user's thread alone
         self._failure: BaseException | None = None
         self._is_failure_told = False
+        self._telling = threading.Lock()
+        self._is_over_told = False
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -169,10 +171,14 @@ class OwnTrainer:
             )
         self.saved()
         while (batch := self._asked.get()) is _GATHER:
+            self._tell({"is_gathered": True})
             self._answers.put((self.model.gathered(self._live, self.ranks),))
         if batch is None:
             self._asked.put(None)  # for whoever asks again
         self._raise_failure()
+        if batch is not None and self.ranks.count > 1:
+            self._tell({"is_published": self._is_published}, batch_to_bytes(batch))
+            self._raise_failure()  # it may have come before that, and then nobody has heard it
         self._is_trained = batch is None
         return batch
 
@@ -209,12 +215,17 @@ class OwnTrainer:
             self._is_failure_told = True
             raise self._failure
 
+    def _tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
+        """Tells the other ranks; nothing more once it is over, as the learner's thread may tell them."""
+        with self._telling:
+            if not self._is_over_told:
+                self._is_over_told = "is_over" in head
+                self.ranks.tell(head, payload)
+
     # ---- the learner's trainer thread
 
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
         began, wanted = monotonic(), self.step_count + 1
-        if self.ranks.count > 1:
-            self.ranks.tell({"is_published": is_published}, batch_to_bytes(batch))
         self._is_published = is_published
         self._weights = self._answer(batch, f"step {wanted}: the trainer left before it was done")
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
@@ -236,7 +247,6 @@ class OwnTrainer:
     def snapshot(self) -> dict[str, Tensor]:
         """This step's weights: those copied at `hand_in`, or a copy that the user's thread makes once it waits for a batch."""
         if self._weights is None:
-            self.ranks.tell({"is_gathered": True})
             self._weights = self._answer(_GATHER, "the trainer left before it gave its weights")
         assert self._weights is not None, "given or gathered"
         return self._weights
@@ -285,7 +295,7 @@ class OwnTrainer:
         return VersionScorer(hf_model, versions_max)
 
     def stop(self) -> None:
-        self.ranks.tell({"is_over": True})
+        self._tell({"is_over": True})
 
 
 def take_published(

@@ -14,6 +14,7 @@ from echo2.base.errors import ConfigError, Unreachable
 from echo2.cli import own_trainer
 from echo2.trust.identity import Identity
 from tests.patience import WAIT_S
+from tests.unit.learner.test_own_trainer import OtherRank
 from tests.unit.learner.tiny import make_tiny_model
 
 
@@ -48,9 +49,11 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path: Pa
 @pytest.mark.parametrize("is_asked_for", [False, True])
 def test_a_failure_is_raised_once_where_it_is_met_or_by_close(tmp_path: Path, is_asked_for: bool) -> None:
     with run_of(tmp_path) as run:
+        run.trainer.ranks = other = OtherRank()
         begin(run)
         with pytest.raises(ConfigError, match="expected a join link on the learner's first start"):
             next(echo2.Rollouts(run)) if is_asked_for else run.close()
+    assert other.told == ["is_over"], "no rank waits for what does not come"
 
 
 def test_another_error_leaves_the_block_and_the_failure_is_a_warning(tmp_path: Path) -> None:

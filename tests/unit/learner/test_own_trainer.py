@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,34 @@ def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:
     own.end()
     thread.join(WAIT_S)
     assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
+
+
+class OtherRank(Ranks):
+    """Keeps what the rank beside is told."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, head: Mapping[str, object], payload: bytes = b"") -> None:
+        self.told += head
+
+
+def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(model_path: Path) -> None:
+    """Who leaves all ranks at one step has not taken the batch that waits."""
+    own, weights = trainer_of(model_path)
+    own.ranks = other = OtherRank()
+    failures: list[BaseException] = []
+    thread = stepping(own, 0, failures)
+    assert own.next_batch() is not None and own.hand_in(1, weights)
+    thread.join(WAIT_S)
+    thread = stepping(own, 1, failures)
+    own.end()
+    thread.join(WAIT_S)
+    for _ in range(2):
+        own.stop()
+    assert other.told == ["is_published", "is_over"]
 
 
 def test_the_runs_checkpoint_of_a_step_waits_for_the_users(
