@@ -402,12 +402,14 @@ def check_room(
     folder: Path,
     quantisation: Quantisation = Quantisation.NONE,
     engines: int = 1,
+    base_bytes: int = 0,
 ) -> int:
     """Returns the bytes of host memory left over; ResourceError if a keyframe would not fit in memory, /dev/shm or disk. With
     engines on GPUs the host holds the published weights, a version in transit, and the masters of rounded weights. The embedded
-    engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes."""
+    engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes. `base_bytes`: of an
+    adapter's base, which the engine loads there."""
     weights = engines * size.masters_bytes(quantisation) if machine.gpus else quantisation.cpu_bytes * size.parameters
-    needed = weights + handover_bytes(published_bytes)
+    needed = weights + base_bytes + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:
         raise ResourceError(
             f"memory: expected {format_bytes(needed)} while a keyframe of {format_bytes(published_bytes)} is taken, "

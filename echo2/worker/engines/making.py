@@ -23,6 +23,8 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import SIZE_KEY, Fit, Quantisation, RunLengths, model_size, worker_fit
+from echo2.weights.precision import PRECISIONS
+from echo2.worker.engines.adapter import adapter_spec
 from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.machine import WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 from echo2.worker.options import WorkerOptions
@@ -160,9 +162,11 @@ def fit_engine(
     quantisation = Quantisation(options.config.worker.quantisation)
     run = RunLengths(longest_tokens, options.config.worker.slots, quantisation=quantisation)
     gpus = [gpu.memory_bytes for gpu in at_work.gpus]
-    fit = worker_fit(size, gpus, machine.memory_bytes, run, published_bytes)
+    adapter = adapter_spec(config)
+    base_bytes = 0 if adapter is None else PRECISIONS[adapter.dtype].itemsize * size.parameters
+    fit = worker_fit(size, gpus, machine.memory_bytes, run, published_bytes + base_bytes)
     on_host = published_bytes or size.gpu_weight_bytes
-    spare = check_room(at_work, size, on_host, options.folder, quantisation, fit.engine_count)
+    spare = check_room(at_work, size, on_host, options.folder, quantisation, fit.engine_count, base_bytes)
     return replace(fit, loads_base=spare >= on_host)
 
 

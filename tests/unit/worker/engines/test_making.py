@@ -66,9 +66,16 @@ def test_engines_are_by_gpus_and_sequences_by_memory_and_what_does_not_fit_is_re
     ):
         with pytest.raises(ResourceError, match=text):
             fit(machine, config, 9216 if "heads" in text else 2560, **worker)
+    for machine in (replace(CPU, memory_bytes=40 << 30), replace(FOUR_GPUS, memory_bytes=12 << 30)):
+        arguments = (options(tmp_path), machine, 2560, 100 << 20)  # an adapter of 100 MB
+        choice = "vllm" if machine.gpus else "embedded"
+        fit_engine(choice, QWEN3_8B, *arguments)
+        with pytest.raises(ResourceError, match="memory: expected"):  # there is no room for its base
+            fit_engine(choice, QWEN3_8B | ADAPTER, *arguments)
 
 
-ADAPTED = CONFIG | {CONFIG_KEY: {"rank": 8, "scale": 1.0, "dtype": "bfloat16", "base_fingerprint": "0" * 16}}
+ADAPTER = {CONFIG_KEY: {"rank": 8, "scale": 1.0, "dtype": "bfloat16", "base_fingerprint": "0" * 16}}
+ADAPTED = CONFIG | ADAPTER
 LONGROPE, DYNAMIC = {"rope_type": "longrope", "original_max_position_embeddings": 32}, {"rope_type": "dynamic"}
 HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
 
