@@ -299,9 +299,7 @@ class TinyTokenizer:
     chat_template = None
     all_special_ids: tuple[int, ...] = ()
     all_special_tokens: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return VOCABULARY
+    vocab_size = VOCABULARY
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [3 + byte % (VOCABULARY - 3) for byte in text.encode()]

@@ -189,10 +189,11 @@ class Prompts:
         config, path = options.config, options.config.model.path
         self.tokenizer = load_tokenizer(path) if source is None else source.tokenizer
         self.vocabulary_size = model.vocabulary_size
-        if len(self.tokenizer) > self.vocabulary_size:
+        # Without added ones, such as an image's, that no text has: a text model's tokenizer may be its larger sister's.
+        if self.tokenizer.vocab_size > self.vocabulary_size:
             raise ConfigError(
                 f"model {path}: expected a tokenizer of at most {self.vocabulary_size} tokens (the model's embedding), got "
-                f"{len(self.tokenizer)}"
+                f"{self.tokenizer.vocab_size}"
             )
         self._limit_tokens, self._buffer_tokens = config.sampling.max_new_tokens, config.learner.overlong_buffer_tokens
         if self._buffer_tokens > self._limit_tokens:

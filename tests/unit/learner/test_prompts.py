@@ -141,7 +141,11 @@ def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Pat
         prompts_for(options_for(tmp_path, model), 40)
     with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
         prompts_for(options_for(tmp_path, tmp_path / "nowhere"))
-    prompts = prompts_for(options_for(tmp_path, model))
+    tokenizer = load_tokenizer(str(model))
+    vocabulary = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})  # no text has it
+    tokenizer.save_pretrained(model)
+    prompts = prompts_for(options_for(tmp_path, model), vocabulary)
     prompts.vocabulary_size = 5
     with pytest.raises(ConfigError, match="token ids below 5.* wrong tokenizer for this model"):
         prompts.draw(0)
