@@ -92,6 +92,8 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     torch.manual_seed(derived_seed(options.config.run.seed, "trainer"))
     config, section, learner = options.config, options.config.model, options.config.learner
     device = pick_device(local_device(learner.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where FSDP puts its rows: torch's mesh sets it only if no GPU was used before
     refuse_optimizer(learner.optimizer_state, section.weights_dtype, ranks.count)
     model = PolicyModel(
         section.path, section.weights_dtype, device, config.sampling.temperature, ranks, section.lora_rank,
@@ -299,7 +301,8 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
     rank = int(identity["lora"][0])
-    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, lora_rank=rank)
+    how = identity["weights_dtype"], torch.device("cpu"), 1.0
+    model = PolicyModel(model_path, *how, lora_rank=rank, is_trained=False)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)
     return checkpoint.step

@@ -253,7 +253,7 @@ class CheckpointStore:
             return Step(0)
 
     def load(self, step: Step, trainer: Trainer | None) -> Checkpoint:
-        """Loads the checkpoint of `step`: the rows of `trainer`'s rank, or whole tensors if `trainer` is None."""
+        """Loads the checkpoint of `step`: the rows of `trainer`'s rank, or the whole masters and published weights if it is None."""
         return load_shards(self.folder_of(step), trainer, is_checked=step in self._sound)
 
     def load_newest(self, trainer: Trainer | None = None) -> Checkpoint | None:
@@ -385,8 +385,8 @@ def _damaged(folder: Path, expected: str, actual: str) -> StateError:
 
 
 def load_shards(folder: Path, trainer: Trainer | None, *, is_checked: bool = False) -> Checkpoint:
-    """Loads a checkpoint: the rows of `trainer`'s rank, or whole tensors if `trainer` is None. `is_checked`: this process has
-    compared its bytes. A collective of all ranks; what one cannot read is a `StateError` on all."""
+    """Loads a checkpoint: the rows of `trainer`'s rank, or the whole masters and published weights if it is None. `is_checked`: this
+    process has compared its bytes. A collective of all ranks; what one cannot read is a `StateError` on all."""
     ranks = trainer.ranks if trainer is not None else Ranks()
     with _for_reading(folder, ranks) as source:
         error, state, tensors = "", {}, {}
@@ -412,6 +412,8 @@ def _read_rows(folder: Path, files: Mapping[str, object], trainer: Trainer | Non
         for file in opened:
             rows = json.loads(file.metadata()["rows"])
             for key in file.keys():  # noqa: SIM118 - it is no mapping
+                if trainer is None and key.startswith(_OPTIMISER):
+                    continue  # which only training needs
                 first, *whole = rows[key]
                 part = file.get_slice(key)
                 if key not in tensors:

@@ -67,10 +67,11 @@ def test_checkpoints_resume_equal(model_path: Path, tmp_path: Path, weights_dtyp
     train(straight, 3)
     store.begin(checkpoint)
     store.save(checkpoint)
-    loaded = store.load_newest()
+    resumed = new_trainer(model_path, **how)
+    loaded, to_export = store.load_newest(resumed), store.load_newest()
     assert loaded is not None and loaded.step == 2 and loaded.shards.keys() == expected.keys()
     assert all(torch.equal(loaded.shards[key], tensor) for key, tensor in expected.items())
-    resumed = new_trainer(model_path, **how)
+    assert to_export is not None and to_export.shards.keys() == {k for k in expected if k.startswith("masters|")}
     put_back(loaded, resumed)
     train(resumed, 3)
     assert all(torch.equal(*pair) for pair in zip(straight.model.masters, resumed.model.masters, strict=True))

@@ -25,6 +25,7 @@ from echo2.base.ids import Step, Version
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
+from echo2.learner import startup
 from echo2.learner.startup import prepare
 from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
 from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, VersionCoder
@@ -214,6 +215,25 @@ def test_copies_that_cannot_be_spread_evenly_over_the_ranks_are_refused(replicas
         ConfigError, match=rf"learner.replicas: expected a divisor of the {count} ranks .* got {replicas}"
     ):
         check_replicas(replicas, count)
+
+
+def test_a_rank_s_own_gpu_is_the_current_one_before_any_is_used(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP puts its rows there; nf4 computes on a GPU before it."""
+    order: list[object] = []
+
+    def load(*_: object, **__: object) -> None:
+        order.append("model")
+        raise ConfigError("that far")
+
+    monkeypatch.setattr(startup, "pick_device", lambda _: torch.device("cuda:1"))
+    monkeypatch.setattr(startup, "check_agreement", lambda *_: None)
+    monkeypatch.setattr(startup, "PolicyModel", load)
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    with pytest.raises(ConfigError, match="that far"):
+        startup.new_team(LearnerOptions(Path("one"), config_of(model_path)), Ranks())
+    assert order == [torch.device("cuda:1"), "model"]
 
 
 def test_a_batch_reads_back_as_it_was_written() -> None:
