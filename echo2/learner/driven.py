@@ -144,8 +144,9 @@ class DrivenTeam(Team):
             if model.adapter is not None:
                 with without_adapter(model.hf_model):
                     return self._forward(example, model.policy)
-            self._base = self._base or PolicyModel(model.path, model.weights_dtype, model.device, 1.0)
-            self._base.hf_model.eval()
+            self._base = self._base or PolicyModel(
+                model.path, model.weights_dtype, model.device, 1.0, masters_on_host=None
+            )
             return self._forward(example, self._base.policy)
         assert self._scores is not None, "the newest version is kept"
         with self._scores.turn():

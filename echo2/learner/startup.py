@@ -302,7 +302,7 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
         raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
     rank = int(identity["lora"][0])
     how = identity["weights_dtype"], torch.device("cpu"), 1.0
-    model = PolicyModel(model_path, *how, lora_rank=rank, is_trained=False)
+    model = PolicyModel(model_path, *how, lora_rank=rank, masters_on_host=None)
     model.load_masters(checkpoint.masters)
     export(model, model.snapshot(), load_tokenizer(model_path), target)
     return checkpoint.step

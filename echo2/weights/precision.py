@@ -29,9 +29,11 @@ _BORDERS: list[float] = ((torch.tensor(_LEVELS[1:]) + torch.tensor(_LEVELS[:-1])
 
 
 def linear_layers(hf_model: Any) -> dict[str, nn.Linear]:
-    """The linear layers of a causal LM but its head, by name: what an adapter is put on, and nf4 rounds."""
+    """The linear layers of a causal LM but its head, by name: what an adapter is put on, and nf4 rounds. Not those that do more
+    than multiply, as some routers."""
     head = hf_model.get_output_embeddings()
-    return {n: m for n, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    linear = {n: m for n, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return {name: layer for name, layer in linear.items() if type(layer).forward is nn.Linear.forward}
 
 
 @torch.no_grad()

@@ -253,7 +253,7 @@ class CheckpointStore:
             return Step(0)
 
     def load(self, step: Step, trainer: Trainer | None) -> Checkpoint:
-        """Loads the checkpoint of `step`: the rows of `trainer`'s rank, or the whole masters and published weights if it is None."""
+        """Loads the checkpoint of `step`: the rows of `trainer`'s rank, or whole masters and published weights if it is None."""
         return load_shards(self.folder_of(step), trainer, is_checked=step in self._sound)
 
     def load_newest(self, trainer: Trainer | None = None) -> Checkpoint | None:
@@ -385,7 +385,7 @@ def _damaged(folder: Path, expected: str, actual: str) -> StateError:
 
 
 def load_shards(folder: Path, trainer: Trainer | None, *, is_checked: bool = False) -> Checkpoint:
-    """Loads a checkpoint: the rows of `trainer`'s rank, or the whole masters and published weights if it is None. `is_checked`: this
+    """Loads a checkpoint: the rows of `trainer`'s rank, or whole masters and published weights if it is None. `is_checked`: this
     process has compared its bytes. A collective of all ranks; what one cannot read is a `StateError` on all."""
     ranks = trainer.ranks if trainer is not None else Ranks()
     with _for_reading(folder, ranks) as source:

@@ -57,7 +57,7 @@ from echo2.weights.routers import Routers
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-PROBE_TOLERANCE = 1e-3  # far above rounding in float32, far below a scale or a cap of the logits
+PROBE_TOLERANCE = 1e-3  # far above rounding in float32, far below a scale of the logits
 
 
 class Policy(nn.Module):
@@ -78,6 +78,9 @@ class Policy(nn.Module):
         self.uses_float_mask = self._dense == "eager"
         self.windows = windows_of(hf_model.config)
         self.is_packed = is_packable(hf_model.config)
+        text = hf_model.config.get_text_config(decoder=True)
+        self._scale = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        self._cap: float | None = getattr(text, "final_logit_softcapping", None)
 
     def attend_by(self, attention: Attention) -> None:
         """Switches the attention implementation; results equal those of `DENSE` up to rounding."""
@@ -91,13 +94,13 @@ class Policy(nn.Module):
     def routing(self) -> RoutingShape | None:
         return None if self.routers is None else self.routers.shape
 
-    @property
-    def attends_by_units(self) -> bool:
-        """Whether rows need no mask: on a CPU, where torch's kernels take part after part."""
-        device = self.hf_model.get_input_embeddings().weight.device
-        return (
-            self.is_packed and self.attention is Attention.DENSE and self._dense == UNITS_NAME and device.type == "cpu"
-        )
+    def attends_by_units(self, longest: int) -> bool:
+        """Whether rows of sequences up to so long need no mask: on a CPU, where torch's kernels take part after part, and within
+        their window of attention."""
+        if not self.is_packed or self.attention is not Attention.DENSE or self._dense != UNITS_NAME:
+            return False
+        is_on_cpu = self.hf_model.get_input_embeddings().weight.device.type == "cpu"
+        return is_on_cpu and not any(0 < window < longest for window in self.windows.values())
 
     @property
     def row_multiple(self) -> int:
@@ -110,7 +113,7 @@ class Policy(nn.Module):
             return None
         tree, places = inputs.tree, inputs.positions_BW
         longest = int(places.max()) + 1 if any(self.windows.values()) else 0
-        if inputs.spans and self.attends_by_units and not any(0 < window < longest for window in self.windows.values()):
+        if inputs.spans and self.attends_by_units(longest):
             parts = parts_mask(inputs.spans, len(places))
             return parts if "" in self.windows else dict.fromkeys(self.windows, parts)
         whole = self._mask(tree)
@@ -151,14 +154,20 @@ class Policy(nn.Module):
         hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
         return self._headed(hidden_TH, inputs.target_T, with_entropy)
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, scaled and capped as some families have them."""
+        logits: Tensor = self.hf_model.get_output_embeddings()(hidden)
+        logits = logits if self._scale == 1.0 else logits * self._scale
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
+
     def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        head = self.hf_model.get_output_embeddings()
+        vocabulary = self.hf_model.get_output_embeddings().weight.shape[0]
         # More rows than this are computed in pieces, and recomputed in the backward pass, so that their logits fit.
-        rows = max(1, logit_bytes(free_bytes(hidden_TH.device)) // (4 * head.weight.shape[0]))
+        rows = max(1, logit_bytes(free_bytes(hidden_TH.device)) // (4 * vocabulary))
         if hidden_TH.shape[0] <= rows:
-            return self._read(head(hidden_TH), target_T, with_entropy)
+            return self._read(self.head(hidden_TH), target_T, with_entropy)
         pieces = [
-            checkpoint(lambda h, t: self._read(head(h), t, with_entropy), h, t, use_reentrant=False)
+            checkpoint(lambda h, t: self._read(self.head(h), t, with_entropy), h, t, use_reentrant=False)
             for h, t in zip(torch.split(hidden_TH, rows), torch.split(target_T, rows), strict=True)
         ]
         entropy_T = torch.cat([e for _, e in pieces]) if with_entropy else None
@@ -239,11 +248,11 @@ def backbone(hf_model: Any) -> Any:
 class PolicyModel:
     """Loads the policy and keeps masters, parameters and published bits consistent. `parameters`: the trained weights used for
     computing. `masters`: the float32 values that the optimiser updates; the same tensors if the policy itself is float32.
-    `masters_on_host`: for an optimiser that keeps its state there."""
+    `masters_on_host`: for an optimiser that keeps its state there. None: what only computes needs no masters."""
 
     def __init__(
         self, path: str, weights_dtype: str, device: torch.device, temperature: float, ranks: Ranks | None = None,
-        lora_rank: int = 0, *, replays_routing: bool = False, masters_on_host: bool = False,
+        lora_rank: int = 0, *, replays_routing: bool = False, masters_on_host: bool | None = False,
     ) -> None:  # fmt: skip
         self.path = path
         self.device = device
@@ -260,6 +269,8 @@ class PolicyModel:
         self.adapter = put_on_adapter(self.hf_model, lora_rank, weights_dtype, device) if lora_rank else None
         if self.ranks.count == 1 and is_packed:
             self.hf_model.to(device)
+        self.hf_model.eval()
+        self._recomputed: list[nn.Module] = []
         self.config = self.hf_model.config
         self.size = size_of(self.config)
         self.context_tokens = self.size.context_tokens
@@ -279,21 +290,19 @@ class PolicyModel:
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
         self.parameter_count = sum(int(p.numel()) for p in self.parameters)
-        # A forward pass and gradients of inputs take 2 FLOPs per parameter each, gradients of weights 2 per trained one.
-        everything = self.size.parameters + (self.parameter_count if lora_rank else 0)
-        self.flops_per_position = 4.0 * everything + 2.0 * self.parameter_count
+        # A forward pass and gradients of inputs take 2 FLOPs per parameter at work each, gradients of weights 2 per trained one.
+        base, adapter = self.size.active_parameters, self.parameter_count if lora_rank else 0
+        self.flops_per_position = 4.0 * (base + adapter) + 2.0 * (adapter or base)
         self.published_dtype = PRECISIONS[weights_dtype]
         kept_bytes = sum(int(tensor.nbytes) for tensor in self.kept.values())
         self.snapshot_bytes = self.parameter_count * self.published_dtype.itemsize + kept_bytes
         self.is_rounded = self.published_dtype is torch.bfloat16
         assert self.is_rounded or not masters_on_host, "refused by refuse_optimizer"
-        self.masters_on_host = masters_on_host
+        self.masters_on_host = bool(masters_on_host)
         self._summed: list[Tensor | None] = [None] * len(self.parameters)
-        if self.is_rounded:
-            self.masters = self._masters()
-            self.round_to_policy()
-        else:
-            self.masters = [p.data for p in self.parameters]
+        has_masters = self.is_rounded and masters_on_host is not None
+        self.masters = self._masters() if has_masters else [p.data for p in self.parameters]
+        self.round_to_policy()
         if self.ranks.count == 1 and any(p.dtype == torch.bfloat16 for p in self.parameters):
             # A bf16 gradient lives no longer than its layer's pass.
             for number, parameter in enumerate(self.parameters):
@@ -309,7 +318,9 @@ class PolicyModel:
         return [as_sharded(room, p, self.ranks) for room, p in zip(copies, self.parameters, strict=True)]
 
     def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
-        """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well."""
+        """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well.
+        They do so in training mode, of which the modules within are kept out: some draw their experts in it, or clamp weights.
+        """
         how: dict[str, Any] = {"use_reentrant": False}
         if is_selective:
             how["context_fn"] = selective_contexts
@@ -317,7 +328,13 @@ class PolicyModel:
             self.hf_model.activation_checkpointing_enable(how)
         else:  # its older name
             self.hf_model.gradient_checkpointing_enable(how)
-        self.hf_model.train()
+        self._recomputed = [m for m in self.hf_model.modules() if getattr(m, "gradient_checkpointing", False)]
+        self.recompute(is_on=True)
+
+    def recompute(self, *, is_on: bool) -> None:
+        """Whether the layers that are recomputed are: without, they take a cache."""
+        for module in self._recomputed:
+            module.training = is_on
 
     def round_to_policy(self) -> None:
         """Sets the parameters to the masters rounded to bf16. A no-op for a float32 policy."""
@@ -396,18 +413,18 @@ class PolicyModel:
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
         """Writes the snapshot `policy` in Hugging Face layout, in the base's dtype if that holds it; an adapter is merged into its
         base weights. Tied tensors are written once."""
+        hf_model = self.hf_model
         if self.adapter is not None:
-            base = load_whole(self.path, torch.float32)
-            merge_into(base, policy, self.weights_dtype)
-            base.to(as_base_holds(self.path, base.state_dict(), self.published_dtype)[1]).save_pretrained(folder)
-            return
+            hf_model = load_whole(self.path, self.published_dtype)
+            merge_into(hf_model, policy, self.weights_dtype)
+            policy = {name: tensor.detach() for name, tensor in published_tensors(hf_model).items()}
         policy, dtype = as_base_holds(self.path, policy, self.published_dtype)
-        parameters = dict(self.hf_model.named_parameters(remove_duplicate=False))
-        buffers = {name: tensor for name, tensor in self.hf_model.state_dict().items() if name not in parameters}
+        parameters = dict(hf_model.named_parameters(remove_duplicate=False))
+        buffers = {name: tensor for name, tensor in hf_model.state_dict().items() if name not in parameters}
         trained = {name: tensor.contiguous() for name, tensor in policy.items()}
-        self.hf_model.save_pretrained(folder, state_dict={**buffers, **trained})
+        hf_model.save_pretrained(folder, state_dict={**buffers, **trained})
         # It wrote the dtype that this process computes with, which on a CPU is not that of the tensors.
-        config = copy.deepcopy(self.config)
+        config = copy.deepcopy(hf_model.config)
         config.dtype = dtype
         config.save_pretrained(folder)
 
@@ -433,7 +450,7 @@ class PolicyModel:
         return stop_tokens_of(self.hf_model.generation_config, self.config)
 
     def _head_can_be_sliced(self) -> bool:
-        """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
+        """Whether `Policy.head` gives the model's own logits from its hidden states."""
         ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
 
         def agree(policy: Policy) -> bool:
@@ -441,7 +458,7 @@ class PolicyModel:
             whole = hf_model(input_ids=ids, use_cache=False).logits.float()
             try:
                 hidden = backbone(hf_model)(input_ids=ids, use_cache=False)[0]
-                sliced = hf_model.get_output_embeddings()(hidden).float()
+                sliced = policy.head(hidden).float()
             except (AttributeError, TypeError):
                 return False
             return bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
@@ -482,12 +499,12 @@ def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
-    """Disables dropout: with it, the learner's log-probabilities would belong to no policy that ever sampled."""
+    """Disables dropout, whatever modules call it: with it, the learner's log-probabilities would belong to no policy that ever
+    sampled."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        shares = [name for name, value in vars(module).items() if isinstance(value, float) and "drop" in name]
+        for name in ["p"] if isinstance(module, nn.Dropout) else shares:
+            setattr(module, name, 0.0)
 
 
 LOGIT_BYTES_MIN = 64 << 20  # bytes of logits at a time on a CPU, and on a GPU that is nearly full
@@ -647,7 +664,7 @@ def published_name(name: str) -> str:
 
 
 def merge_into(base: Any, policy: Mapping[str, Tensor], weights_dtype: str) -> None:
-    """Adds the adapter `policy` to `base`, a whole float32 model, and rounds that to the published precision."""
+    """Adds the adapter `policy` to `base`, a whole model in the published precision, each sum in float32."""
     round_parameters(base, weights_dtype)
     with torch.no_grad():
         for name, a in policy.items():
@@ -656,5 +673,4 @@ def merge_into(base: Any, policy: Mapping[str, Tensor], weights_dtype: str) -> N
                 continue
             b = policy[f"{_PREFIX}{module}.lora_B.weight"]
             weight = base.get_submodule(module).weight
-            weight.add_(b.float() @ a.float(), alpha=SCALE)
-    base.to(PRECISIONS[weights_dtype])
+            weight.copy_(weight.float().add_(b.float() @ a.float(), alpha=SCALE))

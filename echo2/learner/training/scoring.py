@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -90,8 +90,9 @@ def columns_of(reading: Reading, policy: Policy, past: DynamicCache | None = Non
     numbers_T = torch.tensor(reading.numbers, dtype=torch.float64, device=embedding.device)
     arguments = {"input_ids": tokens[None, :-1], "use_cache": past is not None}
     arguments |= {cache_name(): past} if past is not None else {}
+    logits_of: Callable[[Tensor], Tensor] = policy.head
     if policy.slices_head:
-        rows_TX, logits_of = backbone(hf_model)(**arguments)[0][0, -count:], hf_model.get_output_embeddings()
+        rows_TX = backbone(hf_model)(**arguments)[0][0, -count:]
     else:
         rows_TX, logits_of = hf_model(**arguments, logits_to_keep=count).logits[0], lambda rows_TV: rows_TV
     splits = (
@@ -318,7 +319,7 @@ class VersionScorer:
         self._cache_config = None if self._policy.is_packed else hf_model.config
         self._cache: DynamicCache | None = None
         self._aside: dict[str, Tensor] = {}  # the training weights, where the masters do not give them
-        self._was_training, self._attention = False, Attention.DENSE
+        self._attention = Attention.DENSE
 
     @property
     def versions(self) -> list[Version]:
@@ -350,8 +351,7 @@ class VersionScorer:
         """Sets the training weights aside. Call it between two steps."""
         if (model := self._trained) is None:
             return
-        self._was_training = model.hf_model.training
-        model.hf_model.eval()
+        model.recompute(is_on=False)
         self._attention = self._policy.attention
         if self._attention is not Attention.DENSE:  # its block masks are for packed rows
             self._policy.attend_by(Attention.DENSE)
@@ -369,7 +369,7 @@ class VersionScorer:
         model.round_to_policy()
         self.kept.changed_elsewhere()
         reshard(self._policy)
-        model.hf_model.train(self._was_training)
+        model.recompute(is_on=True)
         if self._attention is not Attention.DENSE:
             self._policy.attend_by(self._attention)
 
@@ -494,13 +494,12 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, owner: str) -> None:
     draw = torch.Generator().manual_seed(0)
     rollouts = [torch.randint(0, embedding.shape[0], (prompt + count,), generator=draw) for count in TRIAL_COMPLETIONS]
     rollouts = [torch.cat([rollouts[0][:prompt], ids[prompt:]]) for ids in rollouts]
-    dtype, was_training, rounding = policy.hf_model.dtype, policy.hf_model.training, 0.0
-    policy.hf_model.eval()
+    dtype, rounding = policy.hf_model.dtype, 0.0
     with torch.no_grad():
         expected_T = _own_logprobs(policy, rollouts, prompt)
         group = _group_of(rollouts[0][:prompt], [ids[prompt:] for ids in rollouts])
         (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(1 << 30, 1 << 30, policy.is_packed))
-        ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units else [micro]
+        ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units(len(rollouts[0])) else [micro]
         try:
             results = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
         except (AttributeError, IndexError, TypeError, ValueError) as error:  # a model whose code takes no mask of rows
@@ -508,7 +507,6 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, owner: str) -> None:
         if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
             longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]
             rounding = float((_own_logprobs(policy, longer, prompt) - expected_T).abs().mean())
-    policy.hf_model.train(was_training)
     reshard(policy)
     for found_T in results:
         if difference := difference_of(found_T, expected_T, dtype, rounding):

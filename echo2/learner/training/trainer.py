@@ -173,8 +173,6 @@ class Trainer:
         self.reference = self._reference_model()
         if (how := config.learner.gradient_checkpointing) in (True, "selective"):
             model.enable_gradient_checkpointing(is_selective=how == "selective")
-        else:
-            model.hf_model.eval()
 
     @property
     def lends_state(self) -> bool:
@@ -252,7 +250,9 @@ class Trainer:
 
     def _layout(self, groups: Sequence[TrainGroup], limits: PackingLimits) -> list[MicroBatch]:
         lengths, model = lengths_of(groups), self.model
-        skips = model.policy.attends_by_units or model.policy.attention is Attention.FLEX  # what a mask would hide
+        longest = max((each.prompt + count for each in lengths for count in each.completions), default=0)
+        # What a mask would hide.
+        skips = model.policy.attends_by_units(longest) or model.policy.attention is Attention.FLEX
         if self.row_tokens or not skips:
             return plan_microbatches(lengths, limits)
         size = model.size
@@ -405,6 +405,8 @@ class Trainer:
         """Loss of a micro-batch, and per rollout the number of tokens left out because their reported numbers are too far off."""
         device = self.model.device
         inputs = micro.inputs.to(device)
+        # First: it may be this policy without its adapter, whose routers are then told of no experts.
+        reference_T = None if self.is_supervised else self._reference_logprobs(inputs)
         logprobs_T, entropy_T = self.model.policy(inputs, with_entropy=True)
         sequence_T = micro.sequence_T.to(device)
         # What nobody sampled counts as sampled by this policy.
@@ -412,7 +414,6 @@ class Trainer:
         asked_T = advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted
         segments = Segments(sequence_T, asked_T, micro.rollout_R.numel())
         believed_T = believed(logprobs_T, behaviour_T, segments)
-        reference_T = None if self.is_supervised else self._reference_logprobs(inputs)
         advantages_T = None
         if reference_T is not None and self.learner.teacher:
             # Minus the reverse KL at each token, of the policy whose update this is.
@@ -493,13 +494,14 @@ class Trainer:
         if not teacher and model.adapter is not None:
             return model  # without its adapter it is the base
         path = teacher or model.path
-        reference = PolicyModel(path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
+        reference = PolicyModel(
+            path, model.weights_dtype, model.device, model.policy.temperature, model.ranks, masters_on_host=None
+        )
         if reference.vocabulary_size < model.vocabulary_size or reference.policy.is_packed < model.policy.is_packed:
             raise ConfigError(
                 f"learner.teacher {path}: expected at least the model's {model.vocabulary_size} embeddings, and attention alone "
                 f"if the model has nothing else, got {reference.vocabulary_size} of a {reference.config.model_type}"
             )
-        reference.hf_model.eval()
         if model.policy.attention is not reference.policy.attention:
             reference.policy.attend_by(model.policy.attention)
         return reference

@@ -19,6 +19,7 @@ from echo2.learner.training.loading import load_whole, read_ends, skeleton_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.model_files import checked_path
 from echo2.worker.engines.embedded.live_weights import read_shape
+from tests.contract.families import LATENT, save_tiny
 from tests.unit.learner.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -60,6 +61,23 @@ def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, rank
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (base, tmp_path / "out")]
     assert torch.equal(*logits)
+
+
+def test_an_export_keeps_what_lies_beside_the_weights_with_an_adapter_too(tmp_path: Path) -> None:
+    save_tiny("deepseek_v3", LATENT, tmp_path / "base")
+    for rank in (0, 2):
+        model = PolicyModel(str(tmp_path / "base"), "bfloat16", CPU, 1.0, lora_rank=rank)
+        model.save(model.snapshot(), tmp_path / str(rank))
+        found = load_file(tmp_path / str(rank) / WEIGHTS)
+        kept = {name: tensor for name, tensor in load_file(tmp_path / "base" / WEIGHTS).items() if "bias" in name}
+        assert kept and all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+
+
+def test_an_adapter_is_put_on_what_multiplies_alone(tmp_path: Path) -> None:
+    """This router's class is a linear layer's, and gives more than its product."""
+    save_tiny("phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2}, tmp_path / "base")
+    model = PolicyModel(str(tmp_path / "base"), "bfloat16", CPU, 1.0, lora_rank=2)
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in model.names} == {f"{x}_proj" for x in "qkvo"}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
-from echo2.learner.rollouts.groups import Insertion
+from echo2.base.ids import Step
+from echo2.learner.rollouts.groups import Batch, Insertion
 from echo2.learner.training import model as model_module
+from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.packing import (
     BLOCK,
@@ -28,7 +30,8 @@ from echo2.learner.training.packing import (
     plan_microbatches,
 )
 from echo2.learner.training.scoring import choose_attention, refuse_wrong_rows, trial_inputs
-from tests.unit.learner.made import group_of, rollout_of
+from tests.contract.families import WINDOW, WINDOWED, save_tiny
+from tests.unit.learner.made import group_of, new_trainer, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
 GROUPS = st.lists(
@@ -140,6 +143,41 @@ def test_chats_that_begin_alike_with_nothing_are_attended_to_by_units_too(model_
     assert torch.allclose(found_T, expected_T, atol=1e-5)
     torch.autograd.backward(found_T.sum())
     assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in policy.parameters())
+
+
+def test_beyond_their_window_rows_are_as_short_as_their_mask_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("mistral", WINDOWED, tmp_path)
+    trainer = new_trainer(tmp_path)
+    monkeypatch.setattr(trainer_module, "PART_FLOPS", -1e30)
+    for completion, by_units in ((WINDOW - 3, True), (WINDOW - 2, False)):
+        groups = [group_of((5, 6, 7), [rollout_of([8] * completion)]) for _ in range(9)]
+        (part,) = trainer._parts(Batch(Step(0), tuple(groups)))
+        assert {micro.by_units for micro in part.layout} == {by_units}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma2", {"final_logit_softcapping": 1.5}),
+        ("cohere2", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 3.0}),
+    ],
+)
+def test_logits_are_made_in_pieces_where_a_family_scales_or_caps_them_too(
+    tmp_path: Path, model_type: str, fields: dict[str, object]
+) -> None:
+    save_tiny(model_type, fields, tmp_path)
+    policy = PolicyModel(str(tmp_path), "float32", CPU, 1.0).policy
+    assert policy.slices_head
+    rollout = rollout_of((9, 10, 11))
+    group = group_of((5, 6), [rollout])
+    (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(64, 32))
+    with torch.no_grad():
+        found_T, _ = policy(collate([group], micro).inputs)
+        own_TV = policy.hf_model(torch.tensor([[5, 6, 9, 10, 11]])).logits[0, 1:-1].log_softmax(-1)
+    assert torch.allclose(found_T, own_TV.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0], atol=1e-5)
 
 
 def test_where_flex_fails_dense_goes_on_and_says_why(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

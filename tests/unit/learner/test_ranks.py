@@ -22,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError, MalformedMessage, StateError, Unreachable
 from echo2.base.ids import Step, Version
+from echo2.learner import startup
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
-from echo2.learner import startup
 from echo2.learner.startup import prepare
 from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
 from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, VersionCoder

@@ -146,17 +146,25 @@ def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path
     assert off(new_trainer(model_path), group) > 1e-2
 
 
-def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_experts(model_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 2, "kl_coefficient": 0.1}], ids=["whole", "adapter"])
+def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_experts(
+    model_path: Path, more: dict[str, Any]
+) -> None:
+    """The reference of an adapter's penalty is the same model, whose own routers choose."""
     probe = new_trainer(model_path, replay_routing=True)
     group = sampled(probe, 4, noise=1e-6)
-    plain = new_trainer(model_path, replay_routing=True)
-    trainer = new_trainer(model_path, replay_routing=True, gradient_checkpointing=True)
+    plain = new_trainer(model_path, replay_routing=True, **more)
+    trainer = new_trainer(model_path, replay_routing=True, gradient_checkpointing=True, **more)
     results = [each.step(Batch(Step(0), (group,))) for each in (plain, trainer)]
     assert results[0].metrics is not None and results[1].metrics is not None
     assert results[1].metrics["loss"] == pytest.approx(results[0].metrics["loss"], abs=1e-6)
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
     gates = {n: t for n, t in trainer.model.masters_by_name().items() if n.endswith("mlp.gate.weight")}
     before = probe.model.masters_by_name()
+    if more:
+        return
+    idle = sum(tensor.numel() * 4 // 6 for name, tensor in before.items() if ".experts." in name)
+    assert probe.model.flops_per_position == 6 * (probe.model.parameter_count - idle), "of 6 experts 2 are at work"
     assert len(gates) == 2 and all(not torch.equal(tensor, before[name]) for name, tensor in gates.items())
 
 

@@ -29,6 +29,7 @@ from echo2.learner.training.packing import PackedInputs, client_losses
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.trainer import BETAS, Trainer
 from echo2.weights.precision import round_parameters
+from tests.contract.families import save_tiny
 from tests.unit.learner.made import config_of, group_of, new_trainer, random_groups, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -80,7 +81,8 @@ def test_gradients_do_not_depend_on_the_layout(model_path: Path, monkeypatch: py
             monkeypatch.setattr("echo2.learner.training.model.LOGIT_BYTES_MIN", 4 * 100 * 7)
         case _:
             more = {"gradient_checkpointing": "selective" if how.startswith("selective") else True}
-            assert new_trainer(model_path, **PLAIN, **more).model.hf_model.training, "layers are computed again"
+            modules = new_trainer(model_path, **PLAIN, **more).model.hf_model.modules()
+            assert any(module.training for module in modules), "layers are computed again"
     for one, other in zip(whole, gradient_of(new_trainer(model_path, **PLAIN, **more), batch), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 
@@ -136,9 +138,31 @@ def test_bf16_gradients_add_up_in_float32(model_path: Path, monkeypatch: pytest.
 def test_kl_penalty_compares_with_the_base_model(model_path: Path, rank: int) -> None:
     trainer = new_trainer(model_path, kl_coefficient=0.1, lora_rank=rank)
     batch = Batch(Step(0), random_groups(7, logprob=-4.0))
+    if rank == 0:
+        assert trainer.reference is not None
+        held = zip(trainer.reference.masters, trainer.reference.parameters, strict=True)
+        assert all(master.data_ptr() == p.data_ptr() for master, p in held), "it is not trained"
     first = trainer.step(batch)
     assert abs(first.metrics["kl/reference"]) < 1e-6
     assert trainer.step(batch).metrics["kl/reference"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("starcoder2", {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5}),
+        ("phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "input_jitter_noise": 0.5}),
+    ],
+)
+def test_layers_that_are_recomputed_leave_nothing_to_chance(
+    tmp_path: Path, model_type: str, fields: dict[str, object]
+) -> None:
+    save_tiny(model_type, fields, tmp_path)
+    batch = Batch(Step(0), random_groups(1))
+    plain, *recomputed = (new_trainer(tmp_path, gradient_checkpointing=how) for how in (False, True, "selective"))
+    expected = plain.step(batch)
+    for trainer in recomputed:
+        assert trainer.step(batch).metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, "selective"])
