@@ -96,14 +96,16 @@ class BroadcastNetwork:
         self.deliver(first, PeerUp(second))
         self.deliver(second, PeerUp(first))
 
-    def publish(self, total_bytes: int, chunk_bytes: int, encode_bytes_per_s: float = float("inf")) -> None:
+    def publish(
+        self, total_bytes: int, chunk_bytes: int, encode_bytes_per_s: float = float("inf"), *, is_pushed: bool = True
+    ) -> None:
         """Publishes an artifact at the seed: its encoder produces chunks at a rate, then the seal."""
         self._chunk_bytes = [min(chunk_bytes, total_bytes - at) for at in range(0, total_bytes, chunk_bytes)]
         self.deliver(self.seed_id, HeaderSeen(None, KEY, is_wanted=True))
         at = self.now
         for index, size in enumerate(self._chunk_bytes):
             at += size / encode_bytes_per_s
-            chunk = ChunkSeen(None, KEY, index, size, is_fresh=True)
+            chunk = ChunkSeen(None, KEY, index, size, is_fresh=is_pushed)
             self.at(at, lambda chunk=chunk: self.deliver(self.seed_id, chunk))  # type: ignore[misc]
         for peer in self.nodes:
             self.at(self.now + LOOK_S, lambda peer=peer: self._look(peer))  # type: ignore[misc]

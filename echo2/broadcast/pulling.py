@@ -74,17 +74,25 @@ def choose(
     if not room:
         return {}
     asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == artifact.key}
-    wanted = [index for index in due if index not in asked][: 2 * sum(room.values())]
+    is_pushed = is_pushed_to(artifact, now)
+    wanted = [index for index in due if index not in asked][: 2 * sum(room.values()) if is_pushed else None]
     holders: dict[int, list[PeerId]] = {index: [] for index in wanted}
     for peer_id, peer in peers.items():
         for index in those_in(peer.haves.get(artifact.key, 0), wanted):
             holders[index].append(peer_id)
-    wanted.sort(key=lambda index: (len(holders[index]), index))
+
+    def rank(index: int) -> tuple[int, float]:
+        """Of what one peer alone holds, and pushes to nobody, each node asks for other chunks: those who come together then have
+        them of each other, and not all of the publisher."""
+        count = len(holders[index])
+        return count, index if is_pushed or count > 1 else rng.random()
+
+    wanted.sort(key=rank)
     chosen: dict[PeerId, list[int]] = {}
     for index in wanted:
         others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
         age_s = now - artifact.missing_since[index]
-        if age_s < pace.FAR_AFTER_S and is_pushed_to(artifact, now):
+        if age_s < pace.FAR_AFTER_S and is_pushed:
             near = [p for p in others if peers[p].is_near]
             if near or region[index % len(region)] != me:  # one member asks afar, the others ask that one
                 holders[index] = others = near

@@ -156,6 +156,16 @@ def test_late_joiner_pulls_from_peers_rather_than_from_the_seed() -> None:
     assert net.nodes[net.seed_id].sent_bytes <= before + 1 * MIB
 
 
+def test_newcomers_who_come_together_have_most_of_a_keyframe_of_each_other() -> None:
+    """All asked the publisher for the same chunks first, so that it sent the whole of it to each."""
+    nodes = fleet([100.0] * 6)
+    net = BroadcastNetwork(plan(nodes, 1))
+    net.connect_all()
+    net.publish(16 * MIB, 128 << 10, is_pushed=False)
+    net.run(60)
+    assert net.is_done and net.nodes[net.seed_id].sent_bytes <= 3 * 16 * MIB
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     uplinks=st.lists(st.sampled_from([20.0, 50.0, 100.0, 400.0]), min_size=2, max_size=6),
