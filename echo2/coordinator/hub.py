@@ -445,6 +445,12 @@ class Hub:
         """Activates the newcomers on trial, which work beside the plan or without one."""
         self._want([member for member in members if member.is_on_trial and not member.is_wanted], (), ON_TRIAL)
 
+    def go_on_without_plan(self) -> None:
+        """Lets everybody work if there is no plan yet and nobody is left whom the last one chose: without a step none is made."""
+        living = list(self.membership.living())
+        if self.plan.now is None and not any(member.is_wanted for member in living):
+            self._want(living, {member.peer_id for member in living}, "there is no plan yet")
+
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """Sends the plan to the learner now. Returns the workers' sessions, to which the caller sends it at its own pace."""
         self._plan_parts = PlanParts(plan)
@@ -487,7 +493,7 @@ class Hub:
 
     def _check_budget(self) -> None:
         """Puts all workers on standby once the budget is spent, in any mode of the planner and without any plan. Once the operator
-        raises it, a plan says who works; before the first plan, all workers do again."""
+        raises it, a plan says who works."""
         budget, living = self.config.coordinator.usd_budget, list(self.membership.living())
         before, is_over = self._spent, is_spent(self.money.sums().usd_chosen, budget)
         self._spent = f"the budget of {budget:g} USD is spent" if is_over else ""
@@ -498,9 +504,6 @@ class Hub:
         if self._spent:
             self._want([member for member in living if member.is_wanted], (), self._spent)
             self.await_plan(True)
-        elif before and self.plan.now is None:
-            self._want(living, {member.peer_id for member in living}, "the budget is not spent any more")
-            self.await_plan(False)
 
     def await_plan(self, awaits: bool) -> None:
         if awaits is not self.awaits_plan:

@@ -39,7 +39,7 @@ def plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = No
     if is_spent(snapshot.spent_usd, config.usd_budget):
         kappa = previous.kappa if previous and config.allows(previous.kappa) else config.kappas[0]
         nobody = fleet.evaluate(kappa, np.zeros(len(fleet), dtype=np.bool_))
-        return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent")
+        return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent", is_bound_by_budget=True)
     solver = Solver(fleet, fleet.is_must)
     fresh, rejected = solver.cheapest(_goal(config))
     is_busy, why = fresh is not None, CHEAPEST

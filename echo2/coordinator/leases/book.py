@@ -235,6 +235,7 @@ class LeaseBook:
         for hold in held:
             known = self.leases.get(hold.lease_id)
             if known is not None and known.worker_id == worker_id:
+                known.is_recalled = False  # the stream that has ended may have lost the word
                 yield from self._renew(known, now)
             elif known is None and hold.may_be_adopted(self.groups.get(hold.group_id), now, self.rules.lease_timeout_s):
                 yield from self._adopt(worker_id, hold, now)
@@ -280,7 +281,7 @@ class LeaseBook:
             return
         if (finished_rollouts, tokens) <= (lease.finished_rollouts, lease.tokens):
             return
-        if lease.attempt > 1 and lease.tokens == 0:
+        if finished_rollouts != lease.finished_rollouts or (lease.attempt > 1 and lease.tokens == 0):
             lease.tokens_before, lease.measured_from = tokens, now
         lease.finished_rollouts, lease.tokens = finished_rollouts, tokens
         lease.progress_at = now
@@ -572,10 +573,10 @@ class LeaseBook:
 # Chooses which stragglers would finish faster on another worker, near the end of a step's demand. Pure.
 #
 # A lease's longest rollout has `left` tokens to go: its expected length minus what it has (`ExpectedLength.rest`). On its present
-# worker it makes `v_here` tokens per second and sequence, measured on this lease up to its last report. For another worker, and
-# before the lease is measured, the worker's own mean counts. (A lease that makes no progress at all is left to the lease
-# timeout.) A move costs the hand-over (tokens are reported, the lease travels) and a prefill of the prompt and of all tokens of
-# its rollouts:
+# worker it makes `v_here` tokens per second and sequence, measured on this lease from when a rollout last ended to its last report.
+# For another worker, and before the lease is measured, the worker's own mean counts. (A lease that makes no progress at all is left
+# to the lease timeout.) A move costs the hand-over (tokens are reported, the lease travels) and a prefill of the prompt and of all
+# tokens of its rollouts:
 #
 #     stay = left / v_here        move = hand_over_s + (prompt + all held) / p_there + left / v_there
 #
@@ -671,5 +672,6 @@ def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tu
     left = book.lengths.rest(spec, lease.tokens, spec.rollout_count - 1)
     tokens, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
     is_measured = tokens > 0 and for_s >= MEASURED_S_MIN
-    speed = tokens / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
+    going = max(1, spec.rollout_count - lease.finished_rollouts)
+    speed = tokens / going / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
     return (max(0.0, left) / speed if speed > 0 else 0.0, max(0.0, left))

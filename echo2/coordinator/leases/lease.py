@@ -56,7 +56,7 @@ class HeldLease:
 @dataclass(slots=True)
 class Lease:
     """One attempt at a group. `deadline` moves on while there is progress. `tokens_before`: tokens in a continuation's first
-    report, at `measured_from`; earlier attempts had sampled these. Neither is saved."""
+    report, which earlier attempts had sampled, or when a rollout last ended, at `measured_from`. Neither is saved."""
 
     lease_id: LeaseId
     group_id: GroupId

@@ -103,6 +103,8 @@ class Planning:
         snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan without workers would put all on standby
             hub.plan.wait_for(_missing(hub) if hub.plan.now is None else "", hub.clock.now())
+            if section.planner_mode == "auto" or hub.awaits_plan:
+                hub.go_on_without_plan()
             return
         config = plan_config(hub.config, hub.board)
         plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan.now)

@@ -225,6 +225,17 @@ def test_a_lease_that_a_lost_process_granted_is_taken_in() -> None:
     assert [grant.attempt for grant in ready(again, B)] == [8]
 
 
+def test_a_recalled_lease_that_its_worker_still_holds_when_it_comes_back_goes_on_like_any() -> None:
+    """The word was lost with its stream: it expired in the midst of progress, and its only worker might not go on with it."""
+    one = book(spec("g"))
+    (first,) = ready(one, A)
+    one.recall(1.0, first.lease_id, "its machine will go")
+    one.reconnect(2.0, A, (le.HeldLease(first.lease_id, GroupId("g"), 1, first.deadline),))
+    for now in (20.0, 40.0, 60.0):
+        one.on_progress(now, A, first.lease_id, 0, int(now))
+    assert one.tick(61.0) == []
+
+
 def test_a_refused_group_pauses_and_a_recalled_one_moves_once_it_was_handed_back() -> None:
     one = book(spec("g"))
     (first,) = ready(one, A)
@@ -558,6 +569,16 @@ def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(
         book.request(now, SLOW, SIZE, Version(0))
     fast = {"no faster worker": {"fast": 5.0}, "only its own room": {"slow": 50.0}}
     assert found(book, **fast.get(why, {})) == []
+
+
+def test_a_lease_of_which_one_rollout_goes_on_is_as_fast_as_that_one() -> None:
+    """It was taken for four times as slow, and moved to another that is no faster."""
+    book = expecting(800, long_group("g"))
+    (grant,) = ready(book, SLOW, free=SIZE)
+    book.on_progress(1.0, SLOW, grant.lease_id, SIZE - 1, SIZE * 50)
+    book.on_progress(10.0, SLOW, grant.lease_id, SIZE - 1, SIZE * 50 + 450)
+    ready(book, FAST, free=SIZE, now=10.0)
+    assert found(book, slow=50.0) == []
 
 
 def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:

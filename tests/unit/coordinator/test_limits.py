@@ -46,6 +46,7 @@ from echo2.coordinator.planning.telemetry import (
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.relations import DeltaSizeEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_daemon import options
 from tests.unit.coordinator.test_planner_input import beat, board, fleet, link
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 from tests.unit.cost_model.fleets import plan_of
@@ -144,7 +145,35 @@ async def test_a_spent_budget_stops_all_spending_and_is_said(tmp_path: Path, mod
     assert any("budget" in step.text and "spent" in step.text for step in fleet.commands.view.advice().steps)
     fleet.commands.change_settings({"usd_budget": 20.0}, {})
     fleet.passes(0.0, BUDGET_TICKS)
+    await Planning(hub)._plan_pool()
     assert working_usd(hub) == (0.0 if has_plan else 4.0), "a plan says who works, before the first one all do"
+
+
+@pytest.mark.parametrize("is_spent", [False, True])
+async def test_where_nobody_is_left_whom_a_plan_chose_and_none_can_be_made_those_work_who_stood_by(
+    tmp_path: Path, is_spent: bool
+) -> None:
+    """Coordinator and learner start again: without a step there is no plan, and without a worker no step. `is_spent`: of a budget
+    that was spent then and has been raised since."""
+    settings = {"usd_budget": 8.0 if is_spent else math.inf, "planner_mode": "auto"}
+    fleet = Fleet(tmp_path, 1.0, 1.0, **settings)
+    chosen, other = fleet.everybody
+    fleet.hub.adopt_plan(plan([chosen]), fleet.everybody, is_acted_on=True)
+    while is_spent and working(fleet.hub):
+        fleet.passes(360, BUDGET_TICKS)
+    fleet.hub.flush_now()
+    fleet.options = options(tmp_path, **{**settings, "usd_budget": 20.0})
+    fleet.begin()
+    hub, planning = fleet.hub, Planning(fleet.hub)
+    hub.board.on_hello(PeerId("learner"), board(10.0).hello, fleet.clock.now())
+    member = hub.membership.on_hello(other, hub.membership.members[other].hello, fleet.clock.now())
+    await planning._plan_pool()
+    assert (member.activation is Activation.ACTIVE) is is_spent, "the chosen one may come back"
+    fleet.clock.time += hub.config.coordinator.gone_after
+    member.heard_at = fleet.clock.now()
+    hub.tick()
+    await planning._plan_pool()
+    assert member.activation is Activation.ACTIVE
 
 
 async def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(tmp_path: Path) -> None:
