@@ -140,7 +140,7 @@ async def _keep_last(stream: asyncio.StreamReader, held: bytearray) -> None:
 def _printed(text: str) -> float | None:
     try:
         value = json.loads((text.strip().splitlines() or [""])[-1])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return _number(value.get("reward") if isinstance(value, dict) else value)
 

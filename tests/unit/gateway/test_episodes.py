@@ -138,7 +138,8 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
     left_running = "sleep 1000 & echo 0.5"  # with the program's output open
     closes_early = "echo 0.5; exec >&- 2>&-; sleep 0.2"
     for command, reward in (
-        ("echo played; echo 0.5", 0.5), ("echo played", None), (left_running, 0.5), (closes_early, 0.5)
+        ("echo played; echo 0.5", 0.5), ("echo played", None), (left_running, 0.5), (closes_early, 0.5),
+        (f"echo {'[' * 5000}", None),
     ):  # fmt: skip
         play = make_harness(f"sh -c '{command}'", 1)
         assert play is not None and await asyncio.wait_for(play(episode), WAIT_S) == reward
