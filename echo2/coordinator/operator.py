@@ -233,6 +233,8 @@ class Commands:
             if not 1 <= count <= MACHINES_QUOTED_MAX or count != int(count):
                 raise MalformedMessage(f"count: expected 1 to {MACHINES_QUOTED_MAX} machines, got {count:g}")
             return {"quote": self.provisioner.quote(offer, int(count))}
+        if "count" in body:
+            raise MalformedMessage("count: expected it with dry_run alone: a request rents one machine")
         machine = await self.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
         return {**machine_value(machine, self.hub.money), "command": command_of(machine)}
 

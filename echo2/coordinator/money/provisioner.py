@@ -157,8 +157,7 @@ class Provisioner:
         try:
             machine.command = await self._providers[machine.offer].rent(machine.machine_id, link, machine.usd_per_hour)
         except Exception as error:
-            machine.rented_at = self._hub.clock.now()  # there was no machine, so it costs nothing
-            self._ended(machine, "rent failed", str(_told(error)))
+            self._ended(machine, "rent failed", str(_told(error)), was_there=False)
             raise _told(error) from error
         self._known_at[machine.machine_id] = self._hub.clock.now()
         if machine.state is MachineState.WANTED:
@@ -385,8 +384,8 @@ class Provisioner:
 
     def _missing(self, machine: RentedMachine, asked_at: float) -> None:
         if machine.state is MachineState.WANTED:
-            machine.rented_at = self._hub.clock.now()  # none was made: nothing is billed
-            self._ended(machine, "rent undone", "its provider had not done it when the coordinator stopped or gave up")
+            why = "its provider had not done it when the coordinator stopped or gave up"
+            self._ended(machine, "rent undone", why, was_there=False)
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)
         elif any(worker.last_liveness is Liveness.ALIVE for worker in self._hub.money.workers_of(machine)):
@@ -422,9 +421,10 @@ class Provisioner:
 
     # ---- saving
 
-    def _ended(self, machine: RentedMachine, action: str, reason: str) -> None:
+    def _ended(self, machine: RentedMachine, action: str, reason: str, was_there: bool = True) -> None:
+        """`was_there`: else it costs nothing, unless its provider lists it later: then it is billed since it was asked for."""
         now = self._hub.clock.now()
-        machine.state, machine.ended_at = MachineState.GONE, now
+        machine.state, machine.ended_at = MachineState.GONE, now if was_there else machine.rented_at
         self._known_at[machine.machine_id] = now
         vain, until = self._resting.get(machine.offer, (0, 0.0))
         if self._hub.money.workers_of(machine):

@@ -310,7 +310,7 @@ def _rents(
     why_not = "there is no offer with room"
     for offer in offers:
         room = offer.machines_max - sum(m.offer == offer.name and m.is_open for m in machines)
-        if room <= 0:
+        if room <= 0 or not (offer.is_automatic or offer.usd_per_hour):  # a person alone knows what the latter costs
             continue
         if offer.name in resting:
             why_not = f"renting a machine of {offer.name} brought no worker a while ago; it is tried again later"

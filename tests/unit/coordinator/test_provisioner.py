@@ -284,6 +284,10 @@ async def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_ask
     run.clock.time += 1800
     run.begin()  # and so it is kept
     assert run.hub.money.sums().usd_spent == 0
+    (machine,) = run.provisioner.machines.values()
+    run.cloud.there[machine.machine_id], run.cloud.problem = ObservedMachine(MachineState.RUNNING), None
+    await run.look()
+    assert run.hub.money.sums().usd_spent == pytest.approx(2.0), "it was made all the same, and has cost since"
 
 
 async def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from echo2.base.errors import LimitExceeded, ResourceError
+from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.members import Activation
 from echo2.coordinator.money.providers.machine_setup import ManualProvider
-from echo2.coordinator.money.provisioner import LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
+from echo2.coordinator.money.provisioner import DEFAULT_OFFERS, LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
 from echo2.coordinator.money.provisioning import (
     JOIN_S_MAX,
     Budget,
@@ -84,6 +84,18 @@ async def test_a_cheaper_offer_that_needs_the_operators_word_keeps_the_planner_f
     assert [one.offer for one in run.provisioner.machines.values()] == ["dear", "dear"]
 
 
+async def test_what_only_a_person_may_rent_at_no_known_price_is_not_proposed(tmp_path: Path) -> None:
+    """Without a file of offers: more workers beside the coordinator and the learner are no answer to a shortage."""
+    run = Scene(tmp_path, Cloud())
+    clouds = {offer.name: Cloud() for offer in DEFAULT_OFFERS}
+    provisioner = Commands(run.hub, "h", 1, DEFAULT_OFFERS, clouds).provisioner
+    await provisioner.look()
+    run.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
+    run.hub.board.is_connected = True
+    assert provisioner.advice().rent == ()
+    await provisioner.rent("local", "", "which a person may")
+
+
 async def test_when_all_workers_have_gone_others_are_rented_though_no_plan_is_made_without_any(tmp_path: Path) -> None:
     run = Market(tmp_path, Cloud(), Cloud())
     await run.look()
@@ -130,6 +142,9 @@ async def test_a_quote_for_many_machines_is_bounded_by_offer_cap_and_budget_alon
     run.hub.money.offers = (replace(OFFER, machines_max=60),)
     with pytest.raises(LimitExceeded, match=r"beyond the cap of 100 USD/h$"):
         run.provisioner.quote("gpu", 51)
+    with pytest.raises(MalformedMessage, match="a request rents one machine"):
+        await run.commands.act("machines", b'{"offer": "gpu", "count": 4}')
+    assert not run.provisioner.machines
 
 
 class Slow(Cloud):
