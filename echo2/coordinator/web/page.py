@@ -440,8 +440,8 @@ class OpenStreams:
 
 class ChangedValues:
     """The newest JSON text of each section and row. `serial`: number of the newest refresh; each page remembers the one that it has
-    seen. A worker's row is made anew when its heartbeat or what is decided about it has changed, and else every `ROW_BEATS`
-    heartbeats: what it has cost goes on rising."""
+    seen. A worker's row is made anew when its heartbeat or what is decided about it has changed, and else, unless it is gone, with
+    each version and every `ROW_BEATS` heartbeats: what it has cost goes on rising. A long run has thousands that are gone."""
 
     def __init__(self, hub: Hub, view: StateView) -> None:
         self._hub, self._view = hub, view
@@ -474,13 +474,14 @@ class ChangedValues:
         kept_s = ROW_BEATS * hub.config.coordinator.heartbeat_interval
         newest, counts = hub.board.newest_version, hub.book.lease_count
         for peer_id, member in list(hub.membership.members.items()):
+            is_gone = member.last_liveness is Liveness.GONE
             key = (
-                member.heartbeat_at, member.hello, counts(peer_id), member.last_liveness, member.setting, member.setting_reason,
-                member.is_wanted, member.wanted_reason, member.paused, member.price_limit, member.price_approved,
-                member.record.barred_until, newest,
+                member.heartbeat_at, member.hello, counts(peer_id), member.last_liveness, member.setting,
+                member.setting_reason, member.is_wanted, member.wanted_reason, member.paused, member.price_limit,
+                member.price_approved, member.record.barred_until, None if is_gone else newest,
             )  # fmt: skip
             known = self._rows.get(peer_id)
-            if known is None or known[2] != key or now - known[3] >= kept_s:
+            if known is None or known[2] != key or (now - known[3] >= kept_s and not is_gone):
                 row = f"{json.dumps(peer_id)}:{to_json(self._view.worker(member)).decode()}"
                 self._rows[peer_id] = (serial, row, key, now)
                 rebuilt += 1
@@ -523,7 +524,7 @@ class Dashboard:
             tls = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
         link_host = host if is_open else commands.hub.options.link_host
         scheme = "http" if is_open else "https"
-        self.address = f"{scheme}://{link_host}:{self.port}/"
+        self.address = f"{scheme}://{address_of(link_host, self.port)}/"
         self.url = self.address + (f"?token={token}" if token else "")
         csrf = secrets.token_urlsafe(24)
         hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from heapq import nsmallest
@@ -47,7 +48,8 @@ PEER_ID = re.compile(r"\b12D3Koo\w{45}\b")  # in texts of the lease book, which 
 SETTLING_S = 5.0  # until the next plan
 TREES_SHOWN_NODES_MAX = 200  # beyond, the picture is a blot
 VERSIONS_SHOWN = 16  # rows of the table
-MACHINES_SHOWN = 50  # newest first
+MACHINES_SHOWN = 50  # newest first; more if more are open: each has its button
+TOKENS_SHOWN = 200  # those that are not revoked first, then newest first; each machine that was ever rented had one
 PAID_SHOWN = 30  # newest last
 ENOUGH = "a few steps, heartbeats and a delta"  # what a plan is trusted from
 NAMES_SHOWN = 3  # of workers that wait for the same
@@ -166,18 +168,19 @@ class StateView:
     def _machines(self, wishes: FleetAdvice) -> dict[str, Any]:
         hub, provisioner = self._hub, self._provisioner
         machines = sorted(provisioner.machines.values(), key=lambda machine: (not machine.is_open, -machine.rented_at))
+        rented = Counter(machine.offer for machine in machines if machine.is_open)
         return {
             "offers": [
                 {
                     "name": offer.name, "provider": offer.provider, "gpu": offer.gpu, "price": offer.usd_per_hour,
                     "is_spot": offer.is_spot, "max": offer.machines_max, "is_automatic": offer.is_automatic,
-                    "rented": sum(machine.is_open and machine.offer == offer.name for machine in machines),
+                    "rented": rented[offer.name],
                     "problem": provisioner.problems.get(offer.name, ""),
                 }
                 for offer in provisioner.offers.values()
             ],
-            "machines": [machine_value(machine, hub.money) for machine in machines[:MACHINES_SHOWN]],
-            "count": sum(machine.is_open for machine in machines),
+            "machines": [machine_value(machine, hub.money) for machine in machines[: max(MACHINES_SHOWN, rented.total())]],
+            "count": rented.total(),
             "advice": {
                 "reason": wishes.reason,
                 "rent": [
@@ -235,7 +238,8 @@ class StateView:
         }  # fmt: skip
 
     def _tokens(self) -> list[dict[str, Any]]:
-        tokens = sorted(self._hub.tokens.tokens.values(), key=lambda token: -token.created_at)
+        all_tokens = self._hub.tokens.tokens.values()
+        tokens = nsmallest(TOKENS_SHOWN, all_tokens, key=lambda token: (token.is_revoked, -token.created_at))
         return [
             {
                 "id": token.token_id, "role": token.role, "label": token.label, "expires": round(token.expires_at),

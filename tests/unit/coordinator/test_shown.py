@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
-from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.fleet.members import Liveness, OperatorSetting
+from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.store import EVENTS_MAX, PAID_MAX, SAMPLE_LINES, SAMPLES_MAX, CurvePoint
 from echo2.coordinator.streams import SEND_QUEUE_MAX, StreamSession
+from echo2.coordinator.web.page import ChangedValues
+from echo2.coordinator.web.state import MACHINES_SHOWN, TOKENS_SHOWN
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_lease_book import spec
 from tests.unit.coordinator.test_limits import Fleet, plan
+from tests.unit.coordinator.test_provisioner import Cloud, Scene
 
 
 def with_learner(fleet: Fleet, **report: Any) -> None:
@@ -92,6 +97,26 @@ async def test_page_and_status_tell_the_same_and_what_is_so(tmp_path: Path) -> N
     _, status = same_facts(fleet)
     rose = (status.usd_spent - before.usd_spent, status.usd_useful - before.usd_useful)
     assert rose == (pytest.approx(3.0), pytest.approx(1.0)), "who stands by is on the bill and does nothing useful"
+
+
+async def test_of_thousands_that_have_gone_little_is_made_and_every_open_machine_has_its_button(tmp_path: Path) -> None:
+    """As after weeks of spot machines."""
+    run = Scene(tmp_path, Cloud())
+    values, machine = ChangedValues(run.hub, run.commands.view), await run.provisioner.rent("gpu", "", "a test")
+    run.join(machine, "kept")
+    run.hub.membership.members[run.join(machine, "gone")].last_liveness = Liveness.GONE
+    await values.changes_since(0)
+    run.clock.time += 3600.0
+    run.hub.board.report.newest_version += 1
+    assert json.loads((await values.changes_since(values.serial))["workers"]).keys() == {"kept"}
+    for number in range(MACHINES_SHOWN):
+        name = f"m{number}"
+        run.provisioner.machines[name] = RentedMachine(name, "gpu", "cloud", "", MachineState.STARTING, 2.0, number)
+    for _ in range(TOKENS_SHOWN):
+        run.commands.create_token("worker", "", 60.0, 1)[0].is_revoked = True
+    page = run.commands.view.sections()
+    assert len(page["machines"]["machines"]) == page["machines"]["count"] == MACHINES_SHOWN + 1
+    assert [token["is_revoked"] for token in page["tokens"]] == [False] + (TOKENS_SHOWN - 1) * [True]
 
 
 async def test_page_and_status_of_a_run_that_starves_is_over_its_budget_or_finished(tmp_path: Path) -> None:

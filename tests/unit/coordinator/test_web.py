@@ -22,7 +22,7 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Member, OperatorSetting
 from echo2.coordinator.web import page as web_page
-from echo2.coordinator.web.page import METRICS, ROWS_AT_ONCE, WORKER_METRICS, Web, WebGuard
+from echo2.coordinator.web.page import METRICS, ROWS_AT_ONCE, WORKER_METRICS, Dashboard, Web, WebGuard
 from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -200,6 +200,13 @@ async def test_off_loopback_the_page_takes_the_token() -> None:
         cookie = welcome.headers["set-cookie"]
         assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Secure"))
         assert (await web.get("/")).status_code == 200
+
+
+def test_a_page_on_an_ipv6_address_is_told_with_brackets(tmp_path: Path) -> None:
+    dashboard = Dashboard("::1", 0)
+    dashboard.set_up(Mock(), tmp_path, Mock())
+    assert dashboard.address == f"http://[::1]:{dashboard.port}/"
+    dashboard.close()
 
 
 async def test_every_route_and_every_metric_is_in_the_docs(tmp_path: Path) -> None:

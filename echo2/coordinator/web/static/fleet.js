@@ -22,7 +22,7 @@ const COLUMNS = [
   { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.region, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide", opens: true },
   { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for && `waits for ${w.waits_for}` },
   { key: "activation", label: "Work", chip: (w) => [w.activation || dash, works[w.activation] || ""], sub: (w) => isBarred(w) ? w.reason : costsIdle(w) ? `still costs ${usd(w.price)}/h` : "", title: (w) => w.reason },
-  { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
+  { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " at work", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
   { key: "usd_per_mtok", label: "USD per M tokens", title: () => "its whole bill, standby included, over its tokens that were trained on, in millions", text: (w) => usd(w.usd_per_mtok), n: true },
   { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: lagText, n: true },

@@ -34,7 +34,7 @@ form.onsubmit = async (event) => {
   const f = form.elements, changed = ["usd_budget", "usd_per_hour_cap", "staleness_bound"].filter((name) => f[name].value !== f[name].dataset.told);
   const body = Object.fromEntries(changed.map((name) => [name, f[name].value === "" ? null : Number(f[name].value)])); // the rest may have changed elsewhere
   if (f.offer.value && f.price.value !== "") body.prices = { [f.offer.value]: Number(f.price.value) };
-  if (await act("/api/run/settings", body)) { delete form.dataset.touched; toast("changed"); }
+  if (await act("/api/run/settings", body)) { delete form.dataset.touched; f.offer.value = f.price.value = ""; toast("changed"); }
 };
 $("run-pause").onclick = () => confirm("Pause the run?", "Workers end what they hold and get no more, until you resume. Rented machines go on costing money.", "Pause", (reason) => act("/api/run/pause", { reason }).then((ok) => ok && toast("paused")));
 $("run-resume").onclick = BUTTONS.resume;

@@ -33,7 +33,7 @@ function drawTiles() {
     tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", r.finished ? "" : p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.buffered)} of at most ${count(p.cap, "rollout")} buffered` : "no plan yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
     tile("Pool", `${active}`, `of ${count(workers.length, "worker")}`, tokens ? `${number(tokens)} tokens/s now` : r.finished ? "the run is finished" : "none generates now"),
-    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not known", "", end ? `about ${usd(end.usd)} more${m.chosen_per_hour < m.per_hour ? ", standby included" : ""}` : !r.finished ? state.advice.is_measured ? "the run stands still" : "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
+    tile("To the end", end ? seconds(end.left) : r.finished ? "ended" : "not known", "", end ? `about ${usd(end.usd)} more${m.chosen_per_hour < m.per_hour ? ", standby included" : ""}` : !r.finished ? l.is_known && !l.step_limit ? "its trainer ends it" : state.advice.is_measured ? "the run stands still" : "known after some steps" : l.step < l.step_limit ? `${count(l.step_limit - l.step, "step")} not trained` : "all steps are trained"),
     tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} for active workers · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? `, ${usd(m.chosen_per_hour ?? 0)} of the cap of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} per M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
   );
 }
@@ -116,7 +116,9 @@ document.querySelector(".bar nav").onclick = (event) => unfold(event.target.hash
 unfold(location.hash);
 
 // ---- what if
-let whatIfTimer = 0, touched = false;
+let whatIfTimer = 0, touched = false, fleetNow = 1;
+const FLEET_MOST = 2000; // that the coordinator adds copies up to
+const mayWork = (w) => w.state === "alive" && ["automatic", "active"].includes(w.setting);
 const sliders = { s: $("w-s"), up: $("w-up"), fleet: $("w-fleet") };
 const outputs = [...document.querySelectorAll("#what-if output")];
 function showSliders() {
@@ -124,15 +126,16 @@ function showSliders() {
   setText(outputs[1], uplink ? rate(uplink * factor) : factor === 1 ? "as now" : `${number(factor)} times`); setText(outputs[2], sliders.fleet.value);
 }
 function resetSliders() {
-  const count = Object.values(fleet()).filter((w) => w.state !== "gone").length || 1;
-  sliders.fleet.max = Math.max(12, 4 * count); sliders.s.min = state.run.staleness_bound === 0 ? 0 : 1; sliders.s.max = Math.max(16, state.run.staleness_bound ?? 0); sliders.s.value = state.run.staleness_bound ?? 4; sliders.up.value = 0; sliders.fleet.value = count;
+  fleetNow = Object.values(fleet()).filter(mayWork).length || 1;
+  sliders.fleet.max = Math.max(12, fleetNow, Math.min(4 * fleetNow, FLEET_MOST)); sliders.s.min = state.run.staleness_bound === 0 ? 0 : 1; sliders.s.max = Math.max(16, state.run.staleness_bound ?? 0); sliders.s.value = state.run.staleness_bound ?? 4; sliders.up.value = 0; sliders.fleet.value = fleetNow;
   touched = false; showSliders(); askWhatIf();
 }
 function askWhatIf() {
   if (!state.plan.is_known) { $("what-if-answer").replaceChildren(make("div", { class: "empty" }, "Answers come with the first plan.")); return; } clearTimeout(whatIfTimer); whatIfTimer = setTimeout(answerWhatIf, 180);
   if (!$("what-if-answer").childElementCount) $("what-if-answer").replaceChildren(make("div", { class: "empty" }, "The planner is asked…")); }
 async function answerWhatIf() {
-  const query = new URLSearchParams({ staleness_bound: sliders.s.value, uplink_factor: 10 ** Number(sliders.up.value), fleet_size: sliders.fleet.value });
+  const size = Number(sliders.fleet.value), fleet_size = size === fleetNow ? 0 : size; // 0: those of now, whom the planner knows better
+  const query = new URLSearchParams({ staleness_bound: sliders.s.value, uplink_factor: 10 ** Number(sliders.up.value), fleet_size });
   const host = $("what-if-answer");
   try {
     const response = await fetch("/api/what-if?" + query), p = await response.json();

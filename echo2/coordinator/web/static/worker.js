@@ -9,7 +9,7 @@ const FACTS = [
   ["Waits for", (w) => w.waits_for || "nothing"],
   ["Next lease", (w) => w.no_lease || "as soon as a group waits"],
   ["Joined", (w, now) => `${clock(w.joined)}, ${seconds(Math.max(0, now - w.joined))} ago; heard ${seconds(Math.max(0, now - w.heard))} ago`],
-  ["Cost", (w) => `${usd(w.price)}/h, ${usd(w.usd_spent)} so far, ${w.usd_per_mtok == null ? "no million useful tokens yet" : `${usd(w.usd_per_mtok)} per million useful tokens`}`],
+  ["Cost", (w) => `${usd(w.price)}/h, ${usd(w.usd_spent)} at work so far, ${w.usd_per_mtok == null ? "no million useful tokens yet" : `${usd(w.usd_per_mtok)} per million useful tokens`}`],
   ["Work", (w) => `${number(w.tokens_per_s)} tokens/s, ${count(w.finished_rollouts, "rollout")} finished, ${count(w.leases, "lease")}, ${w.running} of ${count(w.slots, "slot")} busy`],
   ["Lost", (w) => w.given_up ? count(w.given_up, "lease") : "no lease"],
   ["Memory", (w) => w.memory_used ? `${bytes(w.memory_used)} of ${bytes(w.memory_total)}` : "not told"],
