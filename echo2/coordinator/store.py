@@ -26,9 +26,9 @@ import sqlalchemy as sa
 from google.protobuf.message import DecodeError, Message
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from echo2.base.errors import NO_ROOM, DiskFull, EchoError, StateError
+from echo2.base.errors import NO_ROOM, DiskFull, EchoError, StateError, Unreachable
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token, TokenBook
@@ -45,6 +45,7 @@ PAID_MAX = 100_000  # 25 MB: each change of who works is one, and each deletion 
 PRUNE_EVERY_FLUSHES = 2_000
 # What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode.
 _DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
+_FULL_WORDS = ("disk is full", "disk I/O error", "No space left")  # the last of a server's disk
 _DAMAGE_WORDS = ("malformed", "not a database", "decode")  # in SQLite's own messages
 _metadata = sa.MetaData()
 _serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -390,7 +391,7 @@ class SqlStore:
             self._is_open = False
             self._engine.dispose()
 
-    def _rescued(self) -> DiskFull | StateError:
+    def _rescued(self) -> EchoError:
         """The error of a database that was removed or replaced while it was open. Saves what it held beside it first, through a
         connection that is open: a new one would make an empty database in its place."""
         assert self._file is not None, "only files are removed"
@@ -412,10 +413,12 @@ class SqlStore:
             f"{self._where}: expected a whole database, found it damaged ({what}). Restore a backup of it (docs/runbook.md)"
         )
 
-    def _error(self, error: Exception) -> DiskFull | StateError:
+    def _error(self, error: Exception) -> EchoError:
         text = str(getattr(error, "orig", None) or error).strip()
-        if getattr(error, "errno", None) in NO_ROOM or "disk is full" in text or "disk I/O error" in text:
+        if getattr(error, "errno", None) in NO_ROOM or any(word in text for word in _FULL_WORDS):
             return DiskFull(f"{self._where}: expected room for the coordinator's state, got: {text}")
+        if self._file is None and isinstance(error, OperationalError):  # its server may be back in a moment
+            return Unreachable(f"{self._where}: expected the database to answer, got: {text}")
         if isinstance(error, ValueError) or any(word in text for word in _DAMAGE_WORDS):
             return self._damaged(text)
         return StateError(f"{self._where}: {text}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from echo2.base.errors import DiskFull, StateError
+from echo2.base.errors import DiskFull, StateError, Unreachable
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
@@ -93,6 +93,17 @@ SAMPLE = CurvePoint(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)
 PAID = PaidAction(1.0, "active", "w", "why", 0.5, 0.0)
 ALL = rows(GROUP, LEASE, MEMBER, TOKEN, MACHINE, TokenPeer("t", PeerId("w")), port="7")
 ALL.log.extend([("events", EVENT), ("samples", SAMPLE), ("paid", PAID)])
+
+
+def test_a_server_that_does_not_answer_is_no_wrong_state(tmp_path: Path) -> None:
+    """Whatever starts the coordinator again, as a unit of systemd does, has to: PostgreSQL may be back."""
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)) as store:
+        for file, text, kind in (
+            (None, "server closed the connection", Unreachable), (None, "No space left on device", DiskFull),
+            (tmp_path, "database is locked", StateError),
+        ):  # fmt: skip
+            store._file = file
+            assert type(store._error(sa.exc.OperationalError("", None, Exception(text)))) is kind
 
 
 def test_what_was_written_is_there_after_the_process_is_gone_and_later_writes_replace_and_drop(url: str) -> None:
