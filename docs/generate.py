@@ -183,7 +183,7 @@ def performance() -> str:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         results = json.loads(path.read_text())
         rows = results["rows"] if isinstance(results, dict) else results
-        command = path.stem if path.stem in ("gpu", "mutants") else f"bench-{path.stem.replace('_', '-')}"
+        command = path.stem if path.stem in ("gpu", "mutants", "redteam") else f"bench-{path.stem.replace('_', '-')}"
         judged = [row for row in rows if row.get("target") is not None and row["value"] is not None]
         misses = [row for row in judged if not _is_met(row)]
         summary.append(f"| `make {command}` | {len(rows)} | {len(judged) - len(misses)} of {len(judged)} |")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from echo2.base.errors import ConfigError, EchoError, PortBusy, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.nat.reach import OwnLink, look_at_own_link
+from echo2.broadcast.node import port_beside
 from echo2.broadcast.reachability import LinkKind, own_reach
 from echo2.cli.options import MODULES, config_of, link_text
 from echo2.cli.process import wrapped
@@ -305,7 +306,8 @@ RATE_ADVICE = (
 def ports_finding(config: RunConfig) -> Finding:
     """Checks whether a coordinator and a learner of this config could listen on their ports."""
     wanted = {getattr(config.coordinator, option): name for option, name in PORT_OPTIONS.items()}
-    wanted |= {config.coordinator.relay_port: "relay", config.learner.port: "learner"}
+    relay, learner = config.coordinator.relay_port, config.learner.port
+    wanted |= {relay: "relay", port_beside(relay): "byte pipes", learner: "learner", port_beside(learner): "chunks"}
     wanted.pop(0, None)
     busy = []
     for port, name in wanted.items():

@@ -152,12 +152,12 @@ def plain_line(state: ScreenState) -> str:
         step = status.learner.step
         loads = f"the learner loads what it saved after step {step}" if step else "the learner loads its model"
         return f"{state.elapsed_s:4.0f} s  {status.finished or loads}"
-    learner, predicted = status.learner, status.plan.predicted_utilisation
+    learner, predicted, limit = status.learner, status.plan.predicted_utilisation, status.learner_hello.step_limit
     versions = ", ".join(
         f"{w.name} at {w.heartbeat.version}" if w.heartbeat.has_version else f"{w.name} without a version yet"
         for w in status.workers
     )
-    parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}/{status.learner_hello.step_limit}"]
+    parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}{f'/{limit}' if limit else ''}"]
     if state.rewards:
         parts.append(f"reward {sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}")
     parts += [f"version {learner.newest_version}", f"workers: {versions or 'none yet'}"]
@@ -293,7 +293,9 @@ def _panel(inside: RenderableType, title: str) -> Panel:
 
 def _learner_text(state: ScreenState, status: coordinator_pb2.RunStatus) -> Text:
     learner, hello = status.learner, status.learner_hello
-    rows = [f"step {learner.step} / {hello.step_limit}   version {learner.newest_version}"]
+    rows = [
+        f"step {learner.step}{f' / {hello.step_limit}' if hello.step_limit else ''}   version {learner.newest_version}"
+    ]
     if learner.step:  # nothing of this is measured before the first step
         measured, predicted = status.measured_utilisation or learner.utilisation, status.plan.predicted_utilisation
         rows += [

@@ -131,6 +131,8 @@ def test_every_make_target_shown_is_one() -> None:
     benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
     shown = [(where, line.split()[1]) for where, line in _commands(("make",))]
     assert shown
+    measured = (ROOT / "docs" / "reference" / "performance.md").read_text()
+    shown += [("performance", target) for target in re.findall(r"^\| `make ([a-z-]+)`", measured, re.MULTILINE)]
     for where, target in shown:
         name = target.removeprefix("bench-").replace("-", "_")
         assert target in targets or name in benchmarks or target == "bench-NAME", where

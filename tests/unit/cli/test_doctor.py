@@ -51,11 +51,11 @@ def test_each_problem_is_bad_and_says_what_to_do(
     monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 1 << 60)
     with socket.create_server(("0.0.0.0", 0)) as busy, socket.create_server(("0.0.0.0", 0)) as other:
         ports = busy.getsockname()[1], other.getsockname()[1]
-        assert main(["doctor", *on_ports(ports[0]), f"--learner.port={ports[1]}"]) == 6
+        assert main(["doctor", *on_ports(ports[0]), f"--learner.port={ports[1] - 1}"]) == 6
     out = capsys.readouterr()
     assert "BAD   ports:" in out.out and "stop what listens there" in out.out
     in_use = "Address already in use"
-    assert f"{ports[0]} (enrolment): {in_use}, {ports[1]} (learner): {in_use}; expected" in " ".join(out.out.split())
+    assert f"{ports[0]} (enrolment): {in_use}, {ports[1]} (chunks): {in_use}; expected" in " ".join(out.out.split())
     named = re.findall(r"(?:coordinator|learner)\.\w+", out.out)
     assert len(named) == 4 and set(named) <= set(option_names()), "what it names can be set"
     assert "BAD   disk:" in out.out and doctor.ADVICE["disk"] in out.out

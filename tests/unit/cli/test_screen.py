@@ -99,6 +99,9 @@ def test_what_was_not_measured_is_not_shown() -> None:
     status.plan.predicted_utilisation = 0.0  # the machines' rates are still being measured
     line, screen = shown(status)
     assert "predicted" not in line and "predicted" not in screen.split("broadcast")[0].split("capacity model")[0]
+    status.learner_hello.step_limit = 0  # of a run that its trainer ends
+    line, screen = shown(status)
+    assert "step 3  " in line and "step 3   version 0" in screen
 
 
 def test_a_run_is_given_up_for_standing_still_and_not_for_being_slow() -> None:
