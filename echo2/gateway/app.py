@@ -10,6 +10,7 @@ import asyncio
 import codecs
 import hmac
 import json
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -264,7 +265,9 @@ class GatewayApp:
             raise MalformedMessage(f"label: expected a text of at most {LABEL_CHARS_MAX} characters")
         session = self._episodes.take_seat(label)
         content = {"group": session.problem.root, "problem": dict(session.problem.description), "seat": session.seat}
-        return JSONResponse({"id": session.session_id, "key": session.key, **content}, status_code=201)
+        # Metadata may be of types that JSON does not have.
+        text = json.dumps({"id": session.session_id, "key": session.key, **content}, default=str)
+        return Response(text, status_code=201, media_type="application/json")
 
     async def _reward(self, request: Request) -> Response:
         session = self._session_of(request)
@@ -396,6 +399,12 @@ class GatewayPort:
                 f"agent.listen: expected agent.tls, a PEM file with certificate and key, for {host}, as keys of episodes "
                 "would travel in clear text"
             )
+        try:
+            if certificate:
+                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, password="")
+        except OSError as error:
+            text = f"agent.tls: expected a PEM file with certificate and key, without a passphrase, at {certificate}, got: {error}"
+            raise ConfigError(text) from None
         self._listener = listening_socket(host)
         try:
             self._listener.bind((listened(host), int(port)))
@@ -440,9 +449,8 @@ def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byte
     is_chat = request.prompt is None
     choices = []
     for number, choice in enumerate(answers):
-        reason = "stop" if not is_chat and choice.tool_calls else choice.finish_reason
         logprobs = _logprobs(choice, bytes_of, is_chat=is_chat) if request.wants_logprobs else None
-        reply: Json = {"index": number, "finish_reason": reason, "logprobs": logprobs}
+        reply: Json = {"index": number, "finish_reason": choice.finish_reason, "logprobs": logprobs}
         if is_chat:
             called: Json = {"tool_calls": _written(choice)} if choice.tool_calls else {}
             reply["message"] = {"role": "assistant", "content": choice.text, "refusal": None, **called}

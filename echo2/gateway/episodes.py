@@ -100,9 +100,11 @@ class Fleet(Protocol):
     ) -> tuple[str, int] | None:  # fmt: skip
         """Leases a completion; `chain` None: starts a new one. Returns its group ID and chain, or None if the problem is gone."""
 
-    def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:
+    def end_episode(
+        self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool, is_starved: bool = False
+    ) -> None:
         """`chains`: how many calls of each chain count. `outcome`: the reward, or why there is none. Not final: the seat is played
-        again."""
+        again. Starved: its client gave up while no worker answered anybody."""
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
         """Lets the task score a completion. Returns the reward, or why there is none."""
@@ -241,6 +243,7 @@ class Episodes:
         self.counts = GatewayCounts()
         self.long_work = LongWork()
         self._of_group: dict[str, tuple[Session, Call, int]] = {}  # by leased group: its session, call and choice
+        self._sampled_at = -math.inf  # when the last completion of any call came
         self._interned = tuple(range(limits.vocabulary_size))  # so that equal token ids share one int object
         self._tasks = Tasks()
         self._refusals = Refusals(_log)
@@ -265,7 +268,8 @@ class Episodes:
         session, call, choice = self._of_group.pop(group_id, (None, None, 0))
         if session is None or call is None:
             return
-        session.touch(self._clock())
+        self._sampled_at = self._clock()
+        session.touch(self._sampled_at)
         call.completions[choice] = completion
         if call.is_sampled and call.has_client:
             with self._answering(session, call):
@@ -311,7 +315,7 @@ class Episodes:
             if call.request.digest == request.digest and not call.has_client:
                 # A retry takes over an abandoned call, and its answer if there is one.
                 self.counts.retried += 1
-                call.has_client, call.pieces, call.streamed = True, asyncio.Queue(), ""
+                call.has_client, call.request, call.pieces, call.streamed = True, request, asyncio.Queue(), ""
                 if call.is_sampled:
                     with self._answering(session, call):
                         self._deliver(session, call)
@@ -350,11 +354,12 @@ class Episodes:
         self._fill_seats()
 
     def fail(self, session: Session, reason: str) -> None:
-        """Restarts the episode, or drops it after `restarts_max`: a fault of the machinery never becomes a reward."""
+        """Restarts the episode, or drops it after `restarts_max`: a fault of the machinery never becomes a reward. One whose client
+        gave up for want of workers is restarted however often: all would be dropped at once."""
         if session.session_id not in self.sessions:
             return
-        problem = session.problem
-        is_final = problem.restarts[session.seat] >= self.limits.restarts_max
+        problem, is_starved = session.problem, session.is_waiting and self._sampled_at < session.heard_at
+        is_final = problem.restarts[session.seat] >= self.limits.restarts_max and not is_starved
         self._refusals.warn("episode %s is lost: %s", session.session_id, reason)
         self._end(session, f"the episode is lost: {reason}")
         self.counts.dropped += is_final
@@ -362,7 +367,8 @@ class Episodes:
         if not is_final:
             problem.restarts[session.seat] += 1
             problem.seats[session.seat] = None
-        self._fleet.end_episode(problem.root, dict.fromkeys(session.tree.lengths, 0), reason, is_final=is_final)
+        chains = dict.fromkeys(session.tree.lengths, 0)
+        self._fleet.end_episode(problem.root, chains, reason, is_final=is_final, is_starved=is_starved)
         self._fill_seats()
 
     def finish(self, session: Session) -> None:
@@ -392,7 +398,9 @@ class Episodes:
         episode = Episode(self._base_url, session.key, session.problem.description)
         try:
             reward = await harness(episode)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code, whose exit would be the learner's
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # of the user's code
+            if isinstance(error, asyncio.CancelledError) and session.playing and session.playing.cancelling():
+                raise  # ours
             return self.fail(session, cause_of(error)[:500])
         if reward is None:
             self.finish(session)
@@ -507,7 +515,8 @@ class Episodes:
     def _choice(self, call: Call, number: int) -> Choice:
         sampled, request = call.completions[number], call.request
         text, tool_calls = self.codec.decode(sampled.token_ids, request.stops, has_tools=bool(request.tools))
-        named = tuple({**tool, "id": f"call_{call.number}_{number}_{place}"} for place, tool in enumerate(tool_calls))
+        # Nine letters and digits, as Mistral's templates ask.
+        named = tuple({**tool, "id": f"c{call.number:04}{number:02}{at:02}"} for at, tool in enumerate(tool_calls))
         is_cut = sampled.finish_reason is FinishReason.LENGTH
         return Choice(text, named, sampled, "length" if is_cut else "tool_calls" if named else "stop")
 

@@ -13,14 +13,16 @@ import os
 import re
 import shlex
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsFloat
 from urllib.parse import urlsplit
 
-from echo2.base.errors import TaskError
+from echo2.base.errors import ConfigError, TaskError
 from echo2.base.units import imported
 from echo2.outside.guard import cancel_all
 
@@ -47,32 +49,54 @@ Harness = Callable[[Episode], Awaitable[float | None]]
 exception fails the episode."""
 
 
-def make_harness(text: str, at_once: int) -> Harness | None:
+def make_harness(text: str) -> Harness | None:
     """Makes the harness that `agent.harness` names: module:function or a command; None if it is empty."""
     if not text:
         return None
-    return _function_harness(text, at_once) if _FUNCTION.fullmatch(text) else _program_harness(text)
+    return _function_harness(text) if _FUNCTION.fullmatch(text) else _program_harness(text)
 
 
-def _function_harness(name: str, at_once: int) -> Harness:
+def _function_harness(name: str) -> Harness:
     """Calls a user's `module:function`, async or not, with the `Episode`; it returns a number or None."""
-    function, threads = imported(name, "agent.harness"), ThreadPoolExecutor(at_once, thread_name_prefix="agent")
+    function = imported(name, "agent.harness")
 
     async def play(episode: Episode) -> float | None:
-        if inspect.iscoroutinefunction(function):
-            return _number(await function(episode))
-        return _number(await asyncio.get_running_loop().run_in_executor(threads, function, episode))
+        is_async = inspect.iscoroutinefunction(function)
+        earned = function(episode) if is_async else await _in_thread(partial(function, episode))
+        return _number(await earned if inspect.isawaitable(earned) else earned)
 
     return play
+
+
+async def _in_thread(work: Callable[[], object]) -> object:
+    """Runs `work` in a thread of its own: one that never returns keeps no other waiting, nor the process from its end."""
+    ended: Future[object] = Future()
+    ended.set_running_or_notify_cancel()  # from now on whoever gives up does not cancel it
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except StopIteration as error:  # which no future takes
+            ended.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await asyncio.wrap_future(ended)
 
 
 def _program_harness(command: str) -> Harness:
     """Runs a command with OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment. Of the learner's
     environment it gets only `_PASSED_ON`. Its last line of output may be the reward: a number or {"reward": number}."""
-    arguments = shlex.split(command)
+    try:
+        arguments = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"agent.harness: expected module:function or a command, got {command!r}: {error}") from None
+    if not arguments:
+        raise ConfigError(f"agent.harness: expected module:function or a command, got {command!r}")
 
     async def play(episode: Episode) -> float | None:
-        pipe, problem = asyncio.subprocess.PIPE, json.dumps(dict(episode.problem))
+        pipe, problem = asyncio.subprocess.PIPE, json.dumps(dict(episode.problem), default=str)
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment |= {
             "OPENAI_BASE_URL": episode.base_url,

@@ -279,8 +279,8 @@ class TinkerApi:
                     raise MalformedMessage("data: expected one or more examples")
                 is_trained = not asked.forward_only
                 logprobs, total = await self._driven.forward_backward(examples, loss, is_trained=is_trained)
-            except EchoError as error:
-                client.fault = client.fault if asked.forward_only else str(error)
+            except Exception as error:  # of any kind: a part of the gradient may be added up already
+                client.fault = client.fault if asked.forward_only else f"{type(error).__name__}: {error}"
                 raise
             shapes = [tuple(datum.loss_fn_inputs["target_tokens"].shape[1:]) for datum in asked.data]
             return Response(_output(logprobs, shapes, total), media_type=_PROTOBUF)
@@ -318,6 +318,7 @@ class TinkerApi:
 
         async def run(client: TrainingClient) -> BaseModel:
             await self._driven.begin(saved, with_optimiser=asked.optimizer)
+            client.fault = ""  # the gradients that it was about are gone
             return types.LoadWeightsResponse(path=asked.path, model_id=client.model_id)
 
         return self._in_turn(asked.model_id, asked.seq_id, run)

@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from echo2.base.errors import TaskError
@@ -63,7 +64,8 @@ class _ServedTaskset:
         if len(seats) != 1:
             raise TaskError(f"verifiers/{name}: expected an environment of one agent, got {', '.join(seats)}")
         self.env: Any = environment_class(name)(config(taskset=taskset, **{seats[0]: agent}))
-        self.tasks = loaded(meta["taskset"], meta["options"], int(meta["size"]))
+        self.tasks: list[Any] = []
+        self._load = partial(loaded, meta["taskset"], meta["options"], int(meta["size"]))
         self.players = self.episodes = 0
         self._is_over = asyncio.Event()
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -71,6 +73,7 @@ class _ServedTaskset:
 
     async def _serve(self) -> None:
         try:
+            self.tasks = await asyncio.to_thread(self._load)  # seconds, for large ones
             async with self.env.serving():
                 self._is_ready.set_result(None)
                 await self._is_over.wait()

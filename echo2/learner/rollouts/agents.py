@@ -50,7 +50,7 @@ class Agents:
             prompts.stop_strings.longest_bytes, idle_s=config.agent.episode_timeout / 6,
             episode_s=config.agent.episode_timeout, harnesses_max=EPISODES_AT_ONCE,
         )  # fmt: skip
-        harness = make_harness(config.agent.harness, EPISODES_AT_ONCE)
+        harness = make_harness(config.agent.harness)
         self._port = GatewayPort(config.agent.listen, config.agent.tls)
         self.url = f"{self._port.url}/v1"
         self.episodes = Episodes(
@@ -132,11 +132,13 @@ class Agents:
         group_id = self._pool.open_call(GroupId(root), chain, prompt, sampling, temperature)
         return None if group_id is None else (group_id, turn_of(group_id, 0).index)
 
-    def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:
+    def end_episode(
+        self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool, is_starved: bool = False
+    ) -> None:
         reward, parts = (None, {}) if isinstance(outcome, str) else outcome
         if not isinstance(outcome, str):
             self.failures.on_success()
-        elif self._section.harness and (too_many := self.failures.on_failure(outcome)):
+        elif self._section.harness and not is_starved and (too_many := self.failures.on_failure(outcome)):
             self._fail(TaskError(f"agent.harness {self._section.harness}: {too_many}"))
         self._pool.end_episode(GroupId(root), chains, reward, parts, is_final=is_final)
 

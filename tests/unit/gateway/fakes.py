@@ -70,6 +70,7 @@ class End:
     parts: Mapping[str, float]
     is_final: bool
     failure: str
+    is_starved: bool
 
 
 class RecordingFleet:
@@ -98,9 +99,12 @@ class RecordingFleet:
         self.on_lease(group_id)
         return group_id, number
 
-    def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:
+    def end_episode(
+        self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool, is_starved: bool = False
+    ) -> None:
         reward, parts = (None, {}) if isinstance(outcome, str) else outcome
-        self.ends.append(End(root, chains, reward, parts, is_final, outcome if isinstance(outcome, str) else ""))
+        failure = outcome if isinstance(outcome, str) else ""
+        self.ends.append(End(root, chains, reward, parts, is_final, failure, is_starved))
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
         if isinstance(self.score_answer, Exception):
@@ -123,7 +127,7 @@ async def on_port(
     port, clock = GatewayPort("", limits=port_limits), asyncio.get_running_loop().time
     episodes = Episodes(
         GatewayLimits(**given), codec or LetterCodec(), fleet, clock, lambda: os.urandom(8).hex(),
-        make_harness(harness, 1), f"{port.url}/v1",
+        make_harness(harness), f"{port.url}/v1",
     )  # fmt: skip
     serving = asyncio.create_task(port.run(GatewayApp(episodes, "policy", "master", letter_bytes).application()))
     try:

@@ -6,8 +6,11 @@ import asyncio
 import logging
 import math
 import random
+import re
+import threading
 import tracemalloc
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -86,11 +89,12 @@ async def test_a_retry_takes_the_answer_whose_client_disconnected() -> None:
         if is_sampled_before:
             world.sample(group_id, "yo")
             assert not call.answer.done()
-        retry, groups = world.begin(session, request)
+        again = chat(f"hi {is_sampled_before}", logprobs=True, stream=True)  # which it may ask for only now
+        retry, groups = world.begin(session, again)
         assert groups == [], "nothing is sampled twice"
         if not is_sampled_before:
             world.sample(group_id, "yo")
-        assert texts_of(retry) == ["yo"]
+        assert texts_of(retry) == ["yo"] and retry.request is again
     call, (abandoned,) = world.begin(session, chat("never read"))
     world.episodes.leave(call)
     world.sample(abandoned, "lost")
@@ -111,6 +115,22 @@ async def test_a_lost_episode_restarts_then_is_dropped_and_never_scored_0() -> N
     world.episodes.fail(second, "again")
     assert (world.last_end.reward, world.last_end.is_final) == (None, True) and not world.episodes.sessions
     assert (world.episodes.counts.restarted, world.episodes.counts.dropped) == (1, 1)
+    await world.episodes.close()
+
+
+async def test_an_episode_that_its_client_gave_up_while_no_worker_answered_anybody_is_begun_again() -> None:
+    """The stock client gives up after half an hour: without workers for so long all episodes would be lost at once."""
+    world = World(PlayedByHand(), restarts_max=0)
+    for is_starved in (True, False):
+        world.episodes.open_problem(f"a{is_starved}", 1, {})
+        *_, session = world.episodes.sessions.values()
+        call, _ = world.begin(session, chat("hi"))
+        world.episodes.leave(call)
+        if not is_starved:
+            world.now += 1.0
+            world.ask(next(iter(world.episodes.sessions.values())), "hi")
+        world.episodes.fail(session, "APITimeoutError")
+        assert (world.last_end.is_final, world.last_end.is_starved) == (not is_starved, is_starved)
     await world.episodes.close()
 
 
@@ -141,9 +161,9 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
         ("echo played; echo 0.5", 0.5), ("echo played", None), (left_running, 0.5), (closes_early, 0.5),
         (f"echo {'[' * 5000}", None),
     ):  # fmt: skip
-        play = make_harness(f"sh -c '{command}'", 1)
+        play = make_harness(f"sh -c '{command}'")
         assert play is not None and await asyncio.wait_for(play(episode), WAIT_S) == reward
-    play = make_harness("sh -c 'echo 0.5; exit 3'", 1)
+    play = make_harness("sh -c 'echo 0.5; exit 3'")
     assert play is not None
     with pytest.raises(TaskError, match="expected it to exit with 0, got 3"):
         await play(episode)
@@ -151,21 +171,53 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
 
 async def test_a_function_may_earn_numbers_of_any_kind_but_no_text() -> None:
     episode = Episode("http://127.0.0.1:1/v1", "key", {"rewards": [np.float32(0.5), 0.25, True, "0.5"]})
-    play = make_harness(f"{__name__}:earn", 1)
+    play = make_harness(f"{__name__}:earn")
     assert play is not None
     assert [await play(episode) for _ in range(3)] == [0.5, 0.25, 1.0]
     with pytest.raises(TaskError, match="expected a reward as a number, got '0.5'"):
         await play(episode)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(play(episode), WAIT_S)
 
 
 def earn(episode: Episode) -> object:
-    return episode.problem["rewards"].pop(0)
+    rewards = episode.problem["rewards"]
+    return rewards.pop(0) if rewards else next(iter(rewards))
+
+
+async def test_a_function_that_hangs_keeps_no_other_from_playing_nor_the_process_from_its_end() -> None:
+    play, hangs = make_harness(f"{__name__}:earn_late"), threading.Event()
+    assert play is not None
+    hanging = asyncio.create_task(play(Episode("http://127.0.0.1:1/v1", "key", {"until": hangs})))
+    given = threading.Event()
+    given.set()
+    assert await asyncio.wait_for(play(Episode("http://127.0.0.1:1/v1", "key", {"until": given})), WAIT_S) == 1.0
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("agent"))
+    hangs.set()
+
+
+def earn_late(episode: Episode) -> object:
+    """As a decorator may make it: a function that returns a coroutine."""
+    if episode.problem["until"].is_set():
+        return asyncio.sleep(0, 1.0)
+    return episode.problem["until"].wait(WAIT_S)
+
+
+def test_a_command_that_no_shell_reads_is_named() -> None:
+    for command in ("sh -c 'echo", " "):
+        with pytest.raises(ConfigError, match="agent.harness: expected module:function or a command"):
+            make_harness(command)
 
 
 async def test_the_longest_problem_reaches_a_program_and_a_longer_one_is_told() -> None:
-    play, longest = make_harness("sh -c 'echo ${#ECHO2_PROBLEM}'", 1), PROBLEM_BYTES_MAX - len('{"text": ""}')
+    play, longest = make_harness("sh -c 'echo ${#ECHO2_PROBLEM}'"), PROBLEM_BYTES_MAX - len('{"text": ""}')
     assert play is not None
     assert await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * longest})) == PROBLEM_BYTES_MAX
+    assert await play(Episode("http://127.0.0.1:1/v1", "key", {"day": date(2026, 1, 1)})) == len(
+        '{"day": "2026-01-01"}'
+    )
     with pytest.raises(TaskError, match="let agent.harness name a function"):
         await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * (longest + 1)}))
 
@@ -181,7 +233,7 @@ async def test_the_end_ends_what_plays() -> None:
 
 async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -> None:
     world = World()
-    plays: list[Any] = [0.25, None, None, None, OSError("no such tool"), SystemExit(0)]
+    plays: list[Any] = [0.25, None, None, None, OSError("no such tool"), SystemExit(0), asyncio.CancelledError("mine")]
 
     class Harness:
         async def __call__(self, episode: Any) -> float | None:
@@ -194,16 +246,17 @@ async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -
 
     world = World(Harness(), restarts_max=0)  # type: ignore[arg-type]
     answers: list[Any] = [(0.75, {"exact": 0.5}), "it cannot be judged", OSError("no such row")]
-    for number in range(6):
+    for number in range(7):
         if number in (1, 2, 3):
             world.fleet.score_answer = answers.pop(0)
         world.episodes.open_problem(f"a{number}", 1, {})
         await settle()
-    assert [end.reward for end in world.fleet.ends] == [0.25, 0.75, None, None, None, None]
+    assert [end.reward for end in world.fleet.ends] == [0.25, 0.75, None, None, None, None, None]
     assert [end.failure for end in world.fleet.ends[3:]] == [
         "OSError: no such row",
         "OSError: no such tool",
         "SystemExit: 0",
+        "CancelledError: mine",
     ]
     assert world.fleet.ends[1].parts == {"exact": 0.5}
     await world.episodes.close()
@@ -583,6 +636,21 @@ async def test_nor_does_one_that_waited_for_its_retry() -> None:
     world.sample(group, "ok")
     world.episodes.codec = Lacking()
     assert isinstance(world.begin(session, request)[0].answer.exception(), CallRefused) and not session.calls
+
+
+async def test_calls_of_tools_have_ids_that_every_template_takes() -> None:
+    class Calling(LetterCodec):
+        def decode(self, *_: Any, **__: Any) -> tuple[str, list[Any]]:
+            return "", [{"id": "", "type": "function", "function": {"name": "add", "arguments": {}}}] * 2
+
+    world, session = begun()
+    world.episodes.codec, ids = Calling(), set[str]()
+    for asked in ("1+1?", "2+2?"):
+        call, groups = world.begin(session, chat(asked, n=2, tools=[{"type": "function"}]))
+        for group in groups:
+            world.sample(group, "ok")
+        ids |= {str(tool["id"]) for choice in call.answer.result() for tool in choice.tool_calls}
+    assert len(ids) == 8 and all(re.fullmatch("[a-z0-9]{9}", one) for one in ids), "nine are what Mistral's ask for"
 
 
 async def test_a_retry_reads_the_stream_from_its_beginning() -> None:

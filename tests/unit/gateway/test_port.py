@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,9 +177,18 @@ def test_a_base_url_without_v1_is_answered_with_what_it_lacks(gateway: Served) -
     assert status == 404 and told["error"]["message"].endswith("base URLs end in /v1: expected /v1/chat/completions")
 
 
+def test_a_certificate_that_is_none_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").touch()
+    for name in ("nowhere.pem", "empty.pem"):
+        with pytest.raises(ConfigError, match=f"agent.tls: expected a PEM file .* at .*{name}, got: "):
+            GatewayPort("127.0.0.1:0", str(tmp_path / name))
+
+
 def test_an_episodes_key_opens_no_other_episode() -> None:
     with served() as gateway:
-        gateway.episodes.open_problem("a2", 1, {})
+        gateway.episodes.open_problem("a2", 2, {"day": date(2026, 1, 1), "odds": math.nan})
+        status, seat = gateway.post({}, "/v1/sessions", "master")
+        assert status == 201 and seat["problem"]["day"] == "2026-01-01", "what JSON has no word for is told as text"
         other = gateway.episodes.take_seat("")
         path = f"/v1/sessions/{other.session_id}/reward"
         assert gateway.post({"reward": 1.0}, path)[0] == 401

@@ -41,6 +41,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.broken: Exception | None = None  # raised by the next forward pass
 
     async def begin(self, saved: str, *, with_optimiser: bool) -> None:
         self.told.append(("begin", saved, with_optimiser))
@@ -50,6 +51,9 @@ class Recorder:
     ) -> tuple[Sequence[np.ndarray], float]:
         self.told.append((loss, is_trained, examples))
         await asyncio.sleep(0)
+        if self.broken is not None:
+            error, self.broken = self.broken, None
+            raise error
         return [-example.targets_NK.astype(np.float32) for example in examples], 2.5
 
     async def optim_step(self, step: AdamStep) -> Mapping[str, float]:
@@ -212,6 +216,28 @@ async def test_a_wrong_example_is_refused_and_no_step_is_made_of_it(example: typ
         assert told in answers[0]["error"] and answers[0]["category"] == "user"
         assert "no step is made" in answers[1]["error"] and told in answers[1]["error"]
         assert len(driven.told) == 3 and driven.told[-1] == "forgotten"
+
+
+async def test_no_step_is_made_of_a_gradient_that_broke_off_and_a_loaded_state_begins_without_it() -> None:
+    """The SDK sends the step before it knows how the gradient ended."""
+    good = datum([5, 6], target_tokens=[1, 2])
+    async with played() as (post, driven):
+        model_id = await model_of(post)
+        load = {"path": f"tinker://{model_id}/weights/a", "optimizer": True, "model_id": model_id, "seq_id": 4}
+        step = {"adam_params": {}, "model_id": model_id}
+        for number, path, body in (
+            (1, "forward_backward", passed(model_id, 1, [good])), (2, "optim_step", step | {"seq_id": 2}),
+            (3, "forward_backward", passed(model_id, 3, [good])), (4, "load_weights", load),
+            (5, "forward_backward", passed(model_id, 5, [good])), (6, "optim_step", step | {"seq_id": 6}),
+        ):  # fmt: skip
+            if number in (1, 3):
+                driven.broken = RuntimeError("CUDA out of memory")  # in the second of two micro-batches
+            await post(path, body)
+            answer = await post("retrieve_future", {"request_id": f"{model_id}:{number}"})
+            if number == 2:
+                assert "no step is made and its gradients are dropped" in answer.json()["error"]
+                assert driven.told[-1] == "forgotten"
+        assert driven.told[-1] == AdamStep(1e-4, 0.9, 0.95, 1e-12), "of the gradient since the state was loaded"
 
 
 async def test_numbers_that_no_sdk_sends_are_refused_before_they_take_memory_or_reach_the_trainer() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from echo2.base.rollout import GroupSpec, Verdict, Work
 from echo2.learner.rollouts.agents import Agents
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import Batch, Group, Insertion, SentTokens, evaluated_version, joined
+from echo2.learner.rollouts.workers import FailureStreak
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.wire.bounds import check
 from tests.patience import WAIT_S
@@ -222,6 +224,14 @@ def test_a_harness_whose_every_episode_is_lost_ends_the_run_with_the_cause(
     for report in reports:
         check(report, "a learner whose agents' errors have lines")
     assert any("episodes failed one after another" in report.waits_for for report in reports)
+
+
+def test_an_episode_lost_for_want_of_workers_is_no_failure_of_the_harness() -> None:
+    found: Any = SimpleNamespace(failures=FailureStreak("episodes", 1), _section=SimpleNamespace(harness="agent:play"))
+    found._pool = SimpleNamespace(end_episode=lambda *_, **__: None)
+    for is_starved in (True, False):
+        Agents.end_episode(found, "a1", {}, "APITimeoutError", is_final=False, is_starved=is_starved)
+        assert found.failures.count == 1 - is_starved
 
 
 PROBLEM = GroupId("a00000000")
