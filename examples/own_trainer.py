@@ -49,7 +49,7 @@ def train(model: torch.nn.Module, optimiser: torch.optim.Optimizer, batch: echo2
     advantage_B = torch.empty_like(b.rewards_B)
     for group in b.groups_B.unique():
         rewards = b.rewards_B[b.groups_B == group]
-        advantage_B[b.groups_B == group] = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        advantage_B[b.groups_B == group] = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
     logits_BLV = model(input_ids=b.token_ids_BL).logits[:, :-1]
     logprobs_BL = -torch.nn.functional.cross_entropy(
         logits_BLV.transpose(1, 2), b.token_ids_BL[:, 1:], reduction="none"

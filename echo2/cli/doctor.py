@@ -171,7 +171,7 @@ def task_findings(config: RunConfig) -> Iterator[Finding]:
         else:
             count = f"{task.size} prompts" if task.size is not None else "prompts without end"
             prompt = textwrap.shorten(str(first.prompt), SHOWN_LETTERS, placeholder=" …")
-            answer = textwrap.shorten(first.answer, SHOWN_LETTERS, placeholder=" …")
+            answer = textwrap.shorten(str(first.answer), SHOWN_LETTERS, placeholder=" …")
             yield Finding("task", f"{name}: {count}; the first{tokens} is {prompt!r}, its answer {answer!r}")
 
 

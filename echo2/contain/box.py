@@ -127,7 +127,7 @@ def view_here(
     for module in ("echo2", *modules):
         shown_paths |= set(_module_paths(module.partition(".")[0]))
     for path in readable:
-        wanted = Path(path).expanduser().absolute()
+        wanted = Path(_absolute(path))
         if not wanted.exists():
             raise ConfigError(f"task.readable: expected a file or folder at {path}, found nothing there")
         if Path.home().is_relative_to(wanted.resolve()):
@@ -139,8 +139,13 @@ def view_here(
         ("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("PYTHONDONTWRITEBYTECODE", "1"),
         ("MPLCONFIGDIR", SCRATCH), ("HF_HUB_OFFLINE", "1"),
     )  # fmt: skip
-    kept_out = {str(Path(path).expanduser().absolute()) for path in (*hidden, "~")}
+    kept_out = {_absolute(path) for path in (*hidden, "~")}
     return View(tuple(sorted(shown_paths)), links, tuple(sorted(kept_out)), environment, folder or str(Path.cwd()))
+
+
+def _absolute(path: str) -> str:
+    """Without "..", which no mount takes. Links stay: what lies behind them is asked for by their names."""
+    return os.path.normpath(Path(path).expanduser().absolute())
 
 
 def _candidates() -> Iterator[str]:
@@ -170,10 +175,10 @@ def _python_paths() -> Iterator[str]:
     real = Path(os.path.realpath(sys.executable))
     for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix):
         if Path(prefix) not in (Path("/"), Path("/usr")):
-            yield str(Path(prefix).absolute())
+            yield _absolute(prefix)
     if not any(real.is_relative_to(prefix) for prefix in (sys.base_prefix, "/usr")):
         yield str(real)
-    yield from (str(Path(path).absolute()) for path in package_folders() if Path(path).is_dir())
+    yield from (_absolute(path) for path in package_folders() if Path(path).is_dir())
 
 
 def package_folders() -> set[str]:
@@ -188,6 +193,6 @@ def _module_paths(name: str) -> Iterator[str]:
     if spec is None:
         raise ResourceError(f"containment: expected an importable module {name}, found none")
     if spec.submodule_search_locations:
-        yield from (str(Path(path).absolute()) for path in spec.submodule_search_locations)
+        yield from (_absolute(path) for path in spec.submodule_search_locations)
     elif spec.origin and Path(spec.origin).is_file():
-        yield str(Path(spec.origin).absolute())
+        yield _absolute(spec.origin)

@@ -57,6 +57,7 @@ class _Program(ctypes.Structure):
 def serve(make: Callable[[str], Handler]) -> None:
     """Answers requests from stdin until its end. `make` creates the handler from the setup's text, which is trusted."""
     requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a trusted reward starts would read requests from it
     os.dup2(2, 1)
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -65,7 +66,9 @@ def serve(make: Callable[[str], Handler]) -> None:
         return
     limits = Limits(**setup["limits"])  # type: ignore[arg-type] # written by our own process
     namespaces = Namespaces(limits) if setup["isolation"] == "fork" else None
-    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    # CUDA and other languages' run times reserve far more addresses than they use, which trusted rewards may do.
+    memory = resource.RLIMIT_DATA if namespaces is None else resource.RLIMIT_AS
+    resource.setrlimit(memory, (limits.memory_bytes, limits.memory_bytes))
     try:
         handler = make(str(setup["setup"]))
     except Exception as error:  # noqa: BLE001 - reported to the process that asked for it
@@ -120,8 +123,9 @@ def _run(
             _confine(reply_in, printed_in, limits, cpu_s)
             _write(3, _SHUT_IN)
             _write(3, handler.answer(body))
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for output in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the run may have closed it, or put anything in its place
+                    output.flush()
             status = 0
         finally:
             os._exit(status)

@@ -12,7 +12,6 @@ parts of type text. The answer is `answer`, `ground_truth`, `reward_model.ground
 from __future__ import annotations
 
 import codecs
-import contextlib
 import gzip
 import hashlib
 import json
@@ -44,6 +43,9 @@ FILES_MAX = 10_000  # a folder with more is not a split of one data set
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}  # the hub's names, and short ones
 _WORKED_ANSWER_MARK = "####"  # GSM8K's format
+_CHATS_AS_TEXT = tuple(
+    f"[{{{mark}{key}{mark}:" for mark in "\"'" for key in ("role", "content")
+)  # by JSON or by Python
 
 Row = Mapping[str, object]
 _log = logging.getLogger("echo2.tasks")
@@ -221,7 +223,7 @@ def _cell(row: Row, chosen: str, usual: tuple[str, ...], argument: str, where: s
     names = (chosen,) if chosen else usual
     for name in names:
         value: object = row
-        for part in name.split("."):
+        for part in [name] if name in row else name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != [] and not (isinstance(value, str) and not value.strip()):
             return value
@@ -256,7 +258,7 @@ def _prompt(value: object, where: str) -> Prompt:
 
 def _text(value: str, where: str) -> str:
     """The text, unless no tokenizer could read it, or it is a chat that was written as text."""
-    if value.startswith('[{"role"') or (
+    if value.startswith(_CHATS_AS_TEXT) or (
         not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value)
     ):
         raise TaskError(
@@ -349,14 +351,18 @@ def local_data_set(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     fetch = partial(snapshot_download, path, repo_type="dataset", allow_patterns=_FILES, cache_dir=_cache())
-    with contextlib.suppress(FileNotFoundError):
+    lacks = "found neither"
+    try:
         return Path(fetch(local_files_only=True))
-    snapshots = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
-    if fetched_by_commit := max(snapshots.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
-        return fetched_by_commit
+    except FileNotFoundError as error:
+        snapshots = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
+        if getattr(error, "snapshot_path", ""):  # a part, of a download that was broken off: it goes on below
+            lacks = f"got: {error}"
+        elif fetched_by_commit := max(snapshots.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
+            return fetched_by_commit
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         raise TaskError(
-            f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"
+            f"data set {path}: expected a folder or one in the hub's cache {_cache()}, {lacks} (HF_HUB_OFFLINE is 1)"
         )
     try:
         return Path(fetch())

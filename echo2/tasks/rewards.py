@@ -9,6 +9,7 @@ instance is at fault, and its completions get no reward. docs/tasks.md argues fo
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import math
@@ -44,6 +45,7 @@ OWN_REWARD_MAX = 1e6  # keeps a group's mean and squares finite in float32
 EXHAUSTED = "exhausted"  # part of the reward 0 of a completion that used up its limits
 SAMPLE_TEXTS = ("0", "")  # a number, and nothing: what a scorer meets first from an untrained model
 PROBED_MAX = 100_000  # 10 MB of set
+AGAIN_S = 600.0  # until an instance is tried again for which its scorer waited in vain, as for a judge that was away
 
 
 class RewardFailure(enum.Enum):
@@ -157,7 +159,7 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
     else:
         task = make_task(spec)
         try:
-            texts = (task.sample(0).answer, *SAMPLE_TEXTS)
+            texts = (str(task.sample(0).answer), *SAMPLE_TEXTS)
         except (Exception, SystemExit) as error:
             text = f"task {spec.name}: expected an instance from sample(0), got {error_text(error)}"
             raise TaskError(text) from error
@@ -243,17 +245,16 @@ class RewardPool:
     def __init__(self, spec: TaskSpec, limits: Limits | None = None, containment: Containment | None = None):
         containment = containment or Containment()
         limits = limits or limits_of(spec)
-        self._read = partial(
-            _scored, is_trusted=containment.is_trusted, bound=OWN_REWARD_MAX if is_users_own(spec) else 1.0
-        )
-        self._at_fault: dict[int, Scored] = {}  # instances that no completion could be scored on
+        self._read = partial(_scored, is_trusted=containment.is_trusted, bound=_bound_of(spec))
+        self._at_fault: dict[int, tuple[float, Scored]] = {}  # what no completion could be scored on, and until when
         self._sound: set[int] = set()  # instances on which a harmless text was scored
         self._pool = _pool_of(spec, limits, containment)
         self.process_count = self._pool.process_count
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
-        if index in self._at_fault:
-            return _done(self._at_fault[index])
+        until, fault = self._at_fault.get(index, (-math.inf, None))
+        if fault is not None and time.monotonic() < until:
+            return _done(fault)
         answer: Future[Scored] = Future()
         asked = self._pool.submit({"index": index, "text": completion_text}, self._read, sender)
         asked.add_done_callback(lambda done: self._judge(done, answer, index))
@@ -278,8 +279,10 @@ class RewardPool:
             if is_known and probe.result().failure in _USED_UP:
                 text = f"instance {index} itself: scoring {SAMPLE_TEXTS[0]!r} fails too ({probe.result().message})"
                 _log.warning("%s; its completions get no reward", text)
-                self._at_fault[index] = Scored(None, RewardFailure.FAULT, text, 0.0)
-                self._give(answer, self._at_fault[index])
+                fault = Scored(None, RewardFailure.FAULT, text, 0.0)
+                has_waited = probe.result().failure is RewardFailure.TIMED_OUT
+                self._at_fault[index] = time.monotonic() + AGAIN_S if has_waited else math.inf, fault
+                self._give(answer, fault)
                 return
             if is_known and len(self._sound) < PROBED_MAX:
                 self._sound.add(index)
@@ -308,6 +311,11 @@ class RewardPool:
     def close(self) -> None:
         """Waits at most one reward's time limit for the rewards in progress."""
         self._pool.close()
+
+
+def _bound_of(spec: TaskSpec) -> float:
+    """The largest reward: 1 of a task of echo2's; others weigh as they like."""
+    return OWN_REWARD_MAX if is_users_own(spec) or spec.name == "verifiers" else 1.0
 
 
 def _pool_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Pool:
@@ -397,7 +405,8 @@ def _reward(answer: Mapping[str, object], bound: float) -> Reward:
         or len(parts) > PARTS_MAX
         or any(len(str(name)) > NAME_CHARS_MAX for name in parts)
     ):
-        raise MalformedMessage(f"reward: expected at most {PARTS_MAX} parts, got {shown(parts)}")
+        text = f"reward: expected at most {PARTS_MAX} parts, with names of {NAME_CHARS_MAX} characters at most"
+        raise MalformedMessage(f"{text}, got {shown(parts)}")
     value = _number(answer.get("value"))
     if abs(value) > bound:
         raise MalformedMessage(f"reward: expected a value from {-bound:g} to {bound:g}, got {value:g}")
@@ -493,7 +502,7 @@ class RayRunner:
                 if done:
                     ray.get(ready)
                     return True
-            except ray.exceptions.RayError as error:
+            except Exception as error:  # noqa: BLE001 - not only RayError: a client's is a ConnectionError
                 problem, ready = shown(error), None
                 self.kill()
                 threading.Event().wait(LOOK_S)
@@ -518,4 +527,5 @@ class RayRunner:
     def kill(self) -> None:
         actor, self._actor = self._actor, None
         if actor is not None:
-            _ray().kill(actor)
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                _ray().kill(actor)

@@ -42,6 +42,8 @@ def _caught(work: Callable[[], Answer]) -> Answer:
 
 def _reward(reward: Reward) -> Answer:
     """As JSON's own numbers: numpy's and torch's are of other types."""
+    if not isinstance(reward, Reward):
+        raise TaskError(f"score: expected a Reward, got {reward!r:.80}")
     return {"value": float(reward.value), "parts": {name: float(number) for name, number in reward.parts.items()}}
 
 

@@ -38,8 +38,8 @@ class VerifiersTask:
         }  # fmt: skip
         self._tasks = loaded(taskset, options, min(size, SIZE_MAX))
         self.size = len(self._tasks)
-        if agent is None:
-            _refuse_container(self._tasks[0], taskset)
+        for task in () if agent is not None else {type(task): task for task in self._tasks}.values():
+            _refuse_container(task, taskset)
 
     def sample(self, index: int) -> TaskInstance:
         data = self._tasks[checked_index(index, self.size, self.name)].data

@@ -62,10 +62,12 @@ def remedy(message: str) -> str:
 
 
 def _names_a_path(text: str) -> bool:
-    """Whether the text names a file, or a folder with a separator in it: a mere word may also be the name of a folder here."""
+    """Whether the text names a file, or a folder with a separator in it: a mere word may also be the name of a folder here, and
+    what holds the whole home folder, as "/" does, is not shown."""
     try:
         path = Path(text).expanduser()
-        return bool(text) and (path.is_file() or ("/" in text and path.is_dir()))
+        is_shown = "/" in text and path.is_dir() and not Path.home().is_relative_to(path.resolve())
+        return bool(text) and (path.is_file() or is_shown)
     except (OSError, ValueError, RuntimeError):  # too long, or not a path at all
         return False
 

@@ -160,8 +160,8 @@ class VersionEvaluation:
             row["eval/lost_episodes"] = self.lost_episodes
         for name, samples in sets.items():
             numbers = _numbers_of(samples)
-            if len(sets) == 1:
-                row |= {f"eval/{number}": value for number, value in numbers.items() if number != "reward"}
+            if len(sets) == 1:  # whatever its scorer calls its numbers, the row's own stay
+                row = {f"eval/{number}": value for number, value in numbers.items()} | row
             row |= {f"eval/{name}/{number}": value for number, value in numbers.items()}
         return row
 
@@ -233,7 +233,7 @@ def _numbers_of(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
     for k in (1 << power for power in range(min(n for n, _ in passed).bit_length())):
         numbers[f"pass@{k}"] = statistics.fmean(1.0 - comb(n - good, k) / comb(n, k) for n, good in passed)
     names = dict.fromkeys(name for _, parts in flat for name in parts)
-    return numbers | {name: sum(parts.get(name, 0.0) for _, parts in flat) / len(flat) for name in names}
+    return {name: sum(parts.get(name, 0.0) for _, parts in flat) / len(flat) for name in names} | numbers
 
 
 OWN = "held_out"  # name of the set held out of the run's own task
@@ -341,7 +341,8 @@ class Evaluations:
         }  # fmt: skip
         with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as samples:
             for text, reward in zip(texts, group.rewards, strict=True):
-                samples.write(json.dumps(head | {"completion": text, "reward": reward}) + "\n")
+                row = head | {"completion": text, "reward": reward}
+                samples.write(json.dumps(row, default=str) + "\n")  # an answer may be of any type
 
     def record(self, evaluation: VersionEvaluation, reason: str = "") -> Mapping[str, object] | None:
         """Writes the line of an ended evaluation and returns it; None, and a warning in the log, if it has no result. `reason`: why

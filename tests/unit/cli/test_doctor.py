@@ -117,6 +117,8 @@ def test_a_model_or_prompt_that_no_learner_could_use_is_bad(tmp_path: Path, caps
     assert "expected at most sampling.max_prompt_tokens = 2 tokens, got 3" in str(rows(capsys)["task"]["found"])
     assert main([*doctor, "--task.name=tests.unit.tasks.naughty:Ends", "--task.args={}"]) != 0
     assert "expected its first prompt, got SystemExit: 0" in str(rows(capsys)["task"]["found"])
+    main([*doctor, "--task.name=tests.unit.tasks.naughty:Counted", "--task.args={}"])
+    assert "its answer '0'" in str(rows(capsys)["task"]["found"])
     (model / "model.safetensors").unlink()
     assert main(doctor) == 0 and rows(capsys)["weights"]["is_good"] is None, "a worker's machine does not need them"
     main([*doctor, "--model.path=org/some-405B"])

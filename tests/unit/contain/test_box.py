@@ -33,11 +33,12 @@ def test_the_packages_and_the_readable_are_seen_and_the_hidden_are_not(
     for name in seen_of:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     code = "import sys, os, echo2, numpy; [print(p, os.path.exists(p)) for p in sys.argv[1:]]"
-    data = tmp_path / "data"
-    found = seen(code, *seen_of, readable=("data", str(data / "run" / "venv")), hidden=(str(data / "run"),))
-    assert found.splitlines() == [f"{name} {is_seen}" for name, is_seen in seen_of.items()]
+    asked = [f"../{name}" for name in seen_of]
+    found = seen(code, *asked, readable=("../data", str(tmp_path / "data/run/venv")), hidden=("../data/run",))
+    assert found.splitlines() == [f"../{name} {is_seen}" for name, is_seen in seen_of.items()]
 
 
 @needs_namespaces

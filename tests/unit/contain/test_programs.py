@@ -38,6 +38,9 @@ def test_a_program_has_its_files_and_input_and_its_output_comes_back(pool: Progr
     files = {"answer.py": "def double(n): return 2 * n"}
     ran = pool.submit(Program("from answer import double\nprint(double(int(input())))", "21\n", files)).result(WAIT_S)
     assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "42\n", "")
+    for end in ("sys.stdout.close()", "sys.stdout = None", "os.close(1); print(2)"):
+        ran = pool.submit(Program(f"import os, sys\nprint(1, flush=True)\n{end}")).result(WAIT_S)
+        assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "1\n", ""), end
     for name in ("../x", "/x", "a/b", "", ".."):
         with pytest.raises(TaskError, match="names without folders"):
             Program("", files={name: ""})

@@ -228,7 +228,8 @@ class Stage:
         """Answers a completion, by default the one that waits longest: with a reward, or with the environment's tokens."""
         future = self.prompts.due.pop(number)
         failure = RewardFailure.RAISED if value is None else None
-        scored = Scored(None if value is None else Reward(value, {"exact": value}), failure, "planted", 0.25)
+        parts = {"exact": value or 0.0, "reward": 7.0, "tokens": 7.0, "pass@1": 7.0}  # the last three are a row's own
+        scored = Scored(None if value is None else Reward(value, parts), failure, "planted", 0.25)
         future.set_result(Scored(None, None, "", 0.0, reply=said) if said else scored)
         self.run_ready()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import threading
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import echo2
 from echo2.base.errors import ConfigError, StateError
@@ -86,6 +88,17 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path)
             own.hand_in(step + 2, weights)
         thread.join(WAIT_S)
         assert not thread.is_alive() and not failures
+
+
+def test_the_examples_step_takes_a_group_of_which_one_reward_is_left(model_path: Path) -> None:
+    train = runpy.run_path(str(ROOT / "examples" / "own_trainer.py"))["train"]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    told = [
+        echo2.Sample(group, (5, 6), (7, 8), (-1.0, -1.0), (0, 0), reward)
+        for group, reward in ((0, 1.0), (1, 0.0), (1, 1.0))
+    ]
+    train(model, torch.optim.AdamW(model.parameters()), echo2.TrainingBatch(0, tuple(told)))
+    assert all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
 
 
 def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from echo2.tasks.task import ChatMessage, Environment, Observation, Prompt, Reward, TaskInstance
 
 
@@ -17,7 +19,7 @@ class DigitShare:
         self.seed, self.one_in = seed, one_in
 
     def sample(self, index: int) -> TaskInstance:
-        return TaskInstance(index, f"{index:03d}>", "")
+        return TaskInstance(index, f"{index:03d}>", np.int64(index))  # type: ignore[arg-type]  # as tables have it
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         if instance.index % self.one_in:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import threading
 from fractions import Fraction
 from pathlib import Path
+
+import numpy as np
 
 from echo2.tasks.task import Reward, TaskInstance
 
@@ -42,11 +45,24 @@ class Naughty:
             case "spin":
                 while True:
                     pass
+            case "bare":
+                return 0.5  # type: ignore[return-value]
+            case "asks":
+                return Reward(float(len(os.read(0, 9))))
+            case "maps":  # as CUDA and other languages' run times reserve addresses
+                mmap.mmap(-1, 8 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()
             case "half":
                 return Reward(Fraction(1, 2), {"share": Fraction(1, 4)})  # type: ignore[arg-type]
             case "chatter":
                 print("a reward that prints to stdout " * 100, flush=True)
         return Reward(1.0 + instance.index, {"seed": float(self.seed)})
+
+
+class Counted(Naughty):
+    """Its answers are numbers of numpy's, as a table's rows have them."""
+
+    def sample(self, index: int) -> TaskInstance:
+        return TaskInstance(index, f"prompt {index}", np.int64(index))  # type: ignore[arg-type]
 
 
 class BadRow(Naughty):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
 from echo2.base.errors import TaskError
 from echo2.tasks.data_files import ColumnChoice, folder_to_show, local_data_set, read_math_rows
@@ -75,6 +76,8 @@ def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is
     ):  # fmt: skip
         with pytest.raises(TaskError, match=said):
             read_math_rows(tmp_path / path, split)
+    flat = write_jsonl(tmp_path / "flat.jsonl", [{"prompt": "1+1?", "reward_model.ground_truth": "2"}])
+    assert [row.answer for row in read_math_rows(flat)] == ["2"], "a column with a point in its name"
     (row,) = read_math_rows(lone, columns=ColumnChoice("q", "a"))
     assert (row.prompt, row.answer) == ("yes", "2")
 
@@ -139,6 +142,10 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
         local_data_set("org/other")
     with pytest.raises(TaskError, match="found nothing there"):
         read_math_rows(local_data_set("./org/puzzles"))
+    files = [f"{subset}/train-0000{part}-of-00002.jsonl" for subset in ("main", "worked") for part in (0, 1)]
+    write_tree_cache(str(kept), "aaa", dict.fromkeys(files, TreeCacheEntry(1, "b")))  # as a download begins
+    with pytest.raises(TaskError, match=r"org/puzzles: expected a folder .* is incomplete: 4 file"):
+        local_data_set("org/puzzles")  # that was broken off
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,7 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
     [
         ('{"prompt": "x", "solution": "1"}\n', r"x.jsonl row 1: expected a column answer or .*got prompt, solution"),
         ('{"prompt": "x", "answer": ""}\n', "expected a column answer"),
+        ('{"prompt": "[{\'content\': 1}]", "answer": "1"}\n', "row 1: .* a chat as a list instead of text"),
         ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2 prompt: expected text or a list"),
         (
             '{"prompt": [{"role": "user", "content": null}], "answer": "1"}\n',

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,15 +21,17 @@ from echo2.tasks.registry import make_task
 from echo2.tasks.rewards import (
     Containment,
     InProcessScorer,
+    RayRunner,
     RewardFailure,
     RewardPool,
     RewardScorer,
+    Scored,
     check_rewards,
     make_scorer,
     unjudgeable_references,
 )  # fmt: skip
-from echo2.tasks.task import TaskSpec
-from echo2.tasks.visible import own_modules
+from echo2.tasks.task import Reward, TaskSpec
+from echo2.tasks.visible import own_files, own_modules
 from tests.patience import WAIT_S
 
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
@@ -52,13 +56,14 @@ def opened(spec: TaskSpec, limits: Limits = LIMITS, containment: Containment | N
 )
 def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, containment: Containment | None) -> None:
     with opened(spec, containment=containment) as scorer:
-        texts = ["fine", "raise", "nan", "chatter", "exit", "half"]
+        texts = ["fine", "raise", "nan", "chatter", "exit", "half", "bare"]
         results = [future.result(WAIT_S) for future in [scorer.submit(*asked) for asked in enumerate(texts)]]
-        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, None, 0.5]
+        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, None, 0.5, None]
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
         assert results[5].reward is not None and results[5].reward.parts == {"share": 0.25}, "of any kind of number"
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
         assert (results[1].message, results[4].message) == ("ValueError: no such answer", "SystemExit: 0")
+        assert results[6].message == "TaskError: score: expected a Reward, got 0.5"
 
 
 def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None:
@@ -70,6 +75,16 @@ def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None
         spun = scorer.submit(0, "spin", "liar").result(WAIT_S)
         assert spun.failure in (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT)  # the latter on a busy machine
         assert scorer.submit(2, "fine").result(WAIT_S).failure is None
+
+
+def test_an_instance_whose_scorer_waited_in_vain_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a judge on the network that was away; what computes too long always does."""
+    monkeypatch.setattr(rewards, "AGAIN_S", 0.0)
+    for failure, again in ((RewardFailure.TIMED_OUT, None), (RewardFailure.EXHAUSTED, RewardFailure.FAULT)):
+        outcomes = [Scored(None, failure, "", 0.0)] * 2 + [Scored(Reward(1.0), None, "", 0.0)]
+        pool: Any = RewardPool(SPEC, containment=TRUSTED)
+        pool._pool = SimpleNamespace(submit=lambda *_, told=outcomes: rewards._done(told.pop(0)))
+        assert [pool.submit(0, "fine").result().failure for _ in range(2)] == [RewardFailure.FAULT, again]
 
 
 @pytest.mark.parametrize("containment", [None, TRUSTED], ids=["contained", "trusted"])
@@ -92,6 +107,9 @@ def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing(contain
         assert {t: (r.failure, r.reward.value if r.reward else None) for t, r in results.items()} == expected
         assert all(r.reward is None or r.reward.parts == {"exhausted": 1.0} for r in results.values())
         assert scorer.submit(0, "fine").result(WAIT_S).failure is None
+        asked, mapped = (scorer.submit(0, text).result(WAIT_S) for text in ("asks", "maps"))
+        assert asked.reward is not None and asked.reward.value == 0.0, "its input is not that of its process"
+        assert (mapped.failure is None) == (containment is TRUSTED), "what is reserved is no memory yet"
 
 
 def test_without_containment_rewards_are_refused_unless_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +135,22 @@ def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels(monkeypatch:
     assert futures[-1].cancelled()
     with pytest.raises(TaskError, match="closed"):
         pool.submit(0, "fine")
+
+
+def test_a_cluster_whose_connection_is_gone_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the thread would end, and with the last one all rewards, without a word."""
+
+    def gone(*_: object) -> None:
+        raise ConnectionError("the client is disconnected")  # which is no RayError
+
+    cluster = SimpleNamespace(exceptions=SimpleNamespace(RayError=KeyError), remote=gone)
+    for name, value in (("_ray", lambda: cluster), ("LOOK_S", 0.001), ("TOLD_S", 0.001)):
+        monkeypatch.setattr(rewards, name, value)
+    looks = iter([True, True, False])
+    assert not RayRunner(SPEC, LIMITS, Containment()).prepare(lambda: next(looks))
+    assert caplog.text.count("a reward process waits for a machine of the Ray cluster: the client is disconnected") == 2
 
 
 def test_plain_comparisons_of_our_own_stay_in_this_process_and_others_do_not() -> None:
@@ -204,6 +238,8 @@ def own_task(folder: Path, monkeypatch: pytest.MonkeyPatch, **args: object) -> T
 
 def test_a_task_in_several_files_sees_what_its_arguments_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = own_task(tmp_path, monkeypatch, words=str(tmp_path / "words.txt"))
+    named = {"between": "/", "files": [f"{tmp_path}/", spec.args["words"]]}
+    assert own_files(replace(spec, args=named)) == named["files"], "a separator is no folder to be shown"
     check_rewards(spec)
     with opened(spec) as scorer:
         results = [scorer.submit(0, text).result(WAIT_S) for text in ("ba", "zyx", "q")]
@@ -221,6 +257,7 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
     )
     check_rewards(spec, Containment(readable=(str(unseen),)))
     check_rewards(SPEC)  # it fails for some texts only
+    check_rewards(replace(SPEC, name="tests.unit.tasks.naughty:Counted"))
     for name, said in (
         ("Always", "expected a reward for a sample .*, got ValueError"),
         ("Absent", "function or class Absent"),

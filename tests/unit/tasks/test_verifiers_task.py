@@ -9,7 +9,9 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.tasks.registry import make_task
+from echo2.tasks.rewards import Containment, RewardPool
 from echo2.tasks.task import ChatMessage, TaskSpec
+from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.extras
 TASKSET = """
@@ -39,12 +41,14 @@ class ContainerTask(vf.Task[SumData]):
 class SumConfig(vf.TasksetConfig):
     count: int = 3
     needs_container: bool = False
+    last_needs_container: bool = False
 
 
 class Sums(vf.Taskset[SumTask, SumConfig]):
     def load(self):
-        kind = ContainerTask if self.config.needs_container else SumTask
         for n in range(self.config.count):
+            is_last = n == self.config.count - 1 and self.config.last_needs_container
+            kind = ContainerTask if self.config.needs_container or is_last else SumTask
             yield kind(SumData(prompt=f"{n}+{n}?", system_prompt="Be brief.", answer=str(2 * n)))
 
 
@@ -72,11 +76,17 @@ def test_prompts_rewards_with_their_weights_and_metrics_are_the_tasksets_own() -
     right, wrong = task.score(instance, "6"), task.score(instance, "seven")
     assert (right.value, right.parts) == (2.0, {"letters": 1.0})
     assert (wrong.value, wrong.parts) == (0.0, {"letters": 5.0})
+    pool = RewardPool(spec(count=5), containment=Containment(is_trusted=True, processes=1))
+    try:
+        assert pool.submit(3, "6").result(WAIT_S).reward == right, "above 1, too"
+    finally:
+        pool.close()
 
 
 def test_rewards_that_need_a_container_and_unknown_names_and_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="runs need a container"):
-        make_task(spec(needs_container=True))
+    for how in ("needs_container", "last_needs_container"):
+        with pytest.raises(ConfigError, match="runs need a container"):
+            make_task(spec(**{how: True}))
     with pytest.raises(ConfigError, match="expected an installed taskset and options of it"):
         make_task(spec(colour="red"))
     with pytest.raises(ConfigError, match="no_such_taskset"):
