@@ -269,7 +269,7 @@ class Episodes:
         if session is None or call is None:
             return
         self._sampled_at = self._clock()
-        session.touch(self._sampled_at)
+        session.touch(self._clock())
         call.completions[choice] = completion
         if call.is_sampled and call.has_client:
             with self._answering(session, call):
