@@ -26,8 +26,9 @@ from echo2.cost_model.solver import Solver
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
 SHORT_STEPS = 1.5  # so the plans of two steps have seen the shortage, and not one odd measurement alone
 DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
-SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
+SLOWER = tuple(0.85**times for times in range(1, 27))
+"""Of its pace, those tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in
+all. One after another, since the machine that is the cheapest an hour need not be the cheapest a step."""
 CHEAPEST = "the cheapest pool that keeps the learner busy"  # begins the reason
 BARELY = "this pool keeps the learner busy, and none has the usual rate to spare"  # likewise
 NEAREST = "no pool keeps the learner busy; this one comes nearest"  # likewise
@@ -116,17 +117,17 @@ def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
     finish."""
     snapshot, config = fleet.snapshot, fleet.config
     least, fastest = busy, None
-    targets = [target for target in SLOWER if target < busy.utilisation]
-    low, high = 0, len(targets)
-    while low < high:
-        middle = (low + high) // 2
-        slower = replace(fleet, config=replace(config, target_utilisation=targets[middle]))
-        cheapest, rejected = Solver(slower, slower.is_must).cheapest(_goal(slower.config))
-        pools = [*rejected, *([cheapest] if cheapest is not None else ())]
-        least = min(least, *pools, key=lambda pool: usd_to_finish(snapshot, pool)) if pools else least
-        paid = [pool for pool in pools if _affords(fleet, pool)]
-        fastest = max(paid, key=lambda pool: pool.utilisation, default=fastest)
-        low, high = (low, middle) if paid else (middle + 1, high)
+    for share in SLOWER:
+        # S bounds steps, so a learner that is slower by so much keeps its relations with as much slower a pool.
+        learner = replace(snapshot.learner, train_s=snapshot.learner.train_s / share)
+        slower = FleetModel.of(replace(snapshot, learner=learner), config)
+        cheapest, rejected = Solver(slower, slower.is_must).cheapest(_goal(config))
+        found = [*rejected, *([cheapest] if cheapest is not None else ())]
+        pools = [rehearsed(fleet, fleet.evaluate(pool.kappa, pool.chosen)) for pool in found]
+        least = min([least, *pools], key=lambda pool: usd_to_finish(snapshot, pool))
+        if paid := [pool for pool in pools if _affords(fleet, pool)]:
+            fastest = max(paid, key=lambda pool: pool.utilisation)
+            break
     if fastest is not None:
         total_usd = snapshot.spent_usd + usd_to_finish(snapshot, fastest)
         why = f"the budget does not pay for a busy learner; this pool finishes for {total_usd:.2f} USD"

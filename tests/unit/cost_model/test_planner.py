@@ -309,6 +309,10 @@ def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
     assert tight.predicted_utilisation < free.predicted_utilisation
     hopeless = plan(fleet, PlanConfig(4, usd_budget=0.5))
     assert "cannot finish" in hopeless.reason and "would finish" in hopeless.reason
+    for bound in (1, 4):  # a worker that makes a third of what is needed, whatever S allows a busy learner
+        slow = snapshot((worker("slow", 1.3, 0.1), *dear), steps_left=200)
+        paid = plan(slow, PlanConfig(bound, usd_budget=3.0))
+        assert paid.pool == ("slow",) and paid.usd_to_finish < 3.0 and "finishes for" in paid.reason
 
 
 # ----
