@@ -35,6 +35,7 @@ from echo2.outside.guard import MISHAPS, Refusals, Tasks
 PIECES_S = 0.5  # least time between two pieces of one stream, in seconds: every piece decodes the whole text again
 TICK_S = 1.0  # episodes are timed in minutes, so a second late is early enough
 _INCOMPLETE = "\ufffd"  # the decoder ends the text with this while a character's bytes are not all sampled
+STARVED_S = 60.0  # without a token of any worker: longer than one takes for the longest prompt
 THREADS = 2  # one long job of a caller leaves the other thread to everybody else
 _log = logging.getLogger("echo2.gateway")
 _T = TypeVar("_T")
@@ -104,7 +105,7 @@ class Fleet(Protocol):
         self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool, is_starved: bool = False
     ) -> None:
         """`chains`: how many calls of each chain count. `outcome`: the reward, or why there is none. Not final: the seat is played
-        again. Starved: its client gave up while no worker answered anybody."""
+        again. Starved: its client gave up, and no worker has answered anybody for STARVED_S."""
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
         """Lets the task score a completion. Returns the reward, or why there is none."""
@@ -143,13 +144,14 @@ class Problem:
 @dataclass(slots=True, eq=False)
 class Call:
     """One request under way. `answer`: resolved when a client waits and every choice is sampled; a retry awaits the same one.
-    `places`: chain and depth by choice. `streamed`: text already sent to a streaming client."""
+    `places`: chain and depth by choice. `streamed`: text already sent to a streaming client. `asked_at`: when it first came."""
 
     number: int
     session_id: str
     request: CallRequest
     place: TreePlace
     answer: asyncio.Future[tuple[Choice, ...]]
+    asked_at: float
     prompt_token_ids: tuple[int, ...] = ()  # empty until encoded
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
     completions: dict[int, Rollout] = field(default_factory=dict)
@@ -243,7 +245,7 @@ class Episodes:
         self.counts = GatewayCounts()
         self.long_work = LongWork()
         self._of_group: dict[str, tuple[Session, Call, int]] = {}  # by leased group: its session, call and choice
-        self._sampled_at = -math.inf  # when the last completion of any call came
+        self._sampled_at = -math.inf  # when the last tokens of any call came
         self._interned = tuple(range(limits.vocabulary_size))  # so that equal token ids share one int object
         self._tasks = Tasks()
         self._refusals = Refusals(_log)
@@ -278,10 +280,10 @@ class Episodes:
     def on_tokens(self, group_id: str, token_ids: tuple[int, ...]) -> None:
         """Streams the part of an unfinished completion that no later token can take back."""
         session, call, _ = self._of_group.get(group_id, (None, None, 0))
-        if session is None or call is None or not call.has_client or not call.request.is_streamed_in_pieces:
+        if session is None or call is None:
             return
-        now = self._clock()
-        if now - call.streamed_at < PIECES_S:
+        self._sampled_at = now = self._clock()
+        if not call.has_client or not call.request.is_streamed_in_pieces or now - call.streamed_at < PIECES_S:
             return
         call.streamed_at, stops = now, call.request.stops
         with self._answering(session, call):
@@ -325,7 +327,8 @@ class Episodes:
         place = session.tree.place_of(request)
         if place.wording.text_bytes > self.limits.context_tokens * self.limits.token_bytes_max:
             raise self._no_room(f"a text of {place.wording.text_bytes} bytes")
-        call = Call(session.call_count, session.session_id, request, place, asyncio.get_running_loop().create_future())
+        answer = asyncio.get_running_loop().create_future()
+        call = Call(session.call_count, session.session_id, request, place, answer, session.heard_at)
         session.calls.append(call)
         if place.wording.size > self.limits.encoded_at_once_max:
             self._tasks.start(self._encode_aside(session, call))
@@ -354,18 +357,21 @@ class Episodes:
         self._fill_seats()
 
     def fail(self, session: Session, reason: str) -> None:
-        """Restarts the episode, or drops it after `restarts_max`: a fault of the machinery never becomes a reward. One whose client
-        gave up for want of workers is restarted however often: all would be dropped at once."""
+        """Restarts the episode, or drops it after `restarts_max`: a fault of the machinery never becomes a reward. Starved ones
+        do not count, or all would be dropped at once; that of a client which is merely too impatient counts, or would go on."""
         if session.session_id not in self.sessions:
             return
-        problem, is_starved = session.problem, session.is_waiting and self._sampled_at < session.heard_at
+        problem, awake_at = session.problem, self._clock() - STARVED_S
+        is_starved = any(
+            not call.is_sampled and max(call.asked_at, self._sampled_at) <= awake_at for call in session.calls
+        )
         is_final = problem.restarts[session.seat] >= self.limits.restarts_max and not is_starved
         self._refusals.warn("episode %s is lost: %s", session.session_id, reason)
         self._end(session, f"the episode is lost: {reason}")
         self.counts.dropped += is_final
         self.counts.restarted += not is_final
         if not is_final:
-            problem.restarts[session.seat] += 1
+            problem.restarts[session.seat] += not is_starved
             problem.seats[session.seat] = None
         chains = dict.fromkeys(session.tree.lengths, 0)
         self._fleet.end_episode(problem.root, chains, reason, is_final=is_final, is_starved=is_starved)
@@ -422,7 +428,7 @@ class Episodes:
 
     def _sit(self, problem: Problem, seat: int) -> Session:
         self.counts.sessions += 1
-        session_id, now = f"{problem.root}-{seat}-{problem.restarts[seat]}", self._clock()
+        session_id, now = f"{problem.root}-{seat}-{self.counts.sessions}", self._clock()
         session = Session(session_id, f"{session_id}.{self._new_key()}", problem, seat, now)
         problem.seats[seat] = session_id
         self.sessions[session_id] = session

@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.units import imported
-from echo2.outside.guard import cancel_all
+from echo2.outside.guard import cancel_all, no_stop_iteration
 
+THREADS_MAX = 1024  # of functions: 64 play, the others hang; one that the machine refused would name no cause
 OUTPUT_BYTES_MAX = 1 << 20  # only the last line counts; the rest is for the log
 LOOK_S = 0.1  # how soon the end of a program is seen whose pipes others hold
 CLOSED_S = 1.0  # killed processes close theirs at once; one that has left the group may keep them
@@ -70,14 +71,16 @@ def _function_harness(name: str) -> Harness:
 
 async def _in_thread(work: Callable[[], object]) -> object:
     """Runs `work` in a thread of its own: one that never returns keeps no other waiting, nor the process from its end."""
+    if sum(thread.name == "agent" for thread in threading.enumerate()) >= THREADS_MAX:
+        raise TaskError(
+            f"agent.harness: expected a function that returns, {THREADS_MAX} calls of it have not: give its waits a limit"
+        )
     ended: Future[object] = Future()
     ended.set_running_or_notify_cancel()  # from now on whoever gives up does not cancel it
 
     def run() -> None:
         try:
-            ended.set_result(work())
-        except StopIteration as error:  # which no future takes
-            ended.set_exception(RuntimeError(f"StopIteration: {error}"))
+            ended.set_result(no_stop_iteration(work))
         except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
             ended.set_exception(error)
 

@@ -48,6 +48,7 @@ from echo2.learner.startup import Prepared
 from echo2.learner.training.ranks import world_size
 from echo2.learner.training.trainer import StepResult
 from echo2.outside import monotonic, unix_now
+from echo2.outside.guard import no_stop_iteration
 
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
@@ -238,7 +239,7 @@ class TrainingLoop:
         return result, snapshot
 
     async def in_trainer(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, no_stop_iteration, call)
 
     async def publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
         self.auditor.keep(Version(self.step), snapshot)

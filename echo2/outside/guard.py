@@ -240,3 +240,11 @@ def _far_text(done_bytes: int, whole_bytes: int, passed_s: float) -> str:
     whole = f" of {format_bytes(whole_bytes)}" if whole_bytes else ""
     left = f", {(whole_bytes - done_bytes) / rate:.0f} s left" if rate > 0 and whole_bytes >= done_bytes else ""
     return f"{format_bytes(done_bytes)}{whole}, {format_bytes(int(rate))}/s{left}"
+
+
+def no_stop_iteration(call: Callable[[], T]) -> T:
+    """Calls it. A StopIteration comes out as another error: no future takes one, and whoever waits for it would do so for ever."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error

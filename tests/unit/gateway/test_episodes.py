@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError, MalformedMessage, TaskError
 from echo2.base.rollout import FinishReason
-from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
+from echo2.gateway.episodes import PIECES_S, STARVED_S, Call, CallRefused, certain_part
 from echo2.gateway.harness import PROBLEM_BYTES_MAX, Episode, make_harness
 from echo2.gateway.requests import CHOICES_MAX, chat_call, text_call, whole_number
 from tests.patience import WAIT_S
@@ -119,18 +119,32 @@ async def test_a_lost_episode_restarts_then_is_dropped_and_never_scored_0() -> N
 
 
 async def test_an_episode_that_its_client_gave_up_while_no_worker_answered_anybody_is_begun_again() -> None:
-    """The stock client gives up after half an hour: without workers for so long all episodes would be lost at once."""
-    world = World(PlayedByHand(), restarts_max=0)
-    for is_starved in (True, False):
-        world.episodes.open_problem(f"a{is_starved}", 1, {})
+    """The stock client gives up after half an hour: without workers for so long all episodes would be lost at once. One that is
+    too impatient for its workers, or fails beside a call, would be begun for ever."""
+    world = World(PlayedByHand(), restarts_max=1)
+    for number, (waited_s, news, is_starved) in enumerate((
+        (STARVED_S, "", True), (STARVED_S - 1.0, "", False), (STARVED_S + 1.0, "tokens", False),
+        (STARVED_S + 1.0, "an answer", False),
+    )):  # fmt: skip
+        world.episodes.open_problem(f"a{number}", 1, {})
         *_, session = world.episodes.sessions.values()
-        call, _ = world.begin(session, chat("hi"))
+        call, (group_id,) = world.begin(session, chat("hi"))
         world.episodes.leave(call)
-        if not is_starved:
-            world.now += 1.0
-            world.ask(next(iter(world.episodes.sessions.values())), "hi")
+        world.now += STARVED_S / 2
+        world.begin(session, chat("hi"))  # a retry of the same call
+        if news == "tokens":
+            world.episodes.on_tokens(group_id, (65,))
+        elif news:
+            world.episodes.open_problem("another", 1, {})
+            world.ask([*world.episodes.sessions.values()][-1], "hi")
+            world.episodes.close_problem("another", "over")
+        world.now += waited_s - STARVED_S / 2
         world.episodes.fail(session, "APITimeoutError")
-        assert (world.last_end.is_final, world.last_end.is_starved) == (not is_starved, is_starved)
+        assert (world.last_end.is_final, world.last_end.is_starved) == (False, is_starved)
+        (session,) = world.episodes.sessions.values()
+        world.episodes.fail(session, "a fault of its own")
+        assert world.last_end.is_final != is_starved, "one for want of workers does not count"
+        world.episodes.close_problem(f"a{number}", "over")
     await world.episodes.close()
 
 
@@ -185,7 +199,9 @@ def earn(episode: Episode) -> object:
     return rewards.pop(0) if rewards else next(iter(rewards))
 
 
-async def test_a_function_that_hangs_keeps_no_other_from_playing_nor_the_process_from_its_end() -> None:
+async def test_a_function_that_hangs_keeps_no_other_from_playing_nor_the_process_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     play, hangs = make_harness(f"{__name__}:earn_late"), threading.Event()
     assert play is not None
     hanging = asyncio.create_task(play(Episode("http://127.0.0.1:1/v1", "key", {"until": hangs})))
@@ -195,6 +211,9 @@ async def test_a_function_that_hangs_keeps_no_other_from_playing_nor_the_process
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("agent"))
+    monkeypatch.setattr("echo2.gateway.harness.THREADS_MAX", 1)
+    with pytest.raises(TaskError, match="1 calls of it have not: give its waits a limit"):
+        await play(Episode("http://127.0.0.1:1/v1", "key", {"until": given}))
     hangs.set()
 
 

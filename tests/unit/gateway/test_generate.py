@@ -311,7 +311,7 @@ async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_seve
     pieces = (b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b", b"")  # the last one is an end token
     hi = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     request = chat_call(hi) if is_chat else text_call({"prompt": "hi", "logprobs": 0})
-    call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future())
+    call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future(), 0.0)
     reply: Any = reply_of(
         call, [Choice(text, (), whole_rollout(tuple(range(6))), "stop")], "policy", 0, lambda token: pieces[token]
     )
@@ -346,7 +346,7 @@ async def test_whole_answers_and_events_are_of_the_stock_clients_own_types(is_ch
     for tools, wanted in itertools.product(([], [tool]), ({}, {"logprobs": True if is_chat else 1})):
         asked = {"messages": [{"role": "user", "content": "hi"}], **wanted} if is_chat else {"prompt": "hi", **wanted}
         request = (chat_call if is_chat else text_call)({**asked, "n": 2, "stream_options": {"include_usage": True}})
-        call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future())
+        call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future(), 0.0)
         choices = [Choice("yes", tuple(tools), completion("yes"), reason) for reason in ("stop", "length")]
         told = whole.model_validate(reply_of(call, choices, "policy", 0, letter_bytes), strict=True)
         assert not told.model_extra and told.usage.completion_tokens == 6 and len(told.choices) == 2

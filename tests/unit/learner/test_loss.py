@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
+from echo2.learner.loop import TrainingLoop
 from echo2.learner.training.loss import (
     CORRECTIONS,
     LOSSES,
@@ -31,6 +35,7 @@ from echo2.learner.training.loss import (
     minimum_variance_weights,
     policy_loss,
 )
+from tests.patience import WAIT_S
 
 LENGTHS = (3, 1, 5, 2, 4, 2)
 OWN = f"{__name__}:own_loss"
@@ -243,6 +248,13 @@ def test_an_own_loss_is_masked_weighed_and_divided_like_ours() -> None:
 def test_a_loss_that_is_not_there_is_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LossConfig(**options)
+
+
+async def test_an_own_loss_that_raises_stop_iteration_is_an_error_and_keeps_nobody_waiting() -> None:
+    with ThreadPoolExecutor(1) as executor:
+        loop = cast(TrainingLoop, SimpleNamespace(executor=executor))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(TrainingLoop.in_trainer(loop, lambda: next(iter(()))), WAIT_S)
 
 
 def test_an_own_loss_that_gives_no_loss_of_each_token_is_told_what_was_expected() -> None:
