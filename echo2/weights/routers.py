@@ -35,6 +35,7 @@ class Routers:
                 + ("this model has no such router" if not modules else f"got {sorted(sizes)}")
             )
         ((chosen, experts),) = sizes
+        self.owner = owner
         self.shape = RoutingShape(len(modules), chosen, experts)
         self._given_LTK: Tensor | None = None
         self._record: list[Tensor] | None = None
@@ -72,8 +73,14 @@ class _Chosen:
         self._routers, self._number, self._forward = routers, number, forward
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with _Choosing(self._routers, self._number):
-            return self._forward(*arguments, **named)
+        with _Choosing(self._routers, self._number) as choosing:
+            outcome = self._forward(*arguments, **named)
+        if not choosing.has_chosen:  # met at a start, whose trials call the model
+            raise ConfigError(
+                f"{self._routers.owner}: routing can be replayed where routers choose by torch.topk, and these do not: set "
+                "learner.replay_routing = false"
+            )
+        return outcome
 
 
 class _Choosing(TorchFunctionMode):
@@ -81,7 +88,7 @@ class _Choosing(TorchFunctionMode):
 
     def __init__(self, routers: Routers, number: int) -> None:
         super().__init__()
-        self._routers, self._number = routers, number
+        self._routers, self._number, self.has_chosen = routers, number, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,6 +98,7 @@ class _Choosing(TorchFunctionMode):
         scores, shape = args[0] if args else kwargs["input"], self._routers.shape
         if scores.ndim != 2 or scores.shape[-1] != shape.experts or choice[1].shape[-1] != shape.chosen:
             return choice  # a choice of expert groups
+        self.has_chosen = True
         return self._routers.choose(self._number, scores, choice)
 
 

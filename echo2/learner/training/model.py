@@ -324,10 +324,11 @@ class PolicyModel:
         how: dict[str, Any] = {"use_reentrant": False}
         if is_selective:
             how["context_fn"] = selective_contexts
-        if hasattr(self.hf_model, "activation_checkpointing_enable"):
-            self.hf_model.activation_checkpointing_enable(how)
-        else:  # its older name
-            self.hf_model.gradient_checkpointing_enable(how)
+        newer = getattr(self.hf_model, "activation_checkpointing_enable", None)
+        try:
+            (newer or self.hf_model.gradient_checkpointing_enable)(how)
+        except ValueError as error:
+            raise ConfigError(f"learner.gradient_checkpointing: expected false for {self.path}: {error}") from error
         self._recomputed = [m for m in self.hf_model.modules() if getattr(m, "gradient_checkpointing", False)]
         self.recompute(is_on=True)
 

@@ -166,7 +166,7 @@ def test_beyond_their_window_rows_are_as_short_as_their_mask_asks(
     ],
 )
 def test_logits_are_made_in_pieces_where_a_family_scales_or_caps_them_too(
-    tmp_path: Path, model_type: str, fields: dict[str, object]
+    tmp_path: Path, model_type: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(model_type, fields, tmp_path)
     policy = PolicyModel(str(tmp_path), "float32", CPU, 1.0).policy
@@ -174,10 +174,16 @@ def test_logits_are_made_in_pieces_where_a_family_scales_or_caps_them_too(
     rollout = rollout_of((9, 10, 11))
     group = group_of((5, 6), [rollout])
     (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(64, 32))
-    with torch.no_grad():
+    own_TV = policy.hf_model(torch.tensor([[5, 6, 9, 10, 11]])).logits[0, 1:-1].log_softmax(-1)
+    own_T, parameters = own_TV.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0], list(policy.parameters())
+    weight_T = torch.tensor([1.0, -2.0, 3.0])
+    expected = torch.autograd.grad((own_T * weight_T).sum(), parameters)
+    for rows in (3, 2):  # in one piece, and in two
+        monkeypatch.setattr(model_module, "LOGIT_BYTES_MIN", 4 * 96 * rows)
         found_T, _ = policy(collate([group], micro).inputs)
-        own_TV = policy.hf_model(torch.tensor([[5, 6, 9, 10, 11]])).logits[0, 1:-1].log_softmax(-1)
-    assert torch.allclose(found_T, own_TV.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0], atol=1e-5)
+        assert torch.allclose(found_T, own_T, atol=1e-5)
+        for one, other in zip(torch.autograd.grad((found_T * weight_T).sum(), parameters), expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
 def test_where_flex_fails_dense_goes_on_and_says_why(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

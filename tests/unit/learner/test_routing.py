@@ -38,6 +38,7 @@ from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
 from tests.contract.engine_rig import generated, keyframe_of, tiny_config
+from tests.contract.families import EXPERTS, save_tiny
 from tests.unit.learner.made import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -172,6 +173,16 @@ def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match="no such router"):
         new_trainer(path, replay_routing=True)
+
+
+def test_routers_that_choose_by_something_else_are_refused_at_the_start_of_learner_and_worker(tmp_path: Path) -> None:
+    """They would be told of experts in vain, and a worker would find none recorded in the midst of its first rollout."""
+    save_tiny("phimoe", EXPERTS, tmp_path)
+    with pytest.raises(ConfigError, match=r"by torch.topk, and these do not: set learner.replay_routing"):
+        new_trainer(tmp_path, replay_routing=True)
+    config = {**json.loads((tmp_path / "config.json").read_text()), ROUTING_KEY: True}
+    with pytest.raises(ConfigError, match=r"model_type phimoe: routing can be replayed where routers choose by"):
+        asyncio.run(EmbeddedEngine(config, slot_count=1).start())
 
 
 def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path: Path) -> None:

@@ -165,6 +165,12 @@ def test_layers_that_are_recomputed_leave_nothing_to_chance(
         assert trainer.step(batch).metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
 
 
+def test_a_model_whose_layers_cannot_be_computed_again_is_refused_by_the_option(tmp_path: Path) -> None:
+    save_tiny("ctrl", {"n_embd": 128, "n_layer": 1, "n_head": 4, "dff": 64}, tmp_path)
+    with pytest.raises(ConfigError, match=r"^learner.gradient_checkpointing: expected false for .*: CTRL"):
+        new_trainer(tmp_path, gradient_checkpointing=True)
+
+
 @pytest.mark.parametrize("checkpointing", [False, "selective"])
 def test_an_adapter_trains_alike_over_codes(model_path: Path, tmp_path: Path, checkpointing: object) -> None:
     whole = load_whole(str(model_path), torch.float32)
