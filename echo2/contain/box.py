@@ -130,7 +130,7 @@ def view_here(
         wanted = Path(_absolute(path))
         if not wanted.exists():
             raise ConfigError(f"task.readable: expected a file or folder at {path}, found nothing there")
-        if Path.home().is_relative_to(wanted.resolve()):
+        if Path.home().resolve().is_relative_to(wanted.resolve()):
             raise ConfigError(f"task.readable: expected less than the whole home folder, got {path}")
         shown_paths.add(str(wanted))
     search = os.pathsep.join(str(Path(path).absolute()) for path in sys.path if path)
@@ -139,8 +139,12 @@ def view_here(
         ("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("PYTHONDONTWRITEBYTECODE", "1"),
         ("MPLCONFIGDIR", SCRATCH), ("HF_HUB_OFFLINE", "1"),
     )  # fmt: skip
-    kept_out = {_absolute(path) for path in (*hidden, "~")}
-    return View(tuple(sorted(shown_paths)), links, tuple(sorted(kept_out)), environment, folder or str(Path.cwd()))
+    # By where they really are, whichever links lead there, and by the names under which they are shown.
+    kept_out = [Path(path).expanduser().resolve() for path in (*hidden, "~")]
+    real = {path: Path(path).resolve() for path in shown_paths}
+    inside = ((path, out) for path in real for out in kept_out if out.is_relative_to(real[path]))
+    masks = sorted({str(Path(path) / out.relative_to(real[path])) for path, out in inside})
+    return View(tuple(sorted(shown_paths)), links, tuple(masks), environment, folder or str(Path.cwd()))
 
 
 def _absolute(path: str) -> str:

@@ -26,7 +26,8 @@ def seen(code: str, *arguments: str, **view: tuple[str, ...]) -> str:
 def test_the_packages_and_the_readable_are_seen_and_the_hidden_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a hidden folder lies within what is shown, and what is shown deeper within it; relative paths mean the same."""
+    """Also where a hidden folder lies within what is shown, and what is shown deeper within it; relative paths mean the same; and
+    where a link leads to either, or out of where ".." seems to."""
     seen_of = {
         "data/rows.jsonl": True, "data/run/identity.key": False, "data/run/venv/x.py": True, "other/secret": False,
     }  # fmt: skip
@@ -36,9 +37,12 @@ def test_the_packages_and_the_readable_are_seen_and_the_hidden_are_not(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     code = "import sys, os, echo2, numpy; [print(p, os.path.exists(p)) for p in sys.argv[1:]]"
-    asked = [f"../{name}" for name in seen_of]
-    found = seen(code, *asked, readable=("../data", str(tmp_path / "data/run/venv")), hidden=("../data/run",))
-    assert found.splitlines() == [f"../{name} {is_seen}" for name, is_seen in seen_of.items()]
+    for name, target in (("link", "data"), ("to_run", "data/run")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    for data, run in (("data", "data/run"), ("link", "data/run"), ("data", "to_run"), ("data", "to_run/../run")):
+        asked = [f"../{name.replace('data', data)}" for name in seen_of]
+        found = seen(code, *asked, readable=(f"../{data}", str(tmp_path / data / "run/venv")), hidden=(f"../{run}",))
+        assert [line.split()[1] == "True" for line in found.splitlines()] == [*seen_of.values()], (data, run)
 
 
 @needs_namespaces
@@ -55,9 +59,13 @@ def test_a_users_package_and_those_that_a_pth_file_adds_are_seen_and_what_lies_b
     assert "No module named 'beside'" in seen("import beside", modules=("mine",))
 
 
-def test_home_and_what_is_missing_are_not_readable() -> None:
+def test_home_and_what_is_missing_are_not_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").symlink_to(tmp_path / "disk/home")
+    (tmp_path / "disk/home").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for path, said in (
         ("~", "less than the whole home"),
+        (str(tmp_path / "disk"), "less than the whole home"),
         ("/", "less than the whole home"),
         ("/no/such", "nothing there"),
     ):
