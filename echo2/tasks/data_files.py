@@ -43,9 +43,10 @@ FILES_MAX = 10_000  # a folder with more is not a split of one data set
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}  # the hub's names, and short ones
 _WORKED_ANSWER_MARK = "####"  # GSM8K's format
-_CHATS_AS_TEXT = tuple(
-    f"[{{{mark}{key}{mark}:" for mark in "\"'" for key in ("role", "content")
-)  # by JSON or by Python
+# A chat written by JSON or by Python; a list of other things may be an answer.
+_CHAT_AS_TEXT = re.compile(
+    r"""\[\s*\{(?=.*['"]role['"]\s*:\s*['"](system|user|assistant|tool)['"])\s*['"](role|content)['"]\s*:""", re.DOTALL
+)
 
 Row = Mapping[str, object]
 _log = logging.getLogger("echo2.tasks")
@@ -258,9 +259,7 @@ def _prompt(value: object, where: str) -> Prompt:
 
 def _text(value: str, where: str) -> str:
     """The text, unless no tokenizer could read it, or it is a chat that was written as text."""
-    if value.startswith(_CHATS_AS_TEXT) or (
-        not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value)
-    ):
+    if _CHAT_AS_TEXT.match(value) or (not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value)):
         raise TaskError(
             f"{where}: expected text of whole characters, or a chat as a list instead of text, got {value[:80]!r}"
         )
@@ -356,8 +355,8 @@ def local_data_set(path: str) -> Path:
         return Path(fetch(local_files_only=True))
     except FileNotFoundError as error:
         snapshots = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
-        if getattr(error, "snapshot_path", ""):  # a part, of a download that was broken off: it goes on below
-            lacks = f"got: {error}"
+        if part := getattr(error, "snapshot_path", ""):  # of a download that was broken off: it goes on below
+            lacks = f"got: {error} Or name the folder {part}, if what it has is enough"
         elif fetched_by_commit := max(snapshots.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
             return fetched_by_commit
     if os.environ.get("HF_HUB_OFFLINE") == "1":

@@ -144,8 +144,16 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
         read_math_rows(local_data_set("./org/puzzles"))
     files = [f"{subset}/train-0000{part}-of-00002.jsonl" for subset in ("main", "worked") for part in (0, 1)]
     write_tree_cache(str(kept), "aaa", dict.fromkeys(files, TreeCacheEntry(1, "b")))  # as a download begins
-    with pytest.raises(TaskError, match=r"org/puzzles: expected a folder .* is incomplete: 4 file"):
+    with pytest.raises(
+        TaskError, match=r"org/puzzles: expected a folder .* is incomplete: 4 file.* name the folder .*aaa, if"
+    ):
         local_data_set("org/puzzles")  # that was broken off
+
+
+def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
+    answers = ['[{"role": "admin", "name": "x"}]', '[{"content": [1, 2]}]', "[{'role': 'user"]
+    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": text + "?", "answer": text} for text in answers])
+    assert [row.answer for row in read_math_rows(file)] == answers
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,10 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
     [
         ('{"prompt": "x", "solution": "1"}\n', r"x.jsonl row 1: expected a column answer or .*got prompt, solution"),
         ('{"prompt": "x", "answer": ""}\n', "expected a column answer"),
-        ('{"prompt": "[{\'content\': 1}]", "answer": "1"}\n', "row 1: .* a chat as a list instead of text"),
+        (
+            '{"prompt": "[{\'content\': 1, \'role\': \'user\'}]", "answer": "1"}\n',
+            "row 1: .* a chat as a list instead of text",
+        ),
         ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2 prompt: expected text or a list"),
         (
             '{"prompt": [{"role": "user", "content": null}], "answer": "1"}\n',
