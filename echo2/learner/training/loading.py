@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from echo2.base.errors import ConfigError
 from echo2.cost_model.sizing import SIZE_KEY, ModelSize
 from echo2.learner.training.model_files import INDEX, ONE_FILE, checked_path, naming
+from echo2.weights.precision import linear_layers
 
 _log = logging.getLogger("echo2.learner")
 
@@ -241,8 +242,8 @@ def size_of(config: Any) -> ModelSize:
     idle = sum(p.numel() for p in experts.values()) * max(0, count - chosen) // max(1, count)
     down = next((p.numel() for name, p in experts.items() if name.endswith(("down_proj", "down_proj.weight"))), 0)
     expert_width = down // (hidden * (1 if "down_proj.weight" in " ".join(experts) else max(1, count)))
-    head = model.get_output_embeddings()
-    linear = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    widths = getattr(text, "intermediate_size", None) or 0  # a list of them in Gemma 3n
+    width_max = max(widths) if isinstance(widths, list) else int(widths)
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         kv_values_per_token=max(1, attending * each),
@@ -253,10 +254,11 @@ def size_of(config: Any) -> ModelSize:
         hidden=hidden,
         vocabulary=int(embedding.shape[0]),
         idle_parameters=idle,
-        mlp_width=chosen * expert_width if experts else int(getattr(text, "intermediate_size", None) or 0),
+        mlp_width=chosen * expert_width if experts else width_max,
         has_head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         head_width=nope + int(text.qk_rope_head_dim) if latent else width,
-        linear_parameters=0 if experts else sum(linear),  # with quantisation, vLLM workers refuse models with experts
+        # With quantisation, vLLM workers refuse models with experts.
+        linear_parameters=0 if experts else sum(each.weight.numel() for each in linear_layers(model).values()),
     )
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError
 from echo2.learner.own_trainer import DeclaredModel
 from echo2.learner.rollouts.prompts import load_tokenizer
 from echo2.learner.startup import export
-from echo2.learner.training.loading import load_whole, read_ends, skeleton_of
+from echo2.learner.training.loading import load_whole, read_ends, size_of, skeleton_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.model_files import checked_path
 from echo2.worker.engines.embedded.live_weights import read_shape
-from tests.contract.families import LATENT, save_tiny
+from tests.contract.families import COMMON, LATENT, save_tiny
 from tests.unit.learner.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -71,6 +71,16 @@ def test_an_export_keeps_what_lies_beside_the_weights_with_an_adapter_too(tmp_pa
         found = load_file(tmp_path / str(rank) / WEIGHTS)
         kept = {name: tensor for name, tensor in load_file(tmp_path / "base" / WEIGHTS).items() if "bias" in name}
         assert kept and all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+
+
+def test_a_model_whose_layers_differ_in_width_has_a_size() -> None:
+    layers: dict[str, object] = {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+    }
+    more = layers | {"intermediate_size": [64, 96], "activation_sparsity_pattern": [0.0, 0.0]}
+    assert size_of(AutoConfig.for_model("gemma3n_text", **(COMMON | more))).mlp_width == 96
 
 
 def test_an_adapter_is_put_on_what_multiplies_alone(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_two_ranks_train_and_publish_as_one_process_on_the_same_path(two: Two, t
         assert torch.allclose(found["whole"][name].float(), tensor.float(), rtol=1e-2, atol=atol), name
     assert_published(found, base)
     assert found["again"] == found["repeated"], "what was loaded is what was saved"
+    assert not found["left_to_chance"], "as routers and dropout are in training mode"
     assert found["held"], "each rank takes its rows of whole weights, and they come together again"
     if not scenario.endswith("lora") and not is_rounded:
         one.load_newest(CheckpointStore(two[0] / scenario / "checkpoints", LearnerLimits(free_bytes_min=0)))

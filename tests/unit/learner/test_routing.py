@@ -162,10 +162,13 @@ def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_e
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
     gates = {n: t for n, t in trainer.model.masters_by_name().items() if n.endswith("mlp.gate.weight")}
     before = probe.model.masters_by_name()
-    if more:
-        return
     idle = sum(tensor.numel() * 4 // 6 for name, tensor in before.items() if ".experts." in name)
-    assert probe.model.flops_per_position == 6 * (probe.model.parameter_count - idle), "of 6 experts 2 are at work"
+    at_work = probe.model.parameter_count - idle  # of 6 experts 2
+    if more:
+        trained = trainer.model.parameter_count
+        assert trainer.model.flops_per_position == 4 * (at_work + trained) + 2 * trained
+        return
+    assert probe.model.flops_per_position == 6 * at_work
     assert len(gates) == 2 and all(not torch.equal(tensor, before[name]) for name, tensor in gates.items())
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError
-from echo2.base.ids import Step
+from echo2.base.ids import Step, Version
 from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, FinishReason
 from echo2.config.run import OptimizerState, RunConfig
 from echo2.learner.options import LearnerOptions
@@ -27,6 +27,7 @@ from echo2.learner.training.model import PolicyModel, check_dtypes, selective_co
 from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.packing import PackedInputs, client_losses
 from echo2.learner.training.ranks import Ranks
+from echo2.learner.training.scoring import VersionScorer
 from echo2.learner.training.trainer import BETAS, Trainer
 from echo2.weights.precision import round_parameters
 from tests.contract.families import save_tiny
@@ -163,6 +164,20 @@ def test_layers_that_are_recomputed_leave_nothing_to_chance(
     expected = plain.step(batch)
     for trainer in recomputed:
         assert trainer.step(batch).metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("does", [False, True])
+def test_layers_are_computed_again_but_in_a_turn_of_scores_also_after_one_that_failed(
+    model_path: Path, does: bool
+) -> None:
+    """They would drop the cache there; and after it, memory for all activations is not planned."""
+    model = new_trainer(model_path, gradient_checkpointing=does).model
+    scorer = VersionScorer(model.hf_model, 2, model)
+    scorer.keep(Version(0), model.snapshot())
+    with pytest.raises(OSError), scorer.turn():
+        assert not any(module.training for module in model.hf_model.modules())
+        raise OSError
+    assert any(module.training for module in model.hf_model.modules()) == does
 
 
 def test_a_model_whose_layers_cannot_be_computed_again_is_refused_by_the_option(tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: lis
         "steps": [{**result.metrics, "grad_norm": result.grad_norm} for result in results if result.metrics],
         "whole": policy,
         "dtypes": {str(parameter.dtype) for parameter in team.model.parameters},
+        "left_to_chance": any(module.training for module in team.model.hf_model.modules()),
         "met": meetings,
         "microbatches": [len(part.share) for step in range(STEPS) for part in team.trainer._parts(batch(step))],
         "held": is_held and all(isinstance(tensor, DTensor) for tensor in rows.values()),
