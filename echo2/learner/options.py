@@ -37,7 +37,8 @@ class LearnerOptions:
     """The run's configuration, in which rules have replaced "auto" for the training step, and what only this process or its machine
     knows. `threads`: of the trainer. `turns_max`: most completions in one rollout, by the task. `join_link`: needed until the
     folder has the run's credentials; if `link_file` is set, the link is read from it again when the coordinator cannot be reached.
-    `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by index, whose reference cannot be judged.
+    `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by evaluation set ("": the run's own) and
+    index, whose reference cannot be judged.
     """
 
     folder: Path
@@ -49,7 +50,7 @@ class LearnerOptions:
     link_file: Path | None = None
     metrics_port: int = 0
     limits: LearnerLimits = field(default_factory=LearnerLimits)
-    left_out: frozenset[int] = frozenset()
+    left_out: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def longest_tokens(self) -> int:

@@ -305,12 +305,13 @@ class Evaluations:
         """None for a question that cannot be asked."""
         prompts = self._prompts
         seed = prompts.secret_seed(f"{prompts.seed}/evaluation/{version}/{number}")
-        temperature = self.at(number)[0].temperature
-        sampling = replace(prompts.sampling, temperature=temperature, seed=seed)
-        if temperature == 0:
+        asked = self.at(number)[0]
+        sampling = replace(prompts.sampling, temperature=asked.temperature, seed=seed)
+        if asked.temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
-        # With agents, the agent decides what to ask the model.
-        ids = DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(*self.problem(number))
+        if prompts.is_driven:  # the agent decides what to ask the model
+            return DRIVEN_PROMPT, sampling
+        ids = prompts.tokens_of(*self.problem(number), asked.name if asked.world else "")
         return None if ids is None else (ids, sampling)
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:

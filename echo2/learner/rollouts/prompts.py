@@ -143,13 +143,16 @@ def check_rewards_of(options: LearnerOptions) -> LearnerOptions:
     config = options.config
     if config.agent.is_on:
         return options
-    further = (TaskSpec(table.task, table.args, config.run.seed) for table in config.task.eval_sets.values())
-    for spec in {spec.to_json(): spec for spec in (*_task_specs(config), *further)}.values():
-        check_rewards(spec, _containment(options))
     specs = _task_specs(config)
-    left_out = [unjudgeable_references(spec, _containment(options)) for spec in specs]
-    indices = (task + row * len(specs) for task, rows in enumerate(left_out) for row in rows)
-    return replace(options, left_out=frozenset(indices))
+    further = {name: TaskSpec(each.task, each.args, config.run.seed) for name, each in config.task.eval_sets.items()}
+    unjudgeable: dict[str, frozenset[int]] = {}
+    for spec in (*specs, *further.values()):
+        if spec.to_json() not in unjudgeable:
+            check_rewards(spec, _containment(options))
+            unjudgeable[spec.to_json()] = unjudgeable_references(spec, _containment(options))
+    own = {("", task + row * len(specs)) for task, spec in enumerate(specs) for row in unjudgeable[spec.to_json()]}
+    asked = {(name, row) for name, spec in further.items() for row in unjudgeable[spec.to_json()]}
+    return replace(options, left_out=frozenset(own | asked))
 
 
 def check_teacher(config: RunConfig) -> None:
@@ -250,7 +253,7 @@ class Prompts:
             if self.is_driven or not self.split.has(candidate):
                 return candidate
             index = self.split.train_index(candidate)
-            if index not in self._unjudgeable:
+            if ("", index) not in self._unjudgeable:
                 ids = self._ids_of(index)
                 if not (excess := self._excess_of(ids)):
                     return candidate
@@ -278,10 +281,12 @@ class Prompts:
         digest = hmac.digest(self.secret, name.encode(), "sha256")
         return int.from_bytes(digest[:8], "big") >> 1
 
-    def tokens_of(self, instance: TaskInstance, world: PromptWorld | None = None) -> tuple[int, ...] | None:
+    def tokens_of(
+        self, instance: TaskInstance, world: PromptWorld | None = None, asked: str = ""
+    ) -> tuple[int, ...] | None:
         """A held-out prompt as token ids; None if it is too long or its reference cannot be judged, as for training. Raises
-        `ConfigError` if the model cannot read it. `world`: as in `answer_instance`."""
-        if world is None and instance.index in self._unjudgeable:
+        `ConfigError` if the model cannot read it. `world`: as in `answer_instance`; `asked`: the name of its set."""
+        if (asked, instance.index) in self._unjudgeable:
             return None
         ids, name = tuple(self._encoded(instance, world)), self._name_of_prompt(instance, world)
         if excess := self._excess_of(ids):

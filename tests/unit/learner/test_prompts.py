@@ -20,6 +20,7 @@ from echo2.base.errors import ConfigError, StateError, TaskError
 from echo2.base.ids import Step, Version
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions, RunFolder
+from echo2.learner.rollouts import prompts as rollout_prompts
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.groups import Batch, Insertion, turn_of
 from echo2.learner.rollouts.prompts import SKIPS_MAX, Conversations, Prompts, load_tokenizer
@@ -120,7 +121,7 @@ def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, cap
     long_answers = prompts_for(options_for(tmp_path, model, task=task, sampling={"max_new_tokens": 250}))
     assert {long_answers.next_wanted(cursor) for cursor in range(20)} == taken, "of a context of 256 tokens, 6 are left"
     long_answers.close()
-    left_out = frozenset(prompts.split.train_index(cursor) for cursor in sorted(taken)[:2])
+    left_out = frozenset(("", prompts.split.train_index(cursor)) for cursor in sorted(taken)[:2])
     fewer = prompts_for(replace(options_for(tmp_path, model, task=task, sampling=limit), left_out=left_out))
     assert {fewer.next_wanted(cursor) for cursor in range(20)} == taken - set(sorted(taken)[:2])
     fewer.close()
@@ -297,6 +298,15 @@ def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Pat
     prompts.close()
 
 
+def test_references_that_cannot_be_judged_are_left_out_of_each_set(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = mixed(tmp_path, model_path, eval_sets={"more": {"task": "sums", "prompts": 4}})
+    monkeypatch.setattr(rollout_prompts, "check_rewards", lambda spec, containment: None)
+    monkeypatch.setattr(rollout_prompts, "unjudgeable_references", lambda spec, containment: frozenset({3}))
+    assert rollout_prompts.check_rewards_of(options).left_out == {("", 6), ("", 7), ("more", 3)}
+
+
 def test_tokens_that_no_tokenizer_decodes_cost_their_completion_alone(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +350,12 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
             with_set(name, count)
     further = [with_set("more", 10).problem(5 + place)[0].index for place in range(10)]
     assert sorted(further) == list(range(10)) != further, "each once, in an order of the run's seed"
+    fewer = prompts_for(replace(options, left_out=frozenset({("more", further[0]), ("", further[1])})))
+    more = {"task": "sort_digits", "args": {"digit_count": 1}, "prompts": 4}
+    evaluations = Evaluations(tmp_path, mixed(tmp_path, model_path, eval_sets={"more": more}).config, fewer, 60.0)
+    assert [evaluations.draw(Version(0), number) is None for number in (5, 6)] == [True, False]
+    evaluations.close()
+    fewer.close()
     prompts.vocabulary_size = 3
     with pytest.raises(ConfigError, match="prompt [0-9] of task sort_digits: expected 1 or more token ids below 3"):
         with_set("more", 4).draw(Version(0), 5)
