@@ -30,7 +30,9 @@ from echo2.base.rollout import (
     VersionSpan,
     unpacked,
 )
+from echo2.learner.options import RunFolder
 from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, extended
+from echo2.learner.startup import prepare
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import Trainer
 from echo2.wire.rollout import rollout_to_message, segment_from_message
@@ -39,6 +41,7 @@ from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
 from tests.contract.engine_rig import generated, keyframe_of, tiny_config
 from tests.contract.families import EXPERTS, save_tiny
+from tests.unit.learner.fleet import options_for
 from tests.unit.learner.made import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -165,11 +168,19 @@ def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_e
     idle = sum(tensor.numel() * 4 // 6 for name, tensor in before.items() if ".experts." in name)
     at_work = probe.model.parameter_count - idle  # of 6 experts 2
     if more:
+        assert results[0].metrics["kl/reference"] > 1e-5, "without the routes"
         trained = trainer.model.parameter_count
         assert trainer.model.flops_per_position == 4 * (at_work + trained) + 2 * trained
         return
     assert probe.model.flops_per_position == 6 * at_work
     assert len(gates) == 2 and all(not torch.equal(tensor, before[name]) for name, tensor in gates.items())
+
+
+def test_a_learner_that_replays_routes_keeps_them(model_path: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    prepared = prepare(options_for(folder.path, model_path, learner={"replay_routing": True}), folder)
+    folder.release()
+    assert prepared.groups.row_bytes == SHAPE.row_bytes
 
 
 def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
