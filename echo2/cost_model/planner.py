@@ -26,9 +26,10 @@ from echo2.cost_model.solver import Solver
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
 SHORT_STEPS = 1.5  # so the plans of two steps have seen the shortage, and not one odd measurement alone
 DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
-SLOWER = tuple(0.85**times for times in range(1, 27))
+SLOWER = tuple(0.7**times for times in range(1, 9))
 """Of its pace, those tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in
-all. One after another, since the machine that is the cheapest an hour need not be the cheapest a step."""
+all. One after another, since the machine that is the cheapest an hour need not be the cheapest a step; few, since a budget that
+nothing meets has them all solved for each plan."""
 CHEAPEST = "the cheapest pool that keeps the learner busy"  # begins the reason
 BARELY = "this pool keeps the learner busy, and none has the usual rate to spare"  # likewise
 NEAREST = "no pool keeps the learner busy; this one comes nearest"  # likewise
