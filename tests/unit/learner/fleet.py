@@ -248,7 +248,7 @@ class RandomWorker:
                 version = max(v for v in self._known() if v <= max(0, self.coordinator.newest - self.lag))
                 version = version if spec.exact_version is None else spec.exact_version
                 bound = self.coordinator.hellos[-1].staleness_bound
-                if spec.exact_version is None and not self.lag and version < spec.consume_step - bound:
+                if spec.exact_version is None and version < spec.consume_step - bound:
                     await asyncio.sleep(0.01)
                     self.coordinator.waiting.put_nowait(spec)
                     continue

@@ -109,7 +109,7 @@ def check_merged(run: Run, summary: RunSummary, chosen: str) -> None:
 
 @pytest.mark.parametrize(("bound", "kappa", "lag"), [(0, 0, 0), (1, 1, 1), (8, 1, 0)])
 def test_a_run_never_trains_above_the_bound(model_path: Path, tmp_path: Path, bound: int, kappa: int, lag: int) -> None:
-    """Also where workers lag behind, so that rollouts are dropped and their prompts offered again."""
+    """Also where workers lag behind."""
     run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": bound, "kappa": kappa}))
     run.follower.spread_bytes_per_s = 1e3
     summary = go(run.finish(lag=lag))
