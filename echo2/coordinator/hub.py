@@ -446,9 +446,9 @@ class Hub:
         self._want([member for member in members if member.is_on_trial and not member.is_wanted], (), ON_TRIAL)
 
     def go_on_without_plan(self) -> None:
-        """Lets everybody work if there is no plan yet and nobody is left whom the last one chose: without a step none is made."""
+        """Lets everybody work if there is no plan yet and nobody does whom the last one chose: without a step none is made."""
         living = list(self.membership.living())
-        if self.plan.now is None and not any(member.is_wanted for member in living):
+        if self.plan.now is None and not any(member.activation is Activation.ACTIVE for member in living):
             self._want(living, {member.peer_id for member in living}, "there is no plan yet")
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:

@@ -47,30 +47,31 @@ class ControlServer:
     def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[CommandAnswer]]) -> None:
         self._folder, self._name, self._answer, self._path = folder, name, answer, socket_path(folder)
         self._server: asyncio.Server | None = None
+        self._lock = -1  # while it runs
 
     async def start(self) -> None:
         """Starts listening; StateError if another worker runs in the folder."""
-        lock = os.open(self._folder / "worker.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.open(self._folder / "worker.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # of two that start at once, one takes the place
-            if await _is_answered(self._path):
-                raise StateError(
-                    f"{self._folder}: another worker runs in this folder; give this one another --name or --folder"
-                )
-            self._path.unlink(missing_ok=True)
-            old_mask = os.umask(0o077)
-            try:
-                self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES_MAX)
-            finally:
-                os.umask(old_mask)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise StateError(
+                f"{self._folder}: another worker runs in this folder; give this one another --name or --folder"
+            ) from None
+        self._path.unlink(missing_ok=True)  # left by a killed worker
+        old_mask = os.umask(0o077)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES_MAX)
         finally:
-            os.close(lock)
+            os.umask(old_mask)
 
     async def stop(self) -> None:
         if self._server is not None:
-            self._path.unlink(missing_ok=True)  # first: later it may be that of a worker which has just started
             self._server.close()
             await self._server.wait_closed()
+            self._path.unlink(missing_ok=True)
+            os.close(self._lock)  # last: then the next worker may have its socket there
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -98,18 +99,6 @@ class ControlServer:
             return {"ok": True, **await self._answer(str(command))}
         except EchoError as error:
             return {"ok": False, "error": str(error)}
-
-
-async def _is_answered(path: Path) -> bool:
-    try:
-        async with asyncio.timeout(2.0):
-            _, writer = await asyncio.open_unix_connection(path)
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
 
 
 async def ask(folder: Path, command: str) -> CommandAnswer:

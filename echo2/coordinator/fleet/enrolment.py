@@ -71,12 +71,6 @@ def check_protocol(version: int, sender: str) -> None:
         )
 
 
-def issued(authority: RunAuthority, request_der: bytes, role: Role, now: float, token_id: str) -> NodeCertificate:
-    """A certificate from the earlier of `now`, by a clock that is never set, and the time of day: where one was wrong and was put
-    right, nodes would else be given what is not in force yet."""
-    return authority.issue(request_der, role, min(now, unix_now()), token_id=token_id)
-
-
 class Callers:
     """Who calls a service that needs no certificate: so many calls of a host, and one form of refusal. `what`: the service."""
 
@@ -134,7 +128,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
         token = self._hub.tokens.look_up(request.token, host, now)  # checked before anything is signed
         role = Role(request.role)
-        certificate = issued(self._authority, request.certificate_request_der, role, now, token.token_id)
+        # By the time of day, as nodes check it: the hub's clock stays as wrong as it began.
+        certificate = self._authority.issue(request.certificate_request_der, role, unix_now(), token_id=token.token_id)
         self._hub.membership.check_not_banned(certificate.peer_id)
         if role.value == token.role and certificate.peer_id not in token.peers:
             self._make_way(token, certificate.peer_id)
@@ -175,16 +170,18 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
 
     async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewReply:
         async with self._callers.answered(context):
-            _, now = self._callers.admit(context)
-            certificate = self._renew(request, peer_of(context), now)
+            self._callers.admit(context)
+            certificate = self._renew(request, peer_of(context))
         return enrolment_pb2.RenewReply(certificate_pem=certificate.pem)
 
-    def _renew(self, request: enrolment_pb2.RenewRequest, caller: PeerIdentity, now: float) -> NodeCertificate:
+    def _renew(self, request: enrolment_pb2.RenewRequest, caller: PeerIdentity) -> NodeCertificate:
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
         self._hub.membership.check_not_banned(caller.peer_id)
         self._hub.tokens.check_operator(caller)
-        certificate = issued(self._authority, request.certificate_request_der, caller.role, now, caller.token_id)
+        certificate = self._authority.issue(
+            request.certificate_request_der, caller.role, unix_now(), token_id=caller.token_id
+        )
         certificate.check_peer(caller.peer_id)
         self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate", caller.peer_id, "renews")
         return certificate

@@ -235,8 +235,12 @@ class LeaseBook:
         for hold in held:
             known = self.leases.get(hold.lease_id)
             if known is not None and known.worker_id == worker_id:
-                known.is_recalled = False  # the stream that has ended may have lost the word
+                # The stream that has ended may have lost the word: it is said again to who gets nothing new, else it is void.
+                is_due = known.is_recalled and worker_id not in self.allowed
+                known.is_recalled = False
                 yield from self._renew(known, now)
+                if is_due:
+                    yield from self.recall(now, known.lease_id, "asked again: hand back what you hold")
             elif known is None and hold.may_be_adopted(self.groups.get(hold.group_id), now, self.rules.lease_timeout_s):
                 yield from self._adopt(worker_id, hold, now)
             else:

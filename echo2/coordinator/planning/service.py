@@ -105,6 +105,8 @@ class Planning:
             hub.plan.wait_for(_missing(hub) if hub.plan.now is None else "", hub.clock.now())
             if section.planner_mode == "auto" or hub.awaits_plan:
                 hub.go_on_without_plan()
+                is_at_work = any(member.is_wanted for member in hub.membership.living())
+                hub.await_plan(has_spent or (hub.awaits_plan and not is_at_work))
             return
         config = plan_config(hub.config, hub.board)
         plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan.now)

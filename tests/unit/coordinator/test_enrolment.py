@@ -118,10 +118,11 @@ async def test_a_certificate_names_the_link_that_let_its_holder_in_and_keeps_it_
         learner = await enrol(link_of(daemon, Role.LEARNER), Identity.generate(), Role.LEARNER)
         assert learner.certificate.token_id not in ("", one.certificate.token_id)
         before, clock = one.certificate.token_id, daemon.hub.clock
-        daemon.hub.clock = SimpleNamespace(now=lambda: clock.now() + 3600.0)  # it started with its clock an hour ahead
-        for _ in range(5):
+        for ahead_s in (3600.0, 3600.0, 3600.0, -40 * 86400.0, -40 * 86400.0):  # of the clock with which it started
+            daemon.hub.clock = SimpleNamespace(now=lambda ahead_s=ahead_s: clock.now() + ahead_s)
             await renew(one)
             one.check(time.time())
+            (await enrol(link_of(daemon), Identity.generate(), Role.WORKER)).check(time.time())
         assert one.certificate.token_id == before
         assert NodeCertificate.parse(one.certificate.pem).whose.token_id == before
         told = [event.text for event in daemon.hub.state.events if f"{one.peer_id} renewed" in event.text]

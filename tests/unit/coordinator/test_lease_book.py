@@ -234,6 +234,15 @@ def test_a_recalled_lease_that_its_worker_still_holds_when_it_comes_back_goes_on
     for now in (20.0, 40.0, 60.0):
         one.on_progress(now, A, first.lease_id, 0, int(now))
     assert one.tick(61.0) == []
+    one.recall(62.0, first.lease_id, "its machine will go")
+    one.allow(62.0, A, False)
+    actions = one.reconnect(63.0, A, (le.HeldLease(first.lease_id, GroupId("g"), 1, first.deadline),))
+    assert [action.lease_id for action in actions if isinstance(action, le.Revoke)] == [first.lease_id], (
+        "it is told again"
+    )
+    one.on_progress(64.0, A, first.lease_id, 0, 64)
+    one.tick(63.0 + one.rules.recall_s)
+    assert first.lease_id not in one.leases
 
 
 def test_a_refused_group_pauses_and_a_recalled_one_moves_once_it_was_handed_back() -> None:

@@ -147,6 +147,7 @@ async def test_a_spent_budget_stops_all_spending_and_is_said(tmp_path: Path, mod
     fleet.passes(0.0, BUDGET_TICKS)
     await Planning(hub)._plan_pool()
     assert working_usd(hub) == (0.0 if has_plan else 4.0), "a plan says who works, before the first one all do"
+    assert hub.awaits_plan is has_plan, "a first plan is acted on or not as its mode has it"
 
 
 @pytest.mark.parametrize("is_spent", [False, True])
@@ -174,6 +175,11 @@ async def test_where_nobody_is_left_whom_a_plan_chose_and_none_can_be_made_those
     hub.tick()
     await planning._plan_pool()
     assert member.activation is Activation.ACTIVE
+    back = hub.membership.on_hello(chosen, hub.membership.members[chosen].hello, fleet.clock.now())
+    back.is_wanted, member.is_wanted = True, False
+    hub.set_worker(chosen, OperatorSetting.QUARANTINED, "it is set aside")
+    await planning._plan_pool()
+    assert member.activation is Activation.ACTIVE, "the one that was chosen does not work"
 
 
 async def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(tmp_path: Path) -> None:
