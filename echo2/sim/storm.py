@@ -155,7 +155,10 @@ class Storm:
         return self.world.wires.cut(whom, self.rng.choice(self._others(whom))) > 0
 
     def clog(self, whom: str, seconds: float) -> bool:
-        return self._set(self.world.machines[whom].link, seconds, "clog", self.rng.choice((0.3, 0.05, 0.01)), 1.0)
+        link = self.world.machines[whom].link
+        link.clog = self.rng.choice((0.3, 0.05, 0.01))
+        link.clogged_until = min(self.world.loop.time() + seconds, self.until_s)
+        return True
 
     def loss(self, whom: str, seconds: float) -> bool:
         return self._set(self.world.wires, seconds, "loss", self.rng.choice((0.02, 0.1, 0.3)), 0.0)

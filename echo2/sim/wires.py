@@ -29,14 +29,20 @@ KNOCK_AGAIN_S = 1.0  # TCP's first retransmission of a SYN
 
 @dataclass(slots=True)
 class AccessLink:
-    """A machine's access link: bytes/s up and down, round-trip seconds. `clog` multiplies both rates."""
+    """A machine's access link: bytes/s up and down, round-trip seconds. `clog` multiplies both rates until `clogged_until`; what
+    has queued by then leaves at full speed."""
 
     up: float
     down: float
     rtt_s: float
     clog: float = 1.0
+    clogged_until: float = 0.0
     up_free_at: float = 0.0
     down_free_at: float = 0.0
+
+    def passed_at(self, begun_at: float, size: int, bytes_per_s: float) -> float:
+        slowly = min(size, max(0.0, self.clogged_until - begun_at) * bytes_per_s * self.clog)
+        return begun_at + slowly / (bytes_per_s * self.clog) + (size - slowly) / bytes_per_s
 
 
 class End:
@@ -181,14 +187,14 @@ class Wires:
             tap(end, frame)
         now, near, far = self.loop.time(), sender.machine.link, receiver.machine.link
         free_at = end.left_at if size <= PACKET_BYTES else near.up_free_at
-        end.left_at = max(now, free_at) + size / (near.up * near.clog)
+        end.left_at = near.passed_at(max(now, free_at), size, near.up)
         near.up_free_at = max(near.up_free_at, end.left_at)
         arrives_at = end.left_at + self._one_way_s(sender, receiver) + self.jitter_s * self._rng.random()
         if self.loss and self._rng.random() < self.loss:
             self.counts["packets lost"] += 1
             arrives_at += max(0.2, near.rtt_s) * self._rng.uniform(1.0, 4.0)
         if size > PACKET_BYTES:
-            far.down_free_at = max(arrives_at, far.down_free_at + size / (far.down * far.clog))
+            far.down_free_at = max(arrives_at, far.passed_at(far.down_free_at, size, far.down))
             arrives_at = far.down_free_at
         end.arrives_after = max(arrives_at, end.arrives_after + 1e-7)
         self.counts["messages"] += 1

@@ -14,6 +14,7 @@ from echo2.sim.inspector import PAUSED
 from echo2.sim.liars import CLAIMS, OF_STORMS, Liar, Lie
 from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, storm
 from echo2.sim.storm import Storm
+from echo2.sim.wires import AccessLink
 from echo2.sim.world import World, WorldOutcome
 
 
@@ -50,6 +51,14 @@ def test_an_unforeseen_error_fails_a_world_wherever_it_is_caught(monkeypatch: py
     monkeypatch.setattr(coordinator, "consolidate", lambda hub: 1 / 0)
     outcome = World(Scenario.of(3), workers=1).run()
     assert outcome.invariant == 5 and "ZeroDivisionError" in outcome.failure
+
+
+def test_what_queues_on_a_clogged_link_leaves_at_full_speed_once_it_is_free() -> None:
+    """It left at the clogged rate, minutes after the storm."""
+    link = AccessLink(100.0, 100.0, 0.02, clog=0.1, clogged_until=10.0)
+    assert link.passed_at(2.0, 50, 100.0) == 7.0
+    assert link.passed_at(7.0, 1030, 100.0) == 20.0 == link.passed_at(link.passed_at(7.0, 30, 100.0), 1000, 100.0)
+    assert link.passed_at(12.0, 100, 100.0) == 13.0
 
 
 def test_storms_are_made_of_every_fault() -> None:
