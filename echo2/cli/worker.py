@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from echo2.base.errors import ConfigError, EchoError
+from echo2.base.errors import ConfigError, EchoError, Unreachable
 from echo2.base.units import address_of, mapped_address
 from echo2.cli.options import Parser, add_daemon_arguments, link_file, link_text, parse, require_extra, with_values
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
-from echo2.worker.control import CommandAnswer, ask, ask_at, running_workers, the_one
+from echo2.worker.control import ask
 from echo2.worker.options import WorkerOptions
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it is a folder name, too
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--name", default="", help="which worker, if several run here")
-        command.add_argument("--folder", type=Path, help="the worker's folder, if it is not the default one")
+        command.add_argument("--folder", type=Path, help="the worker's folder, such as RUNS/NAME/workers/w1")
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(control=name)
     try:
@@ -100,15 +100,13 @@ def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
 
 
 def run_control(args: argparse.Namespace) -> int:
-    """Asks the worker of the given folder, else the one of this name, or the only one that runs here; prints its answer."""
-
-    async def asked() -> CommandAnswer:
-        if args.folder is not None:
-            return await ask(args.folder, args.control)
-        worker = the_one(await running_workers(), args.name)
-        return await ask_at(worker.socket, args.control, f"worker {worker}")
-
-    answer = asyncio.run(asked())
+    """Asks the worker of the given folder, else of the default one of its name, else of the only default one; prints its answer."""
+    home = _default_folder(RunConfig(), args.name or "*")
+    folders = [home] if args.name else sorted(home.parent.glob(home.name))
+    if args.folder is None and len(folders) != 1:
+        found = ", ".join(map(str, folders)) or "none"
+        raise Unreachable(f"worker: expected one in {home.parent}, found {found}; choose by --name or --folder")
+    answer = asyncio.run(ask(args.folder or folders[0], args.control))
     if args.json:
         print(json.dumps(answer))
     elif set(answer) == {"text"}:

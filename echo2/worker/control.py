@@ -1,9 +1,8 @@
-"""The owner's commands to a running worker (`who`, `status`, `drain`, `leave`) over a socket; the workers that run here.
+"""The owner's commands to a running worker (`status`, `drain`, `leave`) over a socket in its folder.
 
 One JSON object per line each way: `{"command": "status"}` -> `{"ok": true, ...}`. Guarantees: only the owner can use the socket;
 one worker per folder (a second one is refused); a request over `LINE_BYTES_MAX`, or one that does not arrive within `ANSWER_S`,
-ends the connection. The list of workers comes from the control sockets that the kernel reports as listening: a killed worker is not
-listed.
+ends the connection.
 """
 
 from __future__ import annotations
@@ -15,19 +14,16 @@ import hashlib
 import json
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from echo2.base.errors import ConfigError, EchoError, ProtocolError, StateError, Unreachable
+from echo2.base.errors import EchoError, ProtocolError, StateError, Unreachable
 
 LINE_BYTES_MAX = 1 << 16  # a request is one short line of JSON
 ANSWER_S = 30.0  # every command is answered at once: `drain` when it begins, not when it ends
 SOCKET_PATH_BYTES_MAX = 100  # the system's limit is 108
 SOCKET_NAME = "echo-worker.sock"
-DEEP_SOCKET_NAME = re.compile(r"echo-worker-\d+-[0-9a-f]{16}\.sock")
 CommandAnswer = dict[str, object]
 _log = logging.getLogger("echo2.worker")
 
@@ -42,10 +38,10 @@ def socket_path(folder: Path) -> Path:
 
 
 class ControlServer:
-    """Listens between `start` and `stop`; answers `who` itself and passes the name of any other command to `answer`."""
+    """Listens between `start` and `stop`; passes the name of each command to `answer`."""
 
-    def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[CommandAnswer]]) -> None:
-        self._folder, self._name, self._answer, self._path = folder, name, answer, socket_path(folder)
+    def __init__(self, folder: Path, answer: Callable[[str], Awaitable[CommandAnswer]]) -> None:
+        self._folder, self._answer, self._path = folder, answer, socket_path(folder)
         self._server: asyncio.Server | None = None
         self._lock = -1  # while it runs
 
@@ -93,8 +89,6 @@ class ControlServer:
             command = request["command"]
         except (ValueError, KeyError, TypeError):
             return {"ok": False, "error": 'expected one line such as {"command": "status"}'}
-        if command == "who":
-            return {"ok": True, "name": self._name, "folder": str(self._folder.resolve()), "pid": os.getpid()}
         try:
             return {"ok": True, **await self._answer(str(command))}
         except EchoError as error:
@@ -102,88 +96,20 @@ class ControlServer:
 
 
 async def ask(folder: Path, command: str) -> CommandAnswer:
-    return await ask_at(socket_path(folder), command, f"worker of {folder}")
-
-
-async def ask_at(path: Path, command: str, name: str, within_s: float = ANSWER_S) -> CommandAnswer:
-    """As `ask`, for the socket at `path`. Without an answer raises Unreachable, on a refusal ProtocolError; both say `name`."""
+    """Asks the worker of `folder`. Without an answer raises Unreachable, on a refusal ProtocolError."""
     try:
-        async with asyncio.timeout(within_s):
-            reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_unix_connection(socket_path(folder), limit=1 << 20)
             try:
                 writer.write(json.dumps({"command": command}).encode() + b"\n")
                 line = await reader.readline()
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
-        raise Unreachable(f"{name}: expected one to answer, got none ({str(error) or 'no answer'})") from None
+        raise Unreachable(
+            f"worker of {folder}: expected one to answer, got none ({str(error) or 'no answer'})"
+        ) from None
     answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
     if not answer.pop("ok"):
-        raise ProtocolError(f"{name}: {answer.get('error', 'it refused')}")
+        raise ProtocolError(f"worker of {folder}: {answer.get('error', 'it refused')}")
     return dict(answer)
-
-
-TABLE = Path("/proc/net/unix")
-WHO_S = 10.0  # on a loaded machine a worker answers after seconds; one that hangs must not keep the list back
-WORKERS_MAX = 256  # a machine has a few; bounds how many are asked at once
-_LISTENS = 0x10000  # __SO_ACCEPTCON in the table's column of flags
-
-
-@dataclass(frozen=True, slots=True)
-class RunningWorker:
-    """One worker. If it did not answer, `name` is empty and `trouble` says why."""
-
-    name: str
-    folder: Path
-    socket: Path
-    trouble: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name or '?'} in {self.folder}" + (f" ({self.trouble})" if self.trouble else "")
-
-
-def listening_sockets(table: bytes) -> Iterator[Path]:
-    """The workers' sockets in the kernel's table: `Num: RefCount Protocol Flags Type St Inode Path`."""
-    for line in table.splitlines():
-        columns = line.split(maxsplit=7)
-        if len(columns) == 8 and columns[7].startswith(b"/") and int(columns[3], 16) & _LISTENS:
-            path = Path(os.fsdecode(columns[7]))
-            if path.name == SOCKET_NAME or DEEP_SOCKET_NAME.fullmatch(path.name):
-                yield path
-
-
-async def running_workers() -> list[RunningWorker]:
-    """The running workers, sorted by name and folder, at most WORKERS_MAX. Unreachable if the system has no such table."""
-    try:
-        table = TABLE.read_bytes()
-    except OSError as error:
-        raise Unreachable(f"{TABLE}: expected the list of sockets, got: {error}; name the worker's --folder") from None
-    paths = [path for path in sorted(set(listening_sockets(table))) if os.access(path, os.W_OK)]
-    workers = await asyncio.gather(*(_who(path) for path in paths[:WORKERS_MAX]))
-    return sorted(workers, key=lambda worker: (worker.name, worker.folder))
-
-
-async def _who(path: Path) -> RunningWorker:
-    try:
-        answer = await ask_at(path, "who", f"worker at {path}", WHO_S)
-    except EchoError as error:
-        return RunningWorker("", path.parent, path, str(error))
-    return RunningWorker(str(answer["name"]), Path(str(answer["folder"])), path)
-
-
-def the_one(workers: list[RunningWorker], name: str) -> RunningWorker:
-    """The only worker, or the only one named `name` (empty: any). Unreachable if there is none, ConfigError if several."""
-    meant = [worker for worker in workers if name in ("", worker.name)]
-    if len(meant) == 1:
-        return meant[0]
-    called = f" named {name}" if name else ""
-    if not meant:
-        others = f"; others run: {_listed(workers)}" if workers else ""
-        raise Unreachable(f"worker: expected one{called} that runs on this machine, found none{others}")
-    raise ConfigError(
-        f"worker: expected one{called}, found {len(meant)}: {_listed(meant)}; choose by --name or --folder"
-    )
-
-
-def _listed(workers: list[RunningWorker]) -> str:
-    return "; ".join(map(str, workers))

@@ -93,7 +93,7 @@ class WorkerDaemon:
     async def run(self) -> None:
         """Works until stopped. Raises the `EchoError` that ended it otherwise."""
         self._make_folder()
-        control = ControlServer(self.folder, self.options.name, self._answer)
+        control = ControlServer(self.folder, self._answer)
         await control.start()
         try:
             hardware = await self._inspect()
