@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo2.base.errors import NO_ROOM, DiskFull, EchoError, FingerprintMismatch, MalformedMessage, StateError
-from echo2.base.ids import RunId, Version
+from echo2.base.ids import Version
 from echo2.broadcast.artifact import (
     LINEAGE,
     STORE_BYTES_FLOOR,
@@ -108,9 +108,8 @@ class ChunkStore:
     def adopt(self, entry: Entry) -> None:
         """Continues a file whose chunks were all checked."""
         entry.handle = os.open(entry.path, os.O_RDWR)
-        before = os.fstat(entry.handle)
-        os.ftruncate(entry.handle, entry.file_bytes)
-        os.utime(entry.handle, ns=(before.st_atime_ns, before.st_mtime_ns))  # files are restored oldest first
+        if os.fstat(entry.handle).st_size > entry.file_bytes:  # else it keeps its time: files are restored oldest first
+            os.ftruncate(entry.handle, entry.file_bytes)
         self.used_bytes += entry.file_bytes
 
     def create(self, header: Header) -> Entry:
@@ -279,10 +278,10 @@ _DISK = WorkerLink(1e9, 1e-4)  # bytes/s and seconds of a plain SSD
 
 
 class LeftVersions:
-    """The complete artifacts of a run in the chunk store at `folder`."""
+    """The complete artifacts in the chunk store at `folder`, which is of one run."""
 
-    def __init__(self, folder: Path, run_id: RunId) -> None:
-        self._folder, self._run_id = folder, run_id
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._found: list[LeftFile] | None = None
 
     @property
@@ -298,8 +297,7 @@ class LeftVersions:
         except (EchoError, OSError) as error:
             log.debug("chunk file %s holds no whole artifact: %s", path, error)
             return None
-        is_ours = (left.header.run_id, left.header.lineage) == (self._run_id, LINEAGE)
-        return left if is_ours and left.entry.seal is not None else None
+        return left if left.header.lineage == LINEAGE and left.entry.seal is not None else None
 
     def fingerprint_of(self, version: Version) -> str:
         """The version's published fingerprint in hex; empty if no complete artifact of it is left."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, EchoError, FingerprintMismatch, StateError
-from echo2.base.ids import RunId, Step, Version
+from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_seed
 from echo2.base.units import format_seconds
 from echo2.broadcast.store import LeftVersions
@@ -177,7 +177,7 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
     while conversations is not None and prepared.history.drawn and prepared.team.step_count < conversations.steps:
         # Of a checkpoint before the warm start's last, which was damaged.
         prepared.team.step(conversations.batch(prepared.team.step_count))
-    _train_again(prepared, LeftVersions(options.chunk_folder, RunId(options.config.run.name)))
+    _train_again(prepared, LeftVersions(options.chunk_folder))
     _log.info(
         "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
         prepared.team.step_count, "none" if checkpoint is None else checkpoint.step, len(prepared.rows_again),

@@ -139,6 +139,8 @@ def test_what_workers_need_stays_within_the_budget_and_the_rest_goes() -> None:
     assert {offer(12, 20, 40), offer(19, 20, 10), offer(None, 16, 100)} <= kept
     assert {offer(v, v + 1, 10) for v in range(16, 20)} <= kept
     assert sum(edge.size_bytes for edge in kept) <= 200 and offer(None, 0, 100) not in kept
+    for base, is_kept in ((offer(0, 12, 10), True), (offer(0, 12, 11), False)):  # by 12 more than half a keyframe
+        assert (base not in dropped_to_fit([*edges, base], Version(20), held, 180 + base.size_bytes)) is is_kept
     least = set(edges) - dropped_to_fit(edges, Version(20), held, 60)
     assert {offer(12, 20, 40), offer(19, 20, 10)} <= least and sum(edge.size_bytes for edge in least) <= 60
 

@@ -135,6 +135,11 @@ def test_a_full_disk_is_told_with_its_folder_and_what_it_has_is_served(
     with pytest.raises(DiskFull, match=f"^{tmp_path}: .*{said}$"):
         held.add_chunk(*made[1])
     assert held.chunk(header.key, 0) == made[0][0] and held.frame(header.key, 1) is None
+    there = lambda: [len(list(folder.iterdir())) for folder in (tmp_path, Path("/proc/self/fd"))]  # noqa: E731
+    before = there()
+    with pytest.raises(DiskFull):
+        held.add_header(header_of(2))
+    assert there() == before, "nothing of it stays"
 
 
 class Later:
@@ -211,9 +216,10 @@ def test_a_chunk_that_the_disk_does_not_give_is_fetched_anew_as_one_that_it_chan
     assert held.frame(key, 1) is None
     with pytest.raises(CorruptChunk):
         held.chunk(key, 1)
-    assert held.take_rotten() == [(key, ArtifactId(Version(1)))]
+    assert [held.take_rotten(), held.take_rotten()] == [[(key, ArtifactId(Version(1)))], []], "it is told once"
     assert held.frame(key, 1) is None
     held.empty(key)
+    assert held.entries[key].seal is not None and not held.entries[key].digests
     assert not held.take_rotten(), "its reader has it fetched anew: what has come since is no worse"
 
 
@@ -227,7 +233,9 @@ def test_a_file_that_is_gone_before_it_is_taken_over_is_not_taken_for_held(tmp_p
     assert not found.entries
 
 
-def test_a_new_header_or_seal_is_of_use_and_costs_its_bringer_none_of_the_loops_time(tmp_path: Path) -> None:
+def test_what_is_new_is_of_use_and_costs_its_bringer_none_of_the_loops_time_and_what_is_forged_is_refused(
+    tmp_path: Path,
+) -> None:
     """The disk may take long to make a file, in which the link would be read no more."""
     held, header = library(tmp_path), header_of(1)
     exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
@@ -237,13 +245,19 @@ def test_a_new_header_or_seal_is_of_use_and_costs_its_bringer_none_of_the_loops_
 
     async def scene() -> list[bool]:
         frames = [wire.header_to_bytes(header), wire.seal_to_bytes(seal)]
-        told = [exchange.on_frame(PeerId(name), frame) for frame in frames for name in ("a", "b")]
+        told = [exchange.on_frame(PeerId(name), frames[0]) for name in ("a", "b")]
+        forged = replace(made[0], payload=bytes(499)), replace(seal, fingerprint="another")
+        for frame in (wire.chunk_to_bytes(forged[0]), wire.seal_to_bytes(forged[1])):
+            with pytest.raises(EchoError):
+                exchange.on_frame(PeerId("c"), frame)
+        for frame in (frames[1], wire.chunk_to_bytes(made[0])):
+            told += [exchange.on_frame(PeerId(name), frame) for name in ("a", "b")]
         held.drop(header.key)
         told.append(exchange.on_frame(PeerId("a"), frames[0]))
         exchange.stop_timer()
         return told
 
-    assert asyncio.run(scene()) == [True, False, True, False, False], "what was dropped may be told again without end"
+    assert asyncio.run(scene()) == [True, False] * 3 + [False], "what was dropped may be told again without end"
 
 
 def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
@@ -257,6 +271,14 @@ def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> 
     assert keyframe in held.entries and into_newest in held.entries and held.store.used_bytes <= 40_000
     assert {f"delta {v - 1}->{v}" for v in range(5, 10)} <= names, "a newcomer's way from the keyframe"
     assert not {"delta 0->1", "delta 1->2"} & names and not held.take_rotten()
+
+
+def test_no_more_files_are_open_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.broadcast.library.ARTIFACTS_MAX", 3)
+    held = library(tmp_path)
+    for version in range(1, 8):
+        added(held, header_of(version, version - 1), 10)
+    assert [entry.artifact.version for entry in held.entries.values()] == [5, 6, 7]
 
 
 def test_a_newcomers_way_is_not_given_up_for_a_delta_that_has_no_room(tmp_path: Path) -> None:
@@ -342,7 +364,18 @@ def test_blocks_are_read_back_of_the_whole_or_newer_publication_and_what_was_dro
     begun(held, bytes(700), 1000, newer)
     assert held.find(artifact) == older, "the one that is whole"
     assert added(held, newer, 700) == held.find(artifact), "the newer of two whole ones"
-    assert CatchUpPlanner(ME, held, Meter(), LinkShape()).path(Version(0)) == (newer.key,), "the next goes upon that"
+    held.add_header(header_of(0))
+    assert held.published_unix_s == 2.0, "the next is published later"
+    held.close()
+    for at, (key, name) in enumerate([(older, "b"), (newer.key, "a")]):
+        named = (tmp_path / f"{key.hex()}.artifact").rename(tmp_path / f"{name}.artifact")
+        os.utime(named, (at, at))
+    for me in (ME, LEARNER.peer_id):
+        again = library(tmp_path)
+        events(again, me)
+        path = CatchUpPlanner(ME, again, Meter(), LinkShape()).path(Version(0))
+        assert path == (newer.key,), "the next goes upon that"
+        again.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -373,13 +406,18 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
 
 
 def left(folder: Path, chunks: int, *, is_sealed: bool = True, run: RunId = RUN) -> ArtifactKey:
-    """What a run that ended leaves in the folder."""
-    made, header = library(folder), header_of(1, run=run, weights_bytes=chunks * CHUNK_BYTES)
-    if is_sealed:
-        added(made, header, chunks * CHUNK_BYTES, CHUNK_BYTES)
-    else:
-        begun(made, bytes(chunks * CHUNK_BYTES), CHUNK_BYTES, header)
+    """What a run that ended leaves in the folder; the seal came before the last chunk."""
+    made, size = library(folder), chunks * CHUNK_BYTES
+    header = header_of(1, run=run, weights_bytes=size)
+    made.add_header(header)
+    parts = signed_chunks(CHUNK_BYTES, LEARNER, header.key, 0, bytes(size))
+    for chunk, digest in parts:
+        if is_sealed and chunk.index == chunks - 1:
+            root = root_of(each for _, each in parts)
+            made.add_seal(header.key, Seal(header.key, chunks, size, root, "print").signed(LEARNER))
+        made.add_chunk(chunk, digest)
     made.close()
+    made.drop(header.key)
     return header.key
 
 
@@ -427,17 +465,22 @@ def test_what_is_not_sound_or_of_another_run_is_removed_and_counted(tmp_path: Pa
     good = left(tmp_path, 4)
     for number, data in enumerate([b"", b"\0\0\0\5wrong"]):
         (tmp_path / f"{number}.artifact").write_bytes(data)
-    for version, of, signer in ((2, header_of(2).key, Identity.generate()), (3, good, LEARNER)):
-        wrongly_sealed, header = library(tmp_path), header_of(version)
-        ((_, digest),) = begun(wrongly_sealed, bytes(10), 100, header)
-        wrongly_sealed.add_seal(header.key, Seal(of, 1, 10, root_of([digest]), "").signed(signer))
-        wrongly_sealed.close()
+    for wrong in ("chunk of another", "seal of another", "seal by another", "header by another"):
+        header = header_of(2)
+        of = good if wrong == "chunk of another" else header.key
+        ((chunk, digest),) = signed_chunks(100, LEARNER, of, 0, bytes(10))
+        seal = Seal(good if wrong == "seal of another" else header.key, 1, 10, root_of([digest]), "")
+        seal = seal.signed(Identity.generate() if wrong == "seal by another" else LEARNER)
+        header = replace(header, signature=bytes(64)) if wrong == "header by another" else header
+        frames = wire.header_to_bytes(header), wire.chunk_to_bytes(chunk), wire.seal_to_bytes(seal)
+        whole = b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
+        (tmp_path / f"{wrong}.artifact").write_bytes(whole)
     spoilt = bytearray((tmp_path / f"{good.hex()}.artifact").read_bytes())
     spoilt[len(spoilt) // 2] ^= 1
     (tmp_path / "spoilt.artifact").write_bytes(spoilt)
     found = library(tmp_path)
     assert {event.key for event in events(found) if isinstance(event, ChunksKept)} == {good} == set(found.entries)
-    assert found.unsound_files == 6 and len(list(tmp_path.iterdir())) == 1
+    assert found.unsound_files == 8 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_our_own_that_was_cut_off_is_dropped_and_another_publishers_goes_on(tmp_path: Path) -> None:

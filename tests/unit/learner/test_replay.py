@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echo2.base.errors import FingerprintMismatch, StateError
-from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
@@ -68,7 +68,7 @@ def fingerprints(run: Run) -> dict[int, str]:
 
 
 def left_of(options: LearnerOptions) -> LeftVersions:
-    return LeftVersions(options.chunk_folder, RunId(RUN))
+    return LeftVersions(options.chunk_folder)
 
 
 class LeftDeltas(LeftVersions):
@@ -80,7 +80,7 @@ class LeftDeltas(LeftVersions):
 
 
 def deltas_of(options: LearnerOptions) -> LeftVersions:
-    return LeftDeltas(options.chunk_folder, RunId(RUN))
+    return LeftDeltas(options.chunk_folder)
 
 
 def killed_as_it_left(model: Path, tmp_path: Path, versions: tuple[int, ...]) -> Killed:
@@ -159,6 +159,8 @@ def test_a_killed_learner_goes_on(
     assert summary.trained_rollouts == 6 * 8, "each rollout is trained on once"
     assert "published versions stay as they are" in caplog.text and "rebuilt from" in caplog.text
     deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)  # from the bits that they hold, by deltas alone
+    with pytest.raises(FingerprintMismatch):
+        left_of(crashed).bring(worker, Version(6), "as another says")
     if last < at:
         assert f"leaves as version {at}, with a delta from version {last}" in caplog.text
         assert ArtifactId(Version(at), Version(last)) in [left.header.artifact for left in left_of(crashed).artifacts]
