@@ -138,6 +138,7 @@ def test_a_new_segment_begins_once_the_old_is_on_disk(tmp_path: Path, monkeypatc
     journal.begin(records.began("run", Step(2), 0, ()))
     journal.close()
     assert not begun[path.stat().st_ino], "a power cut in between would leave a torn end before the newest segment"
+    assert begun[new.stat().st_ino] and begun[tmp_path.stat().st_ino], "it has its name before a commit counts on it"
     assert [step for step, _ in read_journal(tmp_path, Step(0))[0]] == [0] * (len(RECORDS) + 1) + [2]
     os.truncate(path, path.stat().st_size - 1)  # so its end cannot be torn
     with pytest.raises(StateError, match="found a broken record .* and remove the later segments"):
@@ -169,6 +170,9 @@ def test_a_commit_returns_after_a_sync_that_began_with_its_record_and_many_share
             await asyncio.sleep(cursor % 4 * 0.002)  # some while a sync is under way
             journal.append(opened("g", cursor))
             reached = path.stat().st_size
+            leaving = asyncio.create_task(journal.commit())
+            await asyncio.sleep(0)
+            leaving.cancel()  # its worker is gone: others wait for the same sync
             await journal.commit()
             assert max(synced, default=0) >= reached
 

@@ -19,7 +19,7 @@ from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, Routing, SamplingParams, Verdict, VersionSpan, Work
 from echo2.learner.audit import Habits
-from echo2.learner.rollouts import workers
+from echo2.learner.rollouts import admission, workers
 from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups, cap_groups, problem_of_end, problem_of_segment
 from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet
 from echo2.learner.rollouts.groups import (
@@ -528,6 +528,24 @@ def test_routes_that_the_model_has_no_use_for_are_not_kept(row_bytes: int) -> No
         segment = replace(piece(name, index, [9, STOP]), routing=Routing(b"", bytes(2 * size)))
         assert groups.receive(segment, 0).verdict is Verdict.ADMITTED
     assert [len(rollout.routing.tokens) for rollout in groups.groups[name].rollouts] == [2 * row_bytes, 0]
+
+
+def test_what_is_remembered_of_earlier_steps_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "STEPS_REMEMBERED", 4)
+    groups = new_groups(2, 2)  # one group a step
+    groups.resumed_at = groups.next_step
+    names = []
+    for step in range(20):
+        names.append(filled(groups, step, version=step))
+        assert groups.draw_batch() is not None
+        groups.publish(Version(step + 1))
+    assert len(groups.ledger.trained) == 4 and len(groups.published) == 4 + 2 + 1
+    late = [verdict(groups, name, 0, [9, STOP]) for name in (names[0], names[-1])]
+    assert late == [Verdict.CLOSED, Verdict.DUPLICATE]
+    name = groups.open_group(20, draw(20)).group_id
+    for _ in range(workers.IMPOSSIBLE_MAX):
+        assert groups.receive(piece(name, 0, [9], version=99), 0, ALICE).verdict is Verdict.REFUSED
+    assert groups.workers.accused, "whoever was ahead of a restored learner has followed it long ago"
 
 
 # ---- what is not worth training on

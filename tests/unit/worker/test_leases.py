@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from echo2.base.ids import GroupId, LeaseId, Version, warm_groups
+from echo2.base.rng import rollout_seed
 from echo2.base.rollout import (
     EndReason,
     FinishReason,
@@ -90,6 +91,7 @@ class Surroundings:
 
     def submit(self, request: GenerateRequest) -> str:
         assert request.request_id not in self.sampled, "a request id is used once"
+        assert request.sampling.seed == rollout_seed(0, int(request.request_id.rpartition("/")[2])), "siblings differ"
         if not self.refusal:
             self.running[request.request_id] = request
             self.sampled[request.request_id] = list(request.token_ids)
@@ -104,7 +106,7 @@ class Surroundings:
             self.chunks.append(TokenChunk(request_id, (), (), (), Version(0), FinishReason.ABORTED))
 
     def report(self, lease_id: LeaseId, segments: tuple[Rollout, ...]) -> None:
-        assert lease_id not in self.reports, "one report of a lease at a time"
+        assert segments and lease_id not in self.reports, "one report of a lease at a time"
         assert sum(len(segment.token_ids) for segment in segments) <= leases.REPORT_TOKENS_MAX
         self.reports[lease_id] = segments
 

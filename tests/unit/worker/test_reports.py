@@ -224,6 +224,9 @@ async def test_a_lease_under_anothers_ticket_is_refused_and_a_late_renewal_leave
         bench.leases.refuse(LeaseId("l1"), "the group is closed")
         bench.grant("1", 1, is_renewal=True)
         assert not bench.holds(LeaseId("l1"))
+        bench.leases.finish_up()
+        bench.grant("3", 1)
+        assert not bench.holds(LeaseId("l3")) and bench.ended[-1] == (LeaseId("l3"), EndReason.HANDED_BACK)
         deadlines: list[float] = []
         monkeypatch.setattr(type(bench.leases), "grant", lambda *given, is_continuation: deadlines.append(given[3]))
         bench.orders.on_welcome(pb.WorkerWelcome(report_interval_s=1.0, unix_s=time.time() + 3600.0))
