@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from echo2.base.ids import PeerId
 from echo2.broadcast import pace
-from echo2.broadcast.artifact import ArtifactKey, those_in
+from echo2.broadcast.artifact import ArtifactKey, all_of, those_in
 from echo2.broadcast.events import Action, Have, SendHeader, SendSeal
 from echo2.broadcast.peer import Artifact, OpenRequest, Peer
 from echo2.broadcast.seeding import Seeding
 
 CANDIDATES_MAX = 256  # several windows, so that the rarest can be found among them
+EVEN = 1e-6  # of a rate: whom to prefer of those that are as fast
 
 
 def patience_s(artifact: Artifact) -> float:
@@ -63,33 +64,27 @@ def choose(
     now: float,
 ) -> dict[PeerId, list[int]]:
     """Which chunks to ask of which peers now. The publisher is asked only for chunks that no other peer can send."""
-    due = due_chunks(artifact, now)
-    if not due:
-        return {}
-    room: dict[PeerId, int] = {}
+    room, key, is_pushed = dict[PeerId, int](), artifact.key, is_pushed_to(artifact, now)
     for peer_id, peer in peers.items():
-        free = window_chunks(peer, artifact) - len(peer.requests) if peer.haves.get(artifact.key) else 0
+        free = window_chunks(peer, artifact) - len(peer.requests) if peer.haves.get(key) else 0
         if free > 0:
             room[peer_id] = free
-    if not room:
+    left = sum(room.values())
+    if not left or not (due := due_chunks(artifact, now)):
         return {}
-    asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == artifact.key}
-    is_pushed = is_pushed_to(artifact, now)
-    wanted = [index for index in due if index not in asked][: 2 * sum(room.values()) if is_pushed else None]
+    asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == key}
+    wanted = [index for index in due if index not in asked]
+    if is_pushed:
+        wanted = wanted[: 2 * left]
+    else:
+        wanted = scattered(wanted, [peer.haves.get(key, 0) for peer in peers.values()], 2 * left, rng)
     holders: dict[int, list[PeerId]] = {index: [] for index in wanted}
     for peer_id, peer in peers.items():
-        for index in those_in(peer.haves.get(artifact.key, 0), wanted):
+        for index in those_in(peer.haves.get(key, 0), holders):
             holders[index].append(peer_id)
-
-    def rank(index: int) -> tuple[int, float]:
-        """Of what one peer alone holds, and pushes to nobody, each node asks for other chunks: those who come together then have
-        them of each other, and not all of the publisher."""
-        count = len(holders[index])
-        return count, index if is_pushed or count > 1 else rng.random()
-
-    wanted.sort(key=rank)
+    spare = {p: free * peers[p].rate.bytes_per_s * (1 + EVEN * rng.random()) for p, free in room.items()}
     chosen: dict[PeerId, list[int]] = {}
-    for index in wanted:
+    for index in sorted(holders, key=lambda index: len(holders[index])):
         others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
         age_s = now - artifact.missing_since[index]
         if age_s < pace.FAR_AFTER_S and is_pushed:
@@ -102,10 +97,25 @@ def choose(
         pool = [p for p in (holders[index] if is_urgent or not others else others) if room.get(p, 0) > 0]
         if not pool:
             continue
-        pick = max(pool, key=lambda p: (room[p] * peers[p].rate.bytes_per_s, rng.random()))
+        pick = max(pool, key=spare.__getitem__)
+        spare[pick] -= spare[pick] / room[pick]
         room[pick] -= 1
         chosen.setdefault(pick, []).append(index)
+        if not (left := left - 1):
+            break
     return chosen
+
+
+def scattered(wanted: list[int], haves: list[int], most: int, rng: random.Random) -> list[int]:
+    """Of what is pushed to nobody and one peer alone holds, each node asks for other chunks: those who come together then have them
+    of each other, and not all of the publisher. Up to `most` of these, and of the others."""
+    once, several, span = 0, 0, all_of(max(wanted, default=-1) + 1)
+    for have in haves:
+        several |= once & have
+        once |= have & span
+    shared = those_in(several, wanted)
+    alone = list(set(wanted).difference(shared))
+    return rng.sample(alone, min(most, len(alone))) + shared[:most]
 
 
 def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float) -> tuple[int, ...]:

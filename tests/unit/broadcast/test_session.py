@@ -95,7 +95,7 @@ def test_weak_uplinks_relay_once_the_only_strong_one_is_gone_and_not_before(faul
     times = [t for name, t in net.worker_times().items() if name != "w0"]
     star_s = half + 7 * (64 * MIB - half * nodes[0].up) / nodes[0].up
     assert before == [0] * 7
-    assert all(t is not None and t < 0.85 * star_s for t in times), "the learner sent it to each of them itself"
+    assert all(t is not None and t < 0.9 * star_s for t in times), "the learner sent it to each of them itself"
 
 
 def test_relays_that_die_or_freeze_are_replaced_and_one_that_thaws_catches_up() -> None:
