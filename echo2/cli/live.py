@@ -195,6 +195,9 @@ class ScreenState:
             path, begun = run_folder / "learner" / name, self._offsets.get(name, 0)
             if not path.exists():
                 continue
+            if path.stat().st_size < begun:  # a learner that has gone back has cut off what it makes anew
+                begun = 0
+                (self.rewards if name == "metrics.jsonl" else self.evaluations).clear()
             with path.open("rb") as file:
                 file.seek(begun)
                 data = file.read()

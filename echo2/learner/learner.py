@@ -164,19 +164,22 @@ class LearnerDaemon:
             folder.release()
 
     async def _join(self) -> Credentials:
-        """Returns the credentials of an earlier start of this run, or enrols for new ones. Retries an unreachable coordinator until
-        it answers; raises `ConfigError` without a join link of this run on the first start, `Unreachable` if stopped before."""
+        """Returns the credentials of an earlier start of this run, or enrols for new ones, also where the link names another
+        coordinator: the one before has lost its folder. Retries an unreachable coordinator until it answers; raises `ConfigError`
+        without a join link of this run on the first start, `Unreachable` if stopped before."""
         options = self.options
         identity = load_or_create_identity(options.folder / "node")
         stored = load_credentials(options.folder / "node", identity)
+        link = JoinLink.parse(options.join_link) if options.join_link else None
+        if stored is not None and link is not None and link.peer_id != stored.coordinator_peer_id:
+            stored = None
         if stored is not None and stored.run_id == options.config.run.name:
             return stored
-        if not options.join_link:
+        if link is None:
             raise ConfigError(
                 f"run {options.config.run.name}: expected a join link on the learner's first start, and once its certificate has "
                 "expired, got none"
             )
-        link = JoinLink.parse(options.join_link)
         self._waits.begin("coordinator", f"the coordinator at {link.address}")
         backoff = Backoff(here().rng, longest_s=4.0)  # a person watches the first start
         enrolling = asyncio.create_task(enrolled(link, identity, Role.LEARNER, self._waits, backoff))
@@ -228,7 +231,9 @@ class Learner:
             self._broadcaster, prepared.journal, prepared.schedule, self, prepared.fingerprint_key,
             SettingChoice(cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
-        self._sinks = open_sinks(options.folder, options.config.run.name, options.config.learner.sinks)
+        self._sinks = open_sinks(
+            options.folder, options.config.run.name, options.config.learner.sinks, prepared.team.step_count
+        )
         self._prometheus: PrometheusEndpoint | None = None
         if options.metrics_port:
             self._prometheus = PrometheusEndpoint(options.metrics_port, self._numbers_now)

@@ -258,10 +258,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends to a file. `last_step`: step of the last complete row in it, -1 if it has none."""
+    """Appends to a file, from `step` on. `last_step`: step of the last complete row in it, -1 if it has none."""
 
-    def __init__(self, path: Path) -> None:
-        self.last_step = _mend(path)
+    def __init__(self, path: Path, step: int) -> None:
+        self.last_step = _mend(path, step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -277,16 +277,19 @@ class JsonLines:
         self._file.close()
 
 
-def _mend(path: Path) -> int:
-    """Cuts off a torn last line; returns the last step written, -1 if there is none."""
-    if not path.exists():
-        return -1
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) != len(data):
-        os.truncate(path, len(whole))
-    lines = whole.splitlines()
-    return int(json.loads(lines[-1])["step"]) if lines else -1
+def _mend(path: Path, step: int) -> int:
+    """Cuts off a torn last line, and those after `step`, to which the run has gone back; returns the last step left, -1 if there is
+    none."""
+    data = path.read_bytes() if path.exists() else b""
+    last, end = -1, data.rfind(b"\n") + 1
+    while end:
+        begin = data.rfind(b"\n", 0, end - 1) + 1
+        if (last := int(json.loads(data[begin:end])["step"])) <= step:
+            break
+        last, end = -1, begin
+    if end != len(data):
+        os.truncate(path, end)
+    return last
 
 
 class TensorBoard:
@@ -329,24 +332,25 @@ def _no_package(name: str, error: ImportError) -> ConfigError:
     return ConfigError(f"sink {name}: expected the package {name} (pip install {name}), got: {error}")
 
 
-def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
-    """Opens metrics.jsonl, which comes first, and the sinks of `learner.sinks`. Raises `ConfigError` if a package is missing."""
+def open_sinks(folder: Path, run_id: str, names: Sequence[str], step: int) -> list[Sink]:
+    """Opens metrics.jsonl, which comes first and goes on from `step`, and the sinks of `learner.sinks`. Raises `ConfigError` if a
+    package is missing."""
     makers: dict[str, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoard(folder / "tensorboard"),
         "wandb": lambda: Tracker("wandb", run_id, id=run_id, dir=str(folder)),
         "trackio": lambda: Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False),
     }
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl"), *(makers[name]() for name in names)]
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", step), *(makers[name]() for name in names)]
     if links := [sink.link for sink in sinks if isinstance(sink, Tracker)]:
         (folder / "trackers.json").write_text(json.dumps(links))  # for the run's report
     return sinks
 
 
-def past_evaluations(folder: Path) -> dict[int, float]:
-    """Held-out reward by version from the lines written before a restart; cuts off a torn last line of them, and of samples."""
+def past_evaluations(folder: Path, step: int) -> dict[int, float]:
+    """Held-out reward by version from the lines written before a restart at `step`; mends them, and those of samples."""
     path = folder / "evaluations.jsonl"
-    _mend(path)
-    _mend(folder / "samples.jsonl")
+    _mend(path, step)
+    _mend(folder / "samples.jsonl", step)
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
     return {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}
 

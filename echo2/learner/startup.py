@@ -123,6 +123,7 @@ def prepare_with(
         prepared.base = prepared.published
         team.coder.keep(Version(0))
     _resume(prepared, options, team.load_newest(prepared.store))
+    prepared.evaluations.go_on_from(team.step_count)
     if prepared.schedule.newest == 0:
         prepared.base = None
         team.coder.keep(None)
@@ -136,10 +137,11 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
     mixture: dict[str, object] = {"mixture": shares} if shares else {}
     return {
         "run_id": config.run.name,
-        "model_digest": team.model.digest(),
-        "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
+        # Before the model's digest, which they change, so that a refusal names them.
         "weights_dtype": config.model.weights_dtype,
         "lora": [config.model.lora_rank, 0],  # alpha: 0 is twice the rank
+        "model_digest": team.model.digest(),
+        "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
         # Masters on the host leave the state that float32 leaves.
         "optimizer_state": "8bit" if config.learner.optimizer_state == "8bit" else "float32",
         "task": config.task.name,

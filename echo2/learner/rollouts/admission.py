@@ -11,7 +11,7 @@ Sources. Dynamic sampling: Yu et al. (DAPO), arXiv 2503.14476.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
@@ -462,9 +462,10 @@ class OpenGroups:
         """Closes every group with a token that this worker reported; their prompts get another try."""
         self._close_roots([group for group in self.groups.values() if group.is_sent_by(peer_id)], "quarantined")
 
-    def drop_unfinished_episodes(self) -> None:
-        """After a restart, closes problems whose agents had not finished, to be drawn again: the agents are gone."""
-        self._close_roots([g for g in self.training if is_driven_root(g.spec.group_id) and g.seats_open], "restarted")
+    def draw_again(self, is_current: Callable[[GroupSpec], bool]) -> None:
+        """After a restart, closes problems whose agents had not finished, for they are gone, and all that the run would draw
+        otherwise now; both are drawn again."""
+        self._close_roots([g for g in self.roots.values() if g.seats_open or not is_current(g.spec)], "restarted")
 
     def drop_evaluation(self) -> None:
         for group_id in [group.spec.group_id for group in self.evaluation]:

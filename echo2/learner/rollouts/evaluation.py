@@ -27,7 +27,16 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed
 from echo2.config.run import RunConfig
 from echo2.learner.metrics import number_in, past_evaluations
-from echo2.learner.rollouts.groups import Group, Prompt, TrainGroup, evaluated_version, is_later_turn, root_of
+from echo2.learner.rollouts.groups import (
+    Group,
+    Prompt,
+    TrainGroup,
+    evaluated_version,
+    is_driven,
+    is_later_turn,
+    root_of,
+)
+from echo2.learner.rollouts.journal import is_as_recorded
 from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld
 from echo2.outside import monotonic, unix_now
 from echo2.tasks.rewards import Scored
@@ -250,8 +259,8 @@ class Evaluations:
     def __init__(self, folder: Path, config: RunConfig, prompts: Prompts, patience_s: float) -> None:
         self._folder, self._prompts, task = folder, prompts, config.task
         self._every_steps = task.eval_every_steps
-        self.rewards = past_evaluations(folder)
-        self._newest_due = max(self.rewards, default=-1)
+        self.rewards: dict[int, float] = {}
+        self._newest_due = -1
         self._due_at: dict[Version, float] = {}
         sets: list[QuestionSet] = []
         for number, (name, count) in enumerate(prompts.held_out_counts):
@@ -272,6 +281,11 @@ class Evaluations:
         self.sets, self.patience_s, self.is_driven = tuple(sets), patience_s, prompts.is_driven
         if self.questions > QUESTIONS_MAX:
             raise ConfigError(f"evaluation: expected at most {QUESTIONS_MAX} prompts, got {self.questions}")
+
+    def go_on_from(self, step: int) -> None:
+        """Reads what was evaluated before a restart at `step`."""
+        self.rewards = past_evaluations(self._folder, step)
+        self._newest_due = max(self.rewards, default=-1)
 
     @property
     def questions(self) -> int:
@@ -313,6 +327,17 @@ class Evaluations:
             return DRIVEN_PROMPT, sampling
         ids = prompts.tokens_of(*self.problem(number), asked.name if asked.world else "")
         return None if ids is None else (ids, sampling)
+
+    def asks(self, group: Group) -> bool:
+        """Whether the group of an earlier start is what would be asked now: sets and sampling may have changed."""
+        version = group.spec.exact_version
+        if version is None or self.is_driven or is_driven(group.spec.group_id) or is_later_turn(group.spec.group_id):
+            return False
+        if (drawn := self.draw(version, group.cursor)) is None:
+            return False
+        samples = self.at(group.cursor)[0].samples
+        now = replace(group.spec, prompt_token_ids=drawn[0], sampling=drawn[1], rollout_count=samples)
+        return is_as_recorded(group.spec, now)
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""

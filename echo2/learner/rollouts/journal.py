@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 
 from echo2.base.errors import NO_ROOM, DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import Rollout, Work
+from echo2.base.rollout import GroupSpec, Rollout, Work
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, Group, SentTokens, is_driven, is_later_turn, root_of, turn_of
 from echo2.outside import here
@@ -58,6 +58,11 @@ def began(run_id: str, step: Step, cursor: int, published: Iterable[Version]) ->
 def opened(group: Group) -> pb.JournalRecord:
     spec = group_to_message(group.spec)
     return pb.JournalRecord(opened=pb.OpenedGroup(cursor=group.cursor, retry=group.retry, group=spec))
+
+
+def is_as_recorded(spec: GroupSpec, drawn: GroupSpec) -> bool:
+    """Whether a group that comes from the journal is as the run would draw it now; numbers come back rounded to float32."""
+    return group_to_message(spec) == group_to_message(drawn)
 
 
 def finished(rollout: Rollout, senders: Iterable[SentTokens] = ()) -> pb.JournalRecord:

@@ -39,6 +39,7 @@ from echo2.learner.rollouts.groups import (
     is_driven,
     is_driven_root,
     is_later_turn,
+    root_of,
     turn_of,
 )
 from echo2.learner.rollouts.journal import History, Journal
@@ -504,7 +505,7 @@ class RolloutPool:
         """Starts work, or resumes it with the groups that the journal restored. Finished rollouts have no reward or next turn
         yet, so they are scored. Restored groups are not offered here: the next hello sends them."""
         self._is_offering = True
-        self.groups.drop_unfinished_episodes()
+        self.groups.draw_again(self._is_current)
         self.groups.move_up()  # the journal has the steps that groups were first offered for
         self._resume_evaluation()
         for group_id, group in self.groups.groups.items():
@@ -516,29 +517,41 @@ class RolloutPool:
                     self._scoring.start(self._score(last))
         self._settle()
 
+    def _is_current(self, spec: GroupSpec) -> bool:
+        """Whether the run samples as it did when the group was opened: an engine that is laid out for shorter sequences would
+        refuse it, and the trainer computes at one temperature."""
+        now = replace(self.prompts.sampling, seed=spec.sampling.seed)
+        is_current = records.is_as_recorded(spec, replace(spec, sampling=now))
+        if not is_current:
+            _log.info("group %s is drawn again: the run's [sampling] has changed", spec.group_id)
+        return is_current
+
     def _resume_evaluation(self) -> None:
-        """Goes on with the newest evaluation that has no result, and drops the groups of others. Agents did not survive the
-        restart, so they play again, under other names: a worker that still samples for an earlier episode cannot add to a new
-        one."""
+        """Goes on with the newest evaluation that has no result, and drops the groups of others. Questions that the run asks
+        otherwise now are asked again, under other names, and so are those of agents, which did not survive the restart: a worker
+        that still samples for an earlier one cannot add to a new one."""
         rules, restored = self.evaluations, self.groups.evaluation
         versions = {group.spec.exact_version for group in restored}
         left = [version for version in versions if version is not None and version not in self.evaluations.rewards]
         newest = max(left, default=None) if rules.questions else None
-        current = [group for group in restored if newest is not None and group.spec.exact_version == newest]
-        names = {name for group in current if not is_driven(name := group.spec.group_id) and not rules.is_driven}
+        current = {
+            group.spec.group_id: group
+            for group in restored if group.spec.exact_version == newest and group.cursor < rules.questions
+        }  # fmt: skip
+        roots = {name for name, group in current.items() if rules.asks(group)}
         again: list[tuple[int, int]] = []
-        for group in restored:
-            if (group_id := group.spec.group_id) not in names:
-                del self.groups.groups[group_id]
-                if group.spec.exact_version == newest and not is_later_turn(group_id):
-                    again.append((group.cursor, group.retry + 1))
-        self._journal_dropped(group.spec.group_id for group in restored if group.spec.group_id not in names)
+        dropped = [group for group in restored if root_of(group.spec.group_id) not in roots]
+        for group in dropped:
+            del self.groups.groups[group.spec.group_id]
+            if group.spec.group_id in current and not is_later_turn(group.spec.group_id):
+                again.append((group.cursor, group.retry + 1))
+        self._journal_dropped(group.spec.group_id for group in dropped)
         if newest is None:
             return
-        asked = 1 + max(group.cursor for group in current)
+        asked = 1 + max((group.cursor for group in current.values()), default=-1)
         self._evaluation = self._evaluation_of(newest, asked=asked)
         # Some may be missing: the power failed between the end of a question's group and the opening of its next one.
-        missing = set(range(asked)) - {group.cursor for group in current}
+        missing = set(range(asked)) - {group.cursor for group in current.values()}
         for number, retry in (*again, *((number, 0) for number in sorted(missing))):
             self._open_question(number, retry)
 

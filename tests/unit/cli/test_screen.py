@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 from io import StringIO
 from pathlib import Path
@@ -166,3 +167,13 @@ async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(
         assert "[/x] without a version" in printed.getvalue()
     assert [call.args[0] for call in children.start.await_args_list] == ["learner", *workers] and not learner_runs
     assert opened.call_count == 2, "anew after some looks: a run of weeks outlives a certificate"
+
+
+def test_rows_that_a_learner_cuts_off_as_it_goes_back_leave_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "learner").mkdir()
+    state = ScreenState(title="demo")
+    for rewards in ([0.1, 0.2, 0.3], [0.1], [0.1, 0.5]):
+        rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+        (tmp_path / "learner" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        state.read(tmp_path)
+        assert state.rewards == rewards

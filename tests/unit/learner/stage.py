@@ -75,6 +75,7 @@ class Prompts:
     name = "stage"
 
     def __init__(self, count: int) -> None:
+        self.sampling = SAMPLING
         self.split = SimpleNamespace(has=lambda cursor: cursor < count)
         self.due: list[asyncio.Future[Scored]] = []
 
@@ -85,7 +86,7 @@ class Prompts:
         return TaskError("data set exhausted")
 
     def draw(self, cursor: int) -> Prompt:
-        return draw(cursor)
+        return (5, 6, 7), replace(self.sampling, seed=cursor)
 
     async def answer(self, *arguments: Any) -> Scored:
         future: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
@@ -97,11 +98,10 @@ class Evaluations:
     """Every version is due. `rows`, `reasons`: of the ended evaluations with a result and without, in order; `rows` survive a kill,
     as their file does."""
 
-    at = RunEvaluations.at
+    at, asks, questions = RunEvaluations.at, RunEvaluations.asks, RunEvaluations.questions
 
     def __init__(self, sets: Sequence[QuestionSet], prompts: Prompts, *, is_driven: bool) -> None:
         self.sets, self.answer, self.patience_s, self.is_driven = tuple(sets), prompts.answer, PATIENCE_S, is_driven
-        self.questions = sum(each.questions for each in sets)
         self.rows: list[dict[str, Any]] = []
         self.reasons: list[str] = []
 

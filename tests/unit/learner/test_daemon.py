@@ -41,7 +41,7 @@ from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
 from echo2.outside.guard import FairShare
 from echo2.trust.identity import Identity, JoinLink, Role
-from echo2.trust.tls import Credentials
+from echo2.trust.tls import Credentials, load_credentials, load_or_create_identity
 from echo2.weights import HostWeights, fingerprint
 from echo2.wire.bounds import limits_of, parsed
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -339,6 +339,8 @@ def test_another_run_s_folder_or_one_in_use_is_refused(model_path: Path, tmp_pat
     prepared_from(options).prompts.close()
     with pytest.raises(StateError, match="rollouts_per_step"):
         prepared_from(options_for(tmp_path / "run", model, task=task, learner={"prompts_per_step": 4}))
+    with pytest.raises(StateError, match=r"expected lora \[0, 0\] as when the run began, got \[4, 0\]"):
+        prepared_from(options_for(tmp_path / "run", model, task=task, model={"path": str(model), "lora_rank": 4}))
     with pytest.raises(StateError, match="base_fingerprint"):
         prepared_from(options_for(tmp_path / "run", make_tiny_model(tmp_path / "other", seed=1), task=task))
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -377,6 +379,30 @@ def test_another_runs_join_link_is_refused(model_path: Path, tmp_path: Path, mon
     with pytest.raises(ConfigError, match=f"run mine: expected a join link of this run, .* of run {RUN};"):
         go(LearnerDaemon(options, lambda s, c, o, k: FollowerBroadcaster()).run())
     assert not (tmp_path / "run" / "node" / "credentials.json").exists()
+
+
+def test_a_learner_goes_on_under_the_coordinator_that_its_link_names(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has lost its folder is another: it was waited for, by the certificate of before, for ever."""
+    before, after = new_authority(), new_authority()
+
+    async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
+        authority = {each.identity.peer_id: each for each in (before, after)}[link.peer_id]
+        return issued(authority, role, "127.0.0.1:1", identity=identity)
+
+    monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
+    prepared = mock.Mock(side_effect=StateError("so far"))
+    peers = []
+    for authority in (before, after, None):
+        link = str(JoinLink("127.0.0.1", 1, authority.identity.peer_id, "a-token")) if authority else ""
+        options = replace(options_for(tmp_path / "run", model_path), join_link=link)
+        with pytest.raises(StateError, match="so far"):
+            go(LearnerDaemon(options, make_prepared=prepared).run())
+        kept = load_credentials(tmp_path / "run" / "node", load_or_create_identity(tmp_path / "run" / "node"))
+        assert kept is not None and kept.coordinator_peer_id == (authority or after).identity.peer_id
+        peers.append(kept.peer_id)
+    assert len(set(peers)) == 1
 
 
 # ---- ends that somebody must mend

@@ -57,13 +57,13 @@ def documented_names() -> set[str]:
 
 
 def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     for step in range(3):
         sink.write({"step": step})
     sink.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink = JsonLines(tmp_path / "metrics.jsonl", 3)
     assert sink.last_step == 2
     for step in (1, 2, 3):
         sink.write({"step": step})
@@ -71,8 +71,24 @@ def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 0}', '{"step": 1}', '{"step": 2}', '{"step": 3}']
     (tmp_path / "samples.jsonl").write_text('{"step": 0}\n{"ste')
-    assert past_evaluations(tmp_path) == {}
+    assert past_evaluations(tmp_path, 0) == {}
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 0}\n', "else the next one follows in the same line"
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_what_comes_after_the_step_that_a_run_has_gone_back_to_is_written_anew(step: int, tmp_path: Path) -> None:
+    """As where a record of the journal was damaged, and it and all after it was given up, as the error says."""
+    names = ("metrics", "evaluations", "samples")
+    for name in names:
+        rows = [{"step": at, "eval/reward": 0.1 * at} for at in range(4) for _ in range(2 if name == "samples" else 1)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (sink,) = open_sinks(tmp_path, "run", (), step)
+    assert [*past_evaluations(tmp_path, step)] == list(range(step + 1))
+    sink.write({"step": step + 1})
+    sink.close()
+    metrics, *others = ((tmp_path / f"{name}.jsonl").read_text().splitlines() for name in names)
+    assert len(metrics) == step + 2 and metrics[-1] == json.dumps({"step": step + 1})
+    assert [len(lines) for lines in others] == [step + 1, 2 * (step + 1)]
 
 
 def test_a_full_disk_costs_no_row_but_the_torn_one(tmp_path: Path) -> None:
@@ -80,7 +96,7 @@ def test_a_full_disk_costs_no_row_but_the_torn_one(tmp_path: Path) -> None:
     file.write_text('{"step": 0}\n{"ste')
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # no file may be written beyond its first byte
     try:
-        JsonLines(file).close()
+        JsonLines(file, 0).close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.read_text() == '{"step": 0}\n'
@@ -119,7 +135,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sinks = open_sinks(tmp_path, "run", ("tensorboard",))
+    sinks = open_sinks(tmp_path, "run", ("tensorboard",), 0)
     for step in (1, 2):
         for sink in sinks:
             sink.write({**ROW, "step": step, "reward/mean": step / 4})
@@ -134,7 +150,7 @@ WRITES = f"""
 import pathlib, sys
 from echo2.learner.metrics import open_sinks
 for steps in ((1, 2), (3,)):  # a restart goes on with the same run
-    sinks = open_sinks(pathlib.Path(sys.argv[1]), "trial", (sys.argv[2],))
+    sinks = open_sinks(pathlib.Path(sys.argv[1]), "trial", (sys.argv[2],), 0)
     for step in steps:
         for sink in sinks:
             sink.write({{**{ROW!r}, "step": step, "reward/mean": step / 4}})

@@ -866,6 +866,39 @@ def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_
     assert [*stage.evaluations.rewards.values()] == [0.0]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_questions_of_sets_that_changed_meanwhile_are_asked_again_and_no_others(count: int) -> None:
+    stage = begun(0, (QuestionSet("held_out", 3, 1), QuestionSet("hard", 2, 2)))
+    for group_id in stage.questions[1:]:
+        stage.answer(group_id, 1.0)
+    stage.evaluations.sets = (QuestionSet("held_out", 1, 1), QuestionSet("others", count, 2))
+    stage.start()
+    while stage.prompts.due:
+        stage.reward(0.5)
+    assert len(stage.questions) == 1 + min(count, 2) and not stage.failures
+    for group_id in stage.questions:
+        stage.answer(group_id, 0.25)
+    (row,) = stage.evaluations.rows
+    assert row["eval/held_out/reward"] == 0.25 and row["eval/rollouts"] == 1 + 2 * count
+
+
+@pytest.mark.parametrize("changed", [{}, {"temperature": 0.7}, {"max_new_tokens": 4}])
+def test_groups_begun_with_other_sampling_than_the_run_s_now_are_drawn_again(changed: dict[str, Any]) -> None:
+    """Engines that are laid out for shorter sequences would refuse them all, and no step would come."""
+    stage = Stage()
+    before = set(stage.offered)
+    stage.fill(min(before))
+    stage.prompts.sampling = replace(stage.prompts.sampling, **changed)
+    stage.start()
+    names = set(stage.pool.groups.roots)
+    assert names == ({f"{name}r1" for name in before} if changed else before)
+    stage.start()
+    assert set(stage.pool.groups.roots) == names, "once"
+    assert {group.spec.sampling.max_new_tokens for group in stage.pool.groups.roots.values()} == {
+        stage.prompts.sampling.max_new_tokens
+    }
+
+
 def test_a_result_without_room_on_the_disk_is_written_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = begun(0, (QuestionSet("held_out", 1, 1),))
     (only,) = stage.questions
