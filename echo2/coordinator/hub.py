@@ -177,6 +177,11 @@ class Hub:
             settings = json.loads(saved.meta["settings"])
             if settings.get("staleness_bound", 0) > self.learner_bound:
                 del settings["staleness_bound"]  # the run goes on with a lower one of its own
+            for name, before in json.loads(saved.meta.get("configured", "{}")).items():
+                now_usd = getattr(self.config.coordinator, name)
+                if now_usd != before and name in settings:
+                    text = f"{name} = {now_usd:g} by the config, changed since the operator set {settings.pop(name):g}"
+                    self.note("operator", text)
             self.change_settings(settings)
         if saved.members or saved.groups:
             self.note("start", f"state restored: {counted(len(saved.members), 'worker')}, {counted(len(saved.leases), 'lease')}, "
@@ -378,6 +383,8 @@ class Hub:
             self.book.set_staleness_bound(int(bound))
         self.settings = settings
         self.state.meta("settings", json.dumps(settings))
+        configured = {name: getattr(self.options.config.coordinator, name) for name in money}
+        self.state.meta("configured", json.dumps(configured))  # whose change is a later word than the operator's
         for member in self.membership.members.values():
             member.price_limit = self.money.limit_of(member, self.config.coordinator)
         self.plan_needed.set()

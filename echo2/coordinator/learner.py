@@ -148,7 +148,8 @@ class LearnerStream:
         is_news = hub.board.on_hello(peer_id, hello, hub.clock.now())
         hub.ending.reopen_for(hello)
         self.left_because = ""
-        self.close()
+        if self.session is not None:
+            self.session.replace()
         self.session = session
         hub.state.meta("learner_peer_id", peer_id)
         hub.state.meta("learner_hello", hello.SerializeToString().hex())

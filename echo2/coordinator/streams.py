@@ -22,6 +22,7 @@ from echo2.base.errors import (
     EchoError,
     LimitExceeded,
     MalformedMessage,
+    NotAllowed,
     Unreachable,
     VersionMismatch,
 )
@@ -89,6 +90,15 @@ class StreamSession(Generic[Order]):
         self.orders.put_nowait(self._as_order(refusal_of(error)))
         self.end()
 
+    def replace(self) -> None:
+        """A newer stream of the node has come. Its own process has ended this one before; whoever reads it still is another."""
+        self.refuse(
+            NotAllowed(
+                f"{self.peer_id} has connected from another process, so a copy of its folder is in use; stop one of them, or empty "
+                "its folder, and it joins as a new node"
+            )
+        )
+
     def end(self) -> None:
         if self.is_open:
             self.is_open = False
@@ -151,7 +161,7 @@ class WorkerStream:
         member.is_wanted &= not (is_new and hub.plan.now is not None and section.planner_mode == "auto")
         old = hub.workers.pop(peer_id, None)
         if old is not None:
-            old.end()
+            old.replace()
         hub.workers[peer_id] = session
         hub.note("worker", f"{member.name} {'joined' if is_new else 'is back'}: {hello.gpu or 'cpu'}, "
                  f"{hello.slot_count} slots, {hello.price_usd_per_hour:g} USD/h, "

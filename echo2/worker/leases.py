@@ -383,6 +383,12 @@ class Leases:
         self._void_reports()
         self._follow_up()
 
+    def on_another_learner(self) -> None:
+        """A learner with a new folder has the run now: its groups have the names of those before, and other prompts."""
+        for lease in list(self._leases.values()):
+            self._end(lease, EndReason.HANDED_BACK, "its learner is gone, another has come")
+        self._follow_up()
+
     def refuse(self, lease_id: LeaseId, message: str) -> None:
         """The learner refused a lease's partial rollouts or a report of it."""
         if lease_id in self._leases:

@@ -184,6 +184,9 @@ class CoordinatorCommands:
             self.learner = learner
         _refuse_other_model(self.learner, learner)
         peer_id = PeerId(learner.peer_id)
+        if self.learner.peer_id != peer_id:  # before it can hear of them
+            self.learner.peer_id = peer_id
+            self._leases.on_another_learner()
         self.learner_known.set()
         self._node.set_publisher(peer_id, learner.chunk_address)
         self._node.nat.use_relay(peer_id, learner.relay_address[:ADDRESS_CHARS_MAX])

@@ -148,9 +148,13 @@ class LeaseBook:
 
     def _offer(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
         for spec in groups:
-            known = self.groups.get(spec.group_id)
+            known, attempts = self.groups.get(spec.group_id), 0
+            if known is not None and known.spec.sampling.seed != spec.sampling.seed:
+                # Seeds follow from a learner's folder: this is another's, with other prompts, and tickets of before are older.
+                yield from self._close(spec.group_id, "it is of a learner whose folder is gone")
+                attempts, known = known.attempts, None
             if known is not None:
-                if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
+                if known.spec.consume_step != spec.consume_step:  # those before it are gone
                     yield from self._take_turn(known, spec)
                 if known.phase is GroupPhase.PRODUCED:  # offered again, so the learner lacks some of it
                     if (maker := known.made_by) is not None:
@@ -160,7 +164,7 @@ class LeaseBook:
                 continue
             if len(self.groups) >= self.rules.groups_max:
                 raise LimitExceeded(f"open groups: expected {self.rules.groups_max} at most, the learner offers more")
-            opened = OpenGroup(spec, GroupPhase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
+            opened = OpenGroup(spec, GroupPhase.QUEUED, now, attempts, expected_tokens=self.lengths.guess(spec))
             self._prefer_warm(opened, now)
             self.groups[spec.group_id] = opened
             self.offered_at = now

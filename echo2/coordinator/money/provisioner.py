@@ -111,8 +111,9 @@ class Provisioner:
         self._listing: dict[str, tuple[float, _Listing]] = {}  # by offer, and since when
         self._known_at: dict[str, float] = {}  # by machine: when its provider had made, last listed or ended it
         self._resting: dict[str, tuple[int, float]] = {}  # by offer: vain rentals in a row, and until when it rests
-        for machine in [m for m in self.machines.values() if m.is_open and m.offer not in self._providers]:
-            machine.notice = f"{machine.offer} is not in the offers file: nothing watches or releases this machine"
+        for machine in [m for m in self.machines.values() if m.is_open and not self._is_offered(m)]:
+            offer = f"{machine.offer} of provider {machine.provider}"
+            machine.notice = f"{offer} is not in the offers file: nothing watches or releases this machine"
             hub.note("machine", f"{machine.machine_id} at {machine.usd_per_hour:g} USD/h: {machine.notice}")
 
     @property
@@ -318,9 +319,10 @@ class Provisioner:
             self.problems[name] = text
             return
         asked_at, observed = listed
-        for machine in [m for m in self.machines.values() if m.offer == name and not m.is_open]:
+        of_offer = [m for m in self.machines.values() if m.offer == name and self._is_offered(m)]
+        for machine in [m for m in of_offer if not m.is_open]:
             self._check_gone(machine, observed.get(machine.machine_id), asked_at)
-        for machine in [m for m in self.machines.values() if m.offer == name and m.is_open]:
+        for machine in [m for m in of_offer if m.is_open]:
             if machine.machine_id in self._asking:
                 continue
             if not (machine.token_id or machine.replaced):
@@ -459,14 +461,19 @@ class Provisioner:
             raise MalformedMessage(f"offer: expected one of {', '.join(self.offers)}, got {name[:40]!r}")
         return offer
 
+    def _is_offered(self, machine: RentedMachine) -> bool:
+        """Whether its provider can be asked: the offers file may have lost its offer since, or have another provider's of that
+        name, which does not list it."""
+        offer = self.offers.get(machine.offer)
+        return offer is not None and offer.provider == machine.provider
+
     def _provider(self, machine: RentedMachine) -> Provider:
-        provider = self._providers.get(machine.offer)
-        if provider is None:
+        if not self._is_offered(machine):
             raise NotAllowed(
                 f"machine {machine.machine_id}: expected its offer {machine.offer!r} in the offers file, to reach "
                 f"its provider {machine.provider}"
             )
-        return provider
+        return self._providers[machine.offer]
 
     def _check_room(self, offer: MachineOffer, count: int = 1) -> None:
         if len(self.machines) + count > MACHINES_MAX:

@@ -107,7 +107,7 @@ class LearnerBoard:
         if digest and hello.model_digest != digest:
             raise VersionMismatch(
                 f"learner {peer_id}: run {hello.run_id} trains the model {digest[:16]}…, "
-                f"expected that digest, got {hello.model_digest[:16]}…"
+                f"expected that digest, got {hello.model_digest[:16]}…; train another model under another run.name"
             )
         is_news = old is None or self.peer_id != peer_id or (
             old.address, old.chunk_address, old.relay_address, old.model_digest,

@@ -351,6 +351,12 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
         assert "S = 4" in await refusal_of(learner, "VersionMismatch", staleness_bound=6)
         await refusal_of(worker, "VersionMismatch", model_digest="e" * 64)
         assert not hub.membership.members
+        for node in (worker, learner):
+            await node.hello()
+            await (copy := Node(node.credentials)).hello()
+            refusal = await node.until("refusal")
+            assert refusal.code == "NotAllowed" and "a copy of its folder is in use" in refusal.message
+            await copy.close()
         await worker.hello()
         hub.set_worker(worker.credentials.peer_id, OperatorSetting.BANNED, "sent garbage")
         assert (await worker.until("refusal")).code == "NotAllowed"

@@ -404,14 +404,20 @@ async def test_machines_of_another_run_whose_name_begins_alike_are_left_alone(tm
     assert ours.journal()[-1][0] == "found"
 
 
-async def test_a_machine_whose_offer_is_not_in_the_file_any_more_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offer", [DEAR, replace(OFFER, provider="another")])
+async def test_a_machine_whose_offer_is_not_in_the_file_any_more_is_told(offer: MachineOffer, tmp_path: Path) -> None:
+    """It stays on the bill: another provider under its offer's name does not list it."""
     run = Scene(tmp_path, Cloud())
     machine = await run.provisioner.rent("gpu", "", "because")
     run.begin()
-    commands = Commands(run.hub, "h", 1, [DEAR], {DEAR.name: run.cloud})
+    commands = Commands(run.hub, "h", 1, [offer], {offer.name: Cloud()})
     (shown,) = commands.view.sections()["machines"]["machines"]
-    assert shown["notice"] == "gpu is not in the offers file: nothing watches or releases this machine"
+    assert shown["notice"].startswith("gpu of provider cloud is not in the offers file: nothing watches")
     assert machine.machine_id in run.hub.state.events[-1].text
+    for after_s in (5.0, 2 * LOST_AFTER_S):
+        run.clock.time += after_s
+        await commands.provisioner.look()
+    assert commands.provisioner.machines[machine.machine_id].is_open
 
 
 async def test_a_clock_that_was_set_back_leaves_nothing_unbilled(tmp_path: Path) -> None:

@@ -236,17 +236,22 @@ async def test_a_lease_under_anothers_ticket_is_refused_and_a_late_renewal_leave
 
 
 async def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_longer_sequences(tmp_path: Path) -> None:
-    async with working(tmp_path) as (_, bench):
+    """One with a new folder has other prompts under the same names: what is under way was for the one before."""
+    async with working(tmp_path) as (run, bench):
 
-        def tell(digest: str, tokens: int) -> None:
+        def tell(digest: str, tokens: int, peer_id: PeerId = bench.peer_id) -> None:
             learner = pb.LearnerWhereabouts(
-                peer_id=bench.peer_id, address="h:1", chunk_address="h:2", model_digest=digest,
+                peer_id=peer_id, address="h:1", chunk_address="h:2", model_digest=digest,
                 longest_sequence_tokens=tokens,
             )  # fmt: skip
             bench.orders.on_order(pb.WorkerOrder(learner=learner))
 
         tell("a" * 64, 40)
+        bench.grant("1", 1)
         tell("a" * 64, 0)  # it does not say
+        assert bench.holds(LeaseId("l1"))
+        tell("a" * 64, 40, run.learner_credentials.peer_id)
+        assert not bench.leases.lease_ids and bench.ended == [(LeaseId("l1"), EndReason.HANDED_BACK)]
         tell("a" * 64, 30)
         tell("a" * 64, 40)  # for which memory is laid out, whatever came between
         with pytest.raises(VersionMismatch, match="expected 40 tokens, .* it is now 41; start this worker anew"):
