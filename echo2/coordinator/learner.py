@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 ASKED_MAX = 8  # each answer may carry a whole rollout
 ANSWER_S = 10.0  # a busy learner answers between two messages
 LIST_FRESH_S = 2.0  # one question serves all open pages
+HEARD_BEATS = 3.0  # of a learner's heartbeats: a garbage collection or a lost packet takes one
 APPLY_FACTOR = 4.0  # the slowest machine of a fleet beside its usual one; what one tells beyond it may be a lie
 
 
@@ -145,6 +146,7 @@ class LearnerStream:
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
         hub.ending.check_learner()
+        self._check_alone(peer_id, hello)
         is_news = hub.board.on_hello(peer_id, hello, hub.clock.now())
         hub.ending.reopen_for(hello)
         self.left_because = ""
@@ -175,6 +177,19 @@ class LearnerStream:
         hub.handle(hub.book.sync, groups, later)
         hub.broadcast_needed.set()
         hub.plan_needed.set()
+
+    def _check_alone(self, peer_id: PeerId, hello: pb.LearnerHello) -> None:
+        """LimitExceeded, after which it tries again, for a process at another address while the learner is heard: a copy of its
+        folder, as of a backup that is tried out, would take the run from it."""
+        board, silent_s = self._hub.board, self._hub.clock.now() - self._hub.board.heard_at
+        is_heard = (
+            self.session is not None and silent_s <= HEARD_BEATS * self._hub.config.coordinator.heartbeat_interval
+        )
+        if is_heard and board.hello is not None and board.peer_id == peer_id and board.hello.address != hello.address:
+            raise LimitExceeded(
+                f"learner {peer_id} at {hello.address}: expected one process of it, another is at work at {board.hello.address}: "
+                "one of their folders is a copy; stop one"
+            )
 
     def on_message(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
         hub, sender = self._hub, f"learner {peer_id}"

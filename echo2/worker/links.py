@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 
 from echo2.base.clock import Backoff, Clock, Waits
-from echo2.base.errors import MalformedMessage, ResourceError, StateError, TrustError, VersionMismatch
+from echo2.base.errors import EngineError, MalformedMessage, ResourceError, StateError, TrustError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, Rollout
 from echo2.broadcast.node import BroadcastNode
@@ -215,7 +215,7 @@ class CoordinatorCommands:
 
 
 def _refuse_other_model(known: coordinator_pb2.LearnerWhereabouts, learner: coordinator_pb2.LearnerWhereabouts) -> None:
-    """Raises VersionMismatch unless this worker's engine and memory serve the learner as it is now."""
+    """Raises VersionMismatch for another model; EngineError, after which units start it again, for longer sequences than fit."""
     if known.model_digest != learner.model_digest:
         raise VersionMismatch(
             f"the learner's model: expected {known.model_name} (digest {known.model_digest[:16]}), it now trains "
@@ -223,7 +223,7 @@ def _refuse_other_model(known: coordinator_pb2.LearnerWhereabouts, learner: coor
         )
     # 0: the learner had not said, so memory is laid out for the model's whole context.
     if 0 < known.longest_sequence_tokens < learner.longest_sequence_tokens:
-        raise VersionMismatch(
+        raise EngineError(
             f"the run's longest sequence: expected {known.longest_sequence_tokens} tokens, for which this worker's "
             f"memory is laid out, it is now {learner.longest_sequence_tokens}; start this worker anew"
         )

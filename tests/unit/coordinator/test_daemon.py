@@ -356,6 +356,14 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
             await (copy := Node(node.credentials)).hello()
             refusal = await node.until("refusal")
             assert refusal.code == "NotAllowed" and "a copy of its folder is in use" in refusal.message
+            elsewhere = Node(node.credentials)
+            if node is learner:  # it goes on as long as it is heard
+                hub.board.heard_at = hub.clock.now() + WAIT_S
+                assert "at work at 127.0.0.1:9" in await refusal_of(elsewhere, "LimitExceeded", address="127.0.0.1:8")
+                hub.board.heard_at -= 2 * WAIT_S
+                assert (await elsewhere.hello(address="127.0.0.1:8")).WhichOneof("kind") == "welcome"
+                assert (await copy.until("refusal")).code == "NotAllowed"
+            await elsewhere.close()
             await copy.close()
         await worker.hello()
         hub.set_worker(worker.credentials.peer_id, OperatorSetting.BANNED, "sent garbage")
