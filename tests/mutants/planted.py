@@ -317,7 +317,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an evaluated agent samples as the run does", _ADMISSION,
            " temperature=of_problem.temperature,\n", "\n", (_UNIT + "learner/test_agents.py",)),
     Mutant("episodes that are played again keep their names", _POOL,
-           "                    again.append((group.cursor, group.retry + 1))", "                    again.append((group.cursor, group.retry))", (_UNIT + "learner/test_agents.py",)),
+           "                again.append((group.cursor, group.retry + 1))", "                again.append((group.cursor, group.retry))", (_UNIT + "learner/test_agents.py",)),
     Mutant("a version goes live between two calls of an evaluated agent", "worker/leases.py",
            "TURN_GRACE_S if warm_groups(lease.group.group_id) else EXACT_GRACE_S", "EXACT_GRACE_S", (_UNIT + "worker/test_leases.py",)),
     Mutant("a stream tells the beginning of a stop string", "gateway/episodes.py",
