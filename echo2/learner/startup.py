@@ -290,7 +290,7 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
 
 
 def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
-    """Writes the policy of a run folder's newest checkpoint as a Hugging Face folder; returns the checkpoint's step.
+    """Writes the policy of a run folder's newest checkpoint as a Hugging Face folder; returns its step.
     `model_path`: the base model, if it has moved since the run began. The run may be stopped or still running: checkpoints are
     never changed in place. Raises `StateError` without a checkpoint, `ConfigError` if `target` is not empty."""
     if not (folder / "checkpoints").is_dir():
@@ -305,6 +305,9 @@ def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
     rank = int(identity["lora"][0])
     how = identity["weights_dtype"], torch.device("cpu"), 1.0
     model = PolicyModel(model_path, *how, lora_rank=rank, masters_on_host=None)
-    model.load_masters(checkpoint.masters)
-    export(model, model.snapshot(), load_tokenizer(model_path), target)
-    return checkpoint.step
+    policy, step = checkpoint.published, Step(checkpoint.published_version)
+    if checkpoint.masters:  # else a trainer of one's own has them
+        model.load_masters(checkpoint.masters)
+        policy, step = model.snapshot(), checkpoint.step
+    export(model, policy, load_tokenizer(model_path), target)
+    return step

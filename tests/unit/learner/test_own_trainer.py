@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM
 import echo2
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
-from echo2.learner.options import LearnerLimits
-from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, TrainerLeft
+from echo2.learner.options import LearnerLimits, RunFolder
+from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, TrainerLeft, take_published
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
+from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.ranks import Ranks
+from echo2.weights.elements import published_tensors
 from tests.contract.families import LATENT, save_tiny
 from tests.fork_server import ROOT, ForkedProcess
 from tests.patience import WAIT_S
@@ -186,3 +188,17 @@ def test_a_tensor_parallel_engine_publishes_bit_for_bit(model_path: Path, tmp_pa
     went_on, refused = found["again"]
     assert went_on == str(STEPS)
     assert "expected the weights that were published as version 4, fingerprint" in refused and "got others" in refused
+
+
+def test_what_was_published_last_is_exported(model_path: Path, tmp_path: Path) -> None:
+    """The masters are in the user's own checkpoint, which ours lacks."""
+    folder = RunFolder(tmp_path / "run")
+    folder.check_identity({"lora": [0, 0], "weights_dtype": "bfloat16"}, {"model_path": str(model_path)})
+    folder.release()
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", LearnerLimits(free_bytes_min=0))
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    weights = {name: tensor.detach() + 1 for name, tensor in published_tensors(base).items()}
+    store.save(take_published(store, Step(5), weights, Version(4), {"journal_from": 0}))
+    assert export_run(tmp_path / "run", tmp_path / "out") == 4
+    exported = published_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16))
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
