@@ -200,7 +200,7 @@ class Weights:
         except EchoError as error:
             self._refuse(error)
             return False
-        if staged.parent is None or self.version is None:
+        if staged.parent is None:  # a delta names its parent's tensors
             self._check_model((s.name, s.shape, s.element.name) for s in staged.table.specs)
         weights_bytes = sum(s.element_count * s.element.bits_dtype.itemsize for s in staged.table.specs)
         self._on_decoded(staged.parent is None, weights_bytes, self._decode_s)

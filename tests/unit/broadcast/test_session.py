@@ -35,6 +35,7 @@ from echo2.broadcast.events import (
 from echo2.broadcast.pace import REPLAYS_MAX, REQUESTS_HELD_MAX, SLOTS_PER_PEER
 from echo2.broadcast.peer import KNOWN_MAX, Outgoing, Peer
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree, fluid_bound
+from echo2.broadcast.pulling import CANDIDATES_MAX
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
 from echo2.wire import broadcast as wire
@@ -256,6 +257,15 @@ def test_what_the_disk_lost_is_asked_for_again_at_once() -> None:
         session.handle(event, 0.1)
     asked = [action.indices for action in session.handle(Emptied(KEY), 0.2) if isinstance(action, Request)]
     assert asked == [(0, 1)]
+
+
+def test_what_only_a_peer_that_left_had_keeps_no_other_chunk_from_being_asked_for() -> None:
+    session, b = session_with("a", "b"), PeerId("b")
+    for event in (Have(PeerId("a"), KEY, all_of(2 * CANDIDATES_MAX), False), PeerDown(PeerId("a"))):
+        session.handle(event, 0.0)
+    session.handle(Have(b, KEY, 1 << 2 * CANDIDATES_MAX, False), 0.1)
+    asked = [action for action in session.handle(Woken(), 30.0) if isinstance(action, Request)]
+    assert asked == [Request(b, KEY, (2 * CANDIDATES_MAX,))]
 
 
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from echo2.base.errors import StateError
 from echo2.base.ids import Step, Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
@@ -78,7 +79,7 @@ class Port:
 def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin(began("r", Step(0), 0, (Version(0),)))
-    port = Port()
+    port, out = Port(), list[Version]()
 
     def weights(number: int) -> dict[str, torch.Tensor]:
         return {"w": torch.full((8,), float(number)).bfloat16()}
@@ -100,10 +101,12 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
         await publisher.settled()
         assert [x for x in broadcaster.versions[3:] if x[1] in (1, None)] == [(2, 1), (2, None)]
         assert publisher._task is not None
+        broadcaster.meanwhile.append(lambda: out.append(publisher.newest_version))
         await publisher.publish_soon(Version(3), weights(3))
         publisher._task.add_done_callback(lambda _: publisher.replace_lost("a chunk"))
         await publisher.settled()
         assert publisher._task.done(), "also what took the place of something lost as that ended"
+        assert out == [2], "a version that is leaving is not out yet"
         await publisher.publish_soon(Version(4), weights(4))
         await publisher.settled()
 
@@ -117,6 +120,19 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
     ]
 
 
+class Failing(FollowerBroadcaster):
+    """`fails`: whether the next artifact that nobody waits for finds no room."""
+
+    def __init__(self, fails: Callable[[], bool]) -> None:
+        super().__init__()
+        self.fails = fails
+
+    async def publish(self, *arguments: Any, is_pushed: bool, **named: Any) -> int:
+        if arguments[0].parent is not None and not is_pushed and self.fails():
+            raise StateError("dropped while being published; the store is too small")
+        return await super().publish(*arguments, is_pushed=is_pushed, **named)
+
+
 class Learning:
     """Random walks of some weights, published by one learner process after another."""
 
@@ -125,7 +141,8 @@ class Learning:
         self.generator = torch.Generator().manual_seed(seed)
         self.base = self.newest = {"w": torch.randn(4096, generator=self.generator).bfloat16()}
         self.weights = {Version(0): self.base}
-        self.broadcaster = FollowerBroadcaster()
+        self.is_poor = self.chance.random() < 0.3
+        self.broadcaster = Failing(lambda: self.is_poor and self.chance.random() < 0.2)
         self.journal = Journal(folder)
         self.journal.begin(began("r", Step(0), 0, (Version(0),)))
         self.checked: set[tuple[int, int]] = set()
@@ -155,6 +172,7 @@ class Learning:
             self.newest = self.weights[version] = self.moved()
             await publisher.publish_soon(version, self.newest)
             await publisher.settled()
+            assert len(publisher._plain) <= 1, "copies of dense deltas are kept until they are merged"
             self.check()
 
     def check(self) -> None:
@@ -182,7 +200,7 @@ class Learning:
             for piece in from_base.offers:
                 self.broadcaster.apply(host, piece.artifact.parent, piece.artifact.version)
             assert torch.equal(host.tensors()["w"], self.newest["w"]), "a newcomer with the base"
-            if self.is_calm and self.has_base:  # else a keyframe is hardly larger
+            if self.is_calm and self.has_base and not self.is_poor:  # else a keyframe is hardly larger
                 reached = max(target for parent, target in self.broadcaster.kept if parent == 0)
                 behind = sum(version > reached for version in self.weights)
                 assert behind < BASE_REACH, "the delta from the base is renewed"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from echo2.base.errors import EngineError, IntegrityError, VersionMismatch
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.catch_up import ArtifactBegun, ArtifactSealed, BlockArrived
 from echo2.weights import DeltaHeader, HostWeights, apply_updates, encode_delta, encode_keyframe
 from echo2.worker.engines.engine import SwapMode, TokenChunk
 from echo2.worker.rollouts import TokenGate
-from echo2.worker.weights import FAILURES_MAX, SKIPS_MAX, Weights, model_digest
+from echo2.worker.weights import FAILURES_MAX, SKIPS_MAX, WeightReceiver, Weights, model_digest
 
 KEY, CONFIG = 7, b"{}"
 SHAPE = (4, 8)
@@ -206,6 +210,34 @@ async def test_it_gives_up_after_several_failures_in_a_row_and_says_why() -> Non
     bench.weights.host.version = Version(0)
     await bench.take(artifact(4, 0))
     assert bench.refetches == [None] and bench.weights.host.version is None
+
+
+async def test_a_delta_from_other_weights_than_ours_is_fetched_anew_only_where_it_is_refused_again() -> None:
+    """A base checkpoint may be another; once a keyframe has its place, the delta that is here fits, or is the one that is wrong."""
+    bench, node, base, delta = Bench(), Mock(), Mock(), ArtifactId(Version(4), Version(0))
+    of_another, keyframe = (published(99), published(98)), ArtifactId(Version(0))
+    header = DeltaHeader(delta.version, delta.parent, of_another[0].fingerprint(), fingerprint_key=KEY)
+    data = {
+        delta: b"".join(encode_delta(of_another[0].tensors(), published(4).tensors(), header)),
+        keyframe: artifact(0, None),
+    }
+    of_another[1].version = Version(0)
+    base.candidate = AsyncMock(return_value=of_another[1])
+    node.artifacts_available.return_value, node.library.fingerprint_of.return_value = [], ""
+
+    async def progress() -> AsyncIterator[object]:
+        for each in (delta, keyframe, delta):
+            yield ArtifactBegun(Mock(artifact=each))
+            yield BlockArrived(each, data[each])
+            yield ArtifactSealed(each, "", len(data[each]))
+
+    node.progress = progress
+    generation = Mock(version_may_go_live=AsyncMock(), leases=Mock(exact_leases=[]))
+    await WeightReceiver(bench.weights, node, generation, Mock(), base, Mock()).run()
+    begins_anew = [call.set_base(None), call.set_live(None)]
+    told = [each for each in node.mock_calls if each[0] in ("refetch", "set_base", "set_live")]
+    assert told == [*begins_anew, call.refetch(delta), *begins_anew] and bench.weights.live == 0
+    assert base.candidate.await_count == 1, "who has weights stands on them"
 
 
 @pytest.mark.parametrize("outcomes", list(itertools.product(["good", "wrong"], repeat=2)))
