@@ -156,12 +156,13 @@ def plain_line(state: ScreenState) -> str:
     versions = ", ".join(
         f"{w.name} at {w.heartbeat.version}" if w.heartbeat.has_version else f"{w.name} without a version yet"
         for w in status.workers
+        if w.state != "gone"
     )
     parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}{f'/{limit}' if limit else ''}"]
     if state.rewards:
         parts.append(f"reward {sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}")
     parts += [f"version {learner.newest_version}", f"workers: {versions or 'none yet'}"]
-    if learner.step:
+    if learner.utilisation:
         parts.append(f"utilisation {learner.utilisation:.0%}{f' (predicted {predicted:.0%})' if predicted else ''}")
     parts.append(f"buffered {learner.buffered_rollouts}")
     if status.usd_spent:
@@ -299,11 +300,11 @@ def _learner_text(state: ScreenState, status: coordinator_pb2.RunStatus) -> Text
     rows = [
         f"step {learner.step}{f' / {hello.step_limit}' if hello.step_limit else ''}   version {learner.newest_version}"
     ]
-    if learner.step:  # nothing of this is measured before the first step
-        measured, predicted = status.measured_utilisation or learner.utilisation, status.plan.predicted_utilisation
+    if learner.utilisation:  # nothing of this is measured before the first step
+        predicted = status.plan.predicted_utilisation
         rows += [
             f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
-            f"utilisation {measured:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
+            f"utilisation {learner.utilisation:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
         ]
     sent, whole = status.artifact_bytes_published, status.full_bytes_published
     share = f", {100 * sent / whole:.2g}% of full snapshots ({format_bytes(whole)})" if whole else ""
@@ -336,16 +337,19 @@ def _plan_text(status: coordinator_pb2.RunStatus) -> Text:
 
 
 def _workers(status: coordinator_pb2.RunStatus) -> RenderableType:
-    """Fits 80 columns: what a worker waits for is broken into lines beside its state. Its words are no markup."""
+    """Fits 80 columns: what a worker waits for is broken into lines beside its state. Its words are no markup. Of those that have
+    gone, thousands after weeks of spot machines, the number is told."""
+    living = [worker for worker in status.workers if worker.state != "gone"]
     table = Table(expand=True, title=None, box=None, padding=(0, 1))
     for name in ("worker", "state", "USD/h", "tokens/s", "version", "running"):
         is_text = name in ("worker", "state")
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=name != "state")
-    for worker in status.workers:
+    for worker in living:
         beat, state = worker.heartbeat, worker.activation if worker.state == "alive" else worker.state
         waits = f", waits for {beat.waits_for}" if beat.waits_for and worker.state == "alive" else ""
         table.add_row(
             Text(worker.name), Text(state + waits), f"{worker.hello.price_usd_per_hour:.2f}", f"{beat.tokens_per_s:.0f}",
             str(beat.version) if beat.has_version else "none", str(beat.running_sequences),
         )  # fmt: skip
-    return _panel(table, "workers")
+    gone = len(status.workers) - len(living)
+    return _panel(table, f"workers{f', {gone} more have gone' if gone else ''}")

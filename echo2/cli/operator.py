@@ -130,7 +130,7 @@ def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
 
     folder = Path(args.run)
-    if is_reported(folder):
+    if is_reported(folder) and "learner" not in holders_of(folder):  # which may be about to make more steps
         print((folder / SUMMARY).read_text() if args.json else read_report(folder).text)
         return 0
     if (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder))):
@@ -220,7 +220,7 @@ def advice_lines(advice: dict[str, Any]) -> list[str]:
     lines.append(f"limits   {advice['limits']}")
     ends = f"ends in {end:.1f} h" if end else "its end is not known"
     share = (
-        f"{advice['utilisation']:.0%} of the time"
+        f"{advice['utilisation']:.0%} of the time{'' if advice['is_measured'] else ', as predicted'}"
         if advice["utilisation"]
         else "for too short to say how much of the time"
     )

@@ -59,10 +59,10 @@ class _JsonLines(logging.Formatter):
 
 
 class _PlainLines(logging.Formatter):
-    """`12:00:01 learner  step 12 …`, for people."""
+    """`30 Nov 12:00:01 learner  step 12 …`, for people: a log of weeks has each hour many times."""
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        clock = time.strftime("%d %b %H:%M:%S", time.localtime(record.created))
         name = record.name.removeprefix("echo2.")
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         text = f"{clock} {name:<12} {level}{record.getMessage()}"

@@ -119,6 +119,8 @@ class Children:
 
     async def stop_all(self) -> None:
         """Stops the workers first and the coordinator last, so that it still receives their clean disconnects."""
+        with contextlib.suppress(OSError):  # a full disk
+            self._lock.note(STOPPING, os.getpid())
         await asyncio.gather(*(self.stop(name) for name in self._workers()))
         for name in ("learner", "coordinator"):
             if name in self.processes:
@@ -153,6 +155,7 @@ class Children:
 ENDING_WITHIN_S = 20.0  # twice what they give themselves: children of a run whose starter is gone
 LOOK_S = 0.1  # a person does not notice
 STARTER = "echo2"  # the command's own name among the holders of a folder
+STOPPING = "stopping"  # noted once all are told to end: a further signal would end them without saving
 _BY_HAND = {"learner": "learner/learner.lock", "coordinator": "coordinator/lock"}
 """Locks that daemons hold which a person started in this folder."""
 
@@ -281,7 +284,8 @@ def stop(args: argparse.Namespace, _: Sequence[str]) -> int:
         raise StateError(
             f"{args.run}: expected `echo2 run` at work in it, found none; `echo2 ctl {args.run} stop` ends a run elsewhere"
         )
-    os.kill(holders[STARTER], signal.SIGINT)
+    if STOPPING not in holders:
+        os.kill(holders[STARTER], signal.SIGINT)
     while holders_of(args.run):
         time.sleep(LOOK_S)
     print(f"{args.run}: stopped; the same `echo2 run` goes on from what it saved")

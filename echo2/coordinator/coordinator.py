@@ -259,7 +259,7 @@ class CoordinatorDaemon:
         if self.options.exit_when_finished:
             while not hub.ending.is_settled:
                 await asyncio.sleep(SETTLED_LOOK_S)
-            _log.info("%s; nothing costs money any more: the coordinator ends", hub.ending.text)
+            _log.info("%s; nothing that it rented costs money any more: the coordinator ends", hub.ending.text)
             self._stop.set()
 
     def _write_links(self) -> None:

@@ -23,6 +23,7 @@ import grpc
 from pydantic_core import to_json
 
 from echo2.base.errors import EchoError, MalformedMessage, RunFinished, TrustError
+from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import LABEL_CHARS_MAX, Token
 from echo2.coordinator.hub import Hub
@@ -204,20 +205,26 @@ class Commands:
         return {"count": len(living)}
 
     def _chosen(self, body: Body) -> list[Member]:
-        """The workers of `peer_ids`, else of the single `peer_id`; a worker's name stands for its id if no other has it."""
+        """The workers of `peer_ids`, else of the single `peer_id`; a worker's name stands for its id if no other has it, or all
+        others have gone."""
         chosen = body["peer_ids"] if "peer_ids" in body else [_text(body, "peer_id")]
         is_list = isinstance(chosen, list) and len(chosen) <= PEERS_AT_ONCE
         if not is_list or not all(isinstance(name, str) for name in chosen):
             raise MalformedMessage(f"peer_ids: expected a list of up to {PEERS_AT_ONCE} peer ids")
+        return list({(member := self._called(name)).peer_id: member for name in chosen}.values())
+
+    def _called(self, name: str) -> Member:
         members = self.hub.membership.members
-        known: dict[str, list[Member]] = {}
-        for member in members.values():
-            known.setdefault(member.name, []).append(member)
-        known |= {peer_id: [member] for peer_id, member in members.items()}
-        for name in chosen:
-            if len(known.get(name, ())) != 1:
-                raise MalformedMessage(f"worker: expected one of this run, got {name[:80]!r}")
-        return list({known[name][0].peer_id: known[name][0] for name in chosen}.values())
+        if (member := members.get(PeerId(name))) is not None:
+            return member
+        called = [member for member in members.values() if member.name == name]
+        living = [member for member in called if member.last_liveness is not Liveness.GONE]
+        if len(found := living or called) != 1:  # one that was rented again has its name and another id
+            which = (
+                f", as {len(found)} are called: {', '.join(member.peer_id for member in found[:4])}" if found else ""
+            )
+            raise MalformedMessage(f"worker: expected one of this run, got {name[:80]!r}{which}")
+        return found[0]
 
     def _act_create_token(self, body: Body) -> Body:
         lifetime_s, uses = _number(body, "lifetime_s"), int(_number(body, "use_limit", 0))

@@ -493,12 +493,12 @@ class StateWriter:
         self._changes.log.append(("paid", action))
 
     def sample(self, sample: CurvePoint) -> None:
-        """Adds a point of the curves; one of the same step takes the place of the last."""
+        """Adds a point of the curves in place of those of its step and later: a learner may go back to a checkpoint."""
         self._add_point(sample)
         self._changes.log.append(("samples", sample))
 
     def _add_point(self, sample: CurvePoint) -> None:
-        if self.samples and self.samples[-1].step == sample.step:
+        while self.samples and self.samples[-1].step >= sample.step:
             self.samples.pop()
         self.samples.append(sample)
 

@@ -67,8 +67,9 @@ class Utilisation:
 
     @property
     def window(self) -> float:
+        """0 before the first step."""
         busy_s, total_s = self.means_s
-        return busy_s / total_s if total_s > 0 else 1.0
+        return busy_s / total_s if total_s > 0 else 0.0
 
     @property
     def overall(self) -> float:

@@ -236,6 +236,7 @@ FIRING: dict[str, tuple[dict[str, str], ...]] = {
         _ON | {"echo2_learner_utilisation": "0.5x60", "echo2_learner_utilisation_predicted": "0.99x60"},
         _ON | {"echo2_learner_utilisation": "0.95x60", "echo2_learner_utilisation_predicted": "0.99x60"},
         _OFF | {"echo2_learner_utilisation": "0.5x60", "echo2_learner_utilisation_predicted": "0.99x60"},
+        _ON | {"echo2_learner_utilisation": "0x60", "echo2_learner_utilisation_predicted": "0.99x60"},  # not known yet
     ),
     "Echo2PlanInfeasible": (
         _ON | {"echo2_learner_utilisation_predicted": "0.5x60"},

@@ -117,6 +117,8 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         told = [one for one in series["predicted"] if one is not None]
         assert all(one > 0.5 for one in told), f"before the first delta plans reckon with whole snapshots: {told}"
         assert await _clipped(page) == []
+        numbers = "import('/static/format.js').then((f) => [1.5e6, 0.00424, 12345.6, 0.0005].map((x) => f.number(x)))"
+        assert await page.evaluate(numbers) == ["1,500,000", "0.00424", "12,300", "5.00e-4"]
         await _long_values_fit(page)
         await _shows_totals_budget_and_events_in_short(page)
         await _lists_all_metrics(page)
@@ -346,6 +348,17 @@ async def _acts_though_its_word_is_of_the_process_before(page: Any) -> None:
     assert answers == [0, 1]
 
 
+async def _says_why_it_is_let_in_no_more(chromium: Any, daemon: CoordinatorDaemon) -> None:
+    """A token that has changed, or a cookie that is gone."""
+    page, refused = await chromium.new_page(), {"error": "expected the token: open the address"}
+    for path in ("stream", "session"):
+        await page.route(f"**/api/{path}", lambda route: route.fulfill(status=401, json=refused))
+    await page.goto(daemon.dashboard_url)
+    await page.locator("#banner").get_by_text("No access any more: expected the token: open the address.").wait_for()
+    assert await page.locator("#status").text_content() == "no access"
+    await page.close()
+
+
 async def _rents_and_approves(page: Any, daemon: CoordinatorDaemon) -> None:
     """The operator's way to a machine: rent by hand, then the planner's advice, then give it back."""
     await page.get_by_role("button", name="Rent by-hand").click()
@@ -388,6 +401,7 @@ async def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path:
         lease_timeout=60.0, usd_per_hour_cap=50.0,
     )  # fmt: skip
     async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 3):
+        await _says_why_it_is_let_in_no_more(chromium, daemon)
         async with page_of(chromium, daemon, 1440, "light") as page:
             await _rents_and_approves(page, daemon)
         async with page_of(chromium, daemon, 390, "dark") as page:
@@ -426,7 +440,7 @@ async def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_a
     async def finished(page: Any, name: str) -> None:
         await page.locator("#status").filter(has_text="finished").wait_for(timeout=WAIT_MS)
         text = await page.locator("main").text_content()
-        assert "Run a-run is finished after 20 steps. Nothing costs money any more." in text
+        assert "Run a-run is finished after 20 steps. Nothing that the run rented costs money any more;" in text
         assert "learner away" not in text and "Nothing trained yet" not in text and "The run is finished." in text
         seen = await page.locator("main").inner_text()
         assert "yet" not in seen and "What if" not in seen, "nothing is to come any more"

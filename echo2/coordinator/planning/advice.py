@@ -212,7 +212,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
     """What keeps the run from going on at all, or has ended it."""
     if run.finished:
         kind = "bad" if run.is_cut_short else "info" if run.open_machines else "good"
-        left = ". Nothing costs money any more"
+        left = ". Nothing that the run rented costs money any more; end what you rented by hand"
         if run.open_machines:
             are = "is" if run.open_machines == 1 else "are"
             left = f"; {counted(run.open_machines, 'rented machine')} {are} still being given back"

@@ -10,6 +10,7 @@ A viewer who opens the page gets a stream, however many another one holds. JSON 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import re
@@ -61,7 +62,6 @@ from echo2.wire.bounds import ROLLOUT_TOKENS_MAX
 # only our own page can know, and, if the browser sends an origin, it must be ours (CSRF); secrets are compared in constant time. No
 # decision rests on a parsed address: a parser that gives up falls back to the name of this server.
 
-COOKIE = "echo2_access"  # its name is ours alone on this host
 CSRF_HEADER = "x-echo2-csrf"  # a header that no foreign page can set without asking
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token
 REQUEST_BYTES_MAX = 64 << 10  # a thousand peer ids and a reason
@@ -83,6 +83,8 @@ class WebGuard:
 
     def __init__(self, app: ASGIApp, access_token: str, hosts: frozenset[str], csrf: str) -> None:
         self._app, self._token, self._hosts, self._csrf = app, access_token, hosts, csrf
+        # A browser sends a host's cookies to all its ports, where other runs have their pages.
+        self._cookie = f"echo2_access_{hashlib.sha256(access_token.encode()).hexdigest()[:8]}"
         names = "|".join(re.escape(f"[{host}]" if ":" in host else host) for host in sorted(hosts))
         self._own_host = re.compile(f"(?:{names})(?::[0-9]{{1,5}})?", re.IGNORECASE)
 
@@ -129,14 +131,14 @@ class WebGuard:
 
     def _is_known(self, request: Request) -> bool:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer)
+        return self._is_token(request.cookies.get(self._cookie, "")) or self._is_token(bearer)
 
     def _welcome(self, request: Request) -> Response:
         path = str(request.scope["path"]).lstrip("/\\")  # which a browser must not take for the name of another host
         response = RedirectResponse(f"/{path}", status_code=303)
         is_secure = request.scope["scheme"] == "https"
         response.set_cookie(
-            COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure, max_age=30 * 86_400
+            self._cookie, self._token, httponly=True, samesite="strict", secure=is_secure, max_age=30 * 86_400
         )
         return response
 

@@ -386,7 +386,7 @@ class StateView:
         return {
             "at": [round(s.unix_s, 2) for s in samples], "step": [s.step for s in samples],
             "reward": [finite(s.reward_mean) for s in samples], "eval": [finite(s.eval_reward) for s in samples],
-            "utilisation": [finite(s.utilisation) for s in samples],
+            "utilisation": [finite(s.utilisation) or None for s in samples],
             "predicted": [finite(s.predicted_utilisation) or None for s in samples],
             "usd": [finite(s.usd_spent, 4) for s in samples],
             "usd_per_hour": [finite(s.usd_per_hour, 4) for s in samples],
@@ -434,7 +434,7 @@ def _version(row: VersionRow) -> dict[str, Any]:
         "parent": row.published.parent if row.published.has_parent else None,
         "full_bytes": row.published.full_snapshot_bytes, "at": round(row.published_at, 2),
         "predicted_s": finite(row.predicted_s, 3), "actual_s": finite(row.complete_s, 3), "pool": row.pool_size,
-        "live": len(row.live_after_s),
+        "live": len(row.live_after_s), "waiting": len(row.waiting),
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from google.protobuf.json_format import MessageToJson
 from echo2.base.errors import Unreachable
 from echo2.cli import processes
 from echo2.cli.main import main
-from echo2.cli.processes import RunLock
+from echo2.cli.processes import Children, RunLock
 from echo2.cli.report import is_reported, write_report
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -114,6 +114,11 @@ def test_status_of_a_finished_run_shows_its_report(
     write_report(finished, status_of(4))
     assert main(["status", str(finished)]) == 0 and "0.25 -> 0.75" in capsys.readouterr().out
     assert main(["samples", str(finished)]) == 0 and "after '4' (1.00)" in capsys.readouterr().out
+    lock = RunLock(finished)
+    lock.note("learner", os.getpid())  # it goes on for more steps, and has made none yet
+    assert main(["status", str(finished)]) != 0 and "links/operator.link" in capsys.readouterr().err
+    os.close(lock.descriptor)
+    (finished / "run.lock").unlink()
     newer = (finished / "summary.json").stat().st_mtime + 5
     os.utime(finished / "learner" / "metrics.jsonl", (newer, newer))
     assert not is_reported(finished)
@@ -192,6 +197,16 @@ def test_a_process_that_has_the_id_of_an_ended_run_is_left_alone(
         assert "no process of the run is at work" in capsys.readouterr().err
         assert other.poll() is None
         other.kill()
+
+
+async def test_who_stops_a_run_that_stops_waits_with_it_and_interrupts_no_save(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, sent = RunLock(finished), []
+    await Children(finished, {}, "", {}, lock).stop_all()
+    monkeypatch.setattr(processes.os, "kill", lambda _, number: sent.append(number))
+    monkeypatch.setattr(processes.time, "sleep", lambda _: os.close(lock.descriptor))
+    assert main(["stop", str(finished)]) == 0 and set(sent) == {0}, "0: whether it is alive"
 
 
 def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, without_plots: None) -> None:

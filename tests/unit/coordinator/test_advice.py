@@ -86,7 +86,7 @@ SAYS = [
     (replace(with_learner(step=100, waits_for=LACKS), alive=0, active=0), "Nothing to do: the last step is made, and the"),
     (with_learner(is_finished=True), "Nothing to do: the last step is made, and the run is about to end."),
     (replace(LIVE, finished="run r is finished after 120 steps", is_connected=False, alive=0),
-     "Run r is finished after 120 steps. Nothing costs money any more."),
+     "Run r is finished after 120 steps. Nothing that the run rented costs money any more; end what you rented by hand."),
     (replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
      "Run r is finished after 120 steps; 1 rented machine is still being given back."),
     (replace(LIVE, finished="run r is finished after 120 steps", open_machines=2),

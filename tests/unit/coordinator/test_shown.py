@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo2.base.errors import LimitExceeded
+from echo2.base.errors import LimitExceeded, MalformedMessage
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.members import Liveness, OperatorSetting
@@ -251,6 +251,23 @@ async def test_the_curves_are_whole_after_a_restart(tmp_path: Path) -> None:
     before = fleet.commands.view.samples()
     fleet.begin()
     assert fleet.commands.view.samples() == before and len(before["step"]) == SAMPLES_MAX
+    for step in (SAMPLES_MAX - 3, SAMPLES_MAX - 2):  # an own trainer is back at its checkpoint
+        fleet.hub.state.sample(CurvePoint(1.0, step, 0.5, None, 0.0, 0.5, 1.0, 1.0))
+    after = fleet.commands.view.samples()
+    assert after["step"] == [*range(SAMPLES_MAX - 1)], "uPlot takes ascending steps alone"
+    assert after["utilisation"][-2:] == [None, None], "0: not measured yet"
+
+
+async def test_a_name_stands_for_the_one_worker_of_it_that_is_there(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0)
+    gone, there = fleet.hub.membership.members.values()
+    gone.hello.name = there.hello.name = "spot"  # a machine that was rented again
+    asked = b'{"peer_id": "spot", "activation": "standby"}'
+    with pytest.raises(MalformedMessage, match="as 2 are called: w0, w1"):
+        await fleet.commands.act("workers/state", asked)
+    gone.last_liveness = Liveness.GONE
+    await fleet.commands.act("workers/state", asked)
+    assert (gone.setting, there.setting) == (OperatorSetting.AUTOMATIC, OperatorSetting.STANDBY)
 
 
 async def test_what_the_planner_waits_for_is_told_since_it_does(tmp_path: Path) -> None:

@@ -198,6 +198,9 @@ async def test_off_loopback_the_page_takes_the_token() -> None:
         welcome = await web.get("/?token=secret-token")
         assert (welcome.status_code, welcome.headers["location"]) == (303, "/")
         cookie = welcome.headers["set-cookie"]
+        assert cookie.partition("=")[0] != WebGuard(app, "of another run", frozenset(), "csrf")._cookie, (
+            "at another port"
+        )  # type: ignore[arg-type]
         assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Secure"))
         assert (await web.get("/")).status_code == 200
 

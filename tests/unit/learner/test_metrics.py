@@ -28,6 +28,7 @@ from echo2.learner.metrics import (
     PrometheusEndpoint,
     RunFacts,
     StepTimes,
+    Utilisation,
     gauge_name,
     open_sinks,
     past_evaluations,
@@ -194,6 +195,7 @@ def test_utilisation_of_the_device_counts_six_operations_a_parameter_and_positio
     assert time_fields(result, StepTimes(), facts)["mfu"] == pytest.approx(6e9 * 1000 / 2.0 / 989e12)
     assert "mfu" not in time_fields(result, StepTimes(), RunFacts(flops_per_position=6e9))
     assert peak_flops_of("AMD Ryzen") == 0.0
+    assert Utilisation().window == 0.0, "not 100 %, before the first step of a process"
 
 
 PIECES = ["a", "\n", "\x1b[2J", "\u202e", "<b>"]

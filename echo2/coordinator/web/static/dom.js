@@ -20,7 +20,7 @@ let timer = 0;
 export function toast(text, isBad = false) {
   const box = $("toast");
   box.textContent = text; box.className = isBad ? "on bad" : "on";
-  clearTimeout(timer); timer = setTimeout(() => { box.className = ""; }, 4000);
+  clearTimeout(timer); timer = setTimeout(() => { box.className = ""; }, isBad ? 20000 : 4000); // what to do about an error takes longer to read
 }
 let csrf = null;
 export async function act(path, body) {
@@ -34,7 +34,7 @@ export async function act(path, body) {
     const answer = await response.json();
     if (!response.ok) throw new Error(answer.error || response.statusText);
     return answer;
-  } catch (error) { toast(error instanceof TypeError ? "The coordinator does not answer: nothing was changed." : error.message, true); return null; }
+  } catch (error) { toast(error instanceof TypeError ? "The coordinator did not answer: look whether it was done before you press again." : error.message, true); return null; }
 }
 export function ask(dialog) {
   dialog.showModal();

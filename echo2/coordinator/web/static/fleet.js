@@ -49,7 +49,7 @@ function drawBulk() {
 }
 async function setAll(activation) {
   const answer = await act("/api/workers/state", { peer_ids: [...chosen], activation, reason: "set on the page" });
-  if (answer) { toast(`${count(answer.count, "worker")}: ${activation}`); selectNone(); }
+  if (answer) { toast(`${count(answer.count, "worker")} set to ${activation}`); selectNone(); }
 }
 function selectNone() { for (const id of [...chosen]) mark(id, false); drawBulk(); }
 function releaseAll() {
@@ -61,7 +61,7 @@ function releaseAll() {
 }
 $("bulk-automatic").onclick = () => setAll("automatic"); $("bulk-active").onclick = () => setAll("active"); $("bulk-drain").onclick = () => setAll("draining"); $("bulk-release").onclick = releaseAll; $("bulk-none").onclick = selectNone;
 function sort(key) { descending = key === sortBy ? !descending : key !== "name"; sortBy = key; order(); }
-function set(peerId, activation, name) { act("/api/workers/state", { peer_id: peerId, activation, reason: "set on the page" }).then((ok) => ok && toast(`${name}: ${activation}`)); }
+function set(peerId, activation, name) { act("/api/workers/state", { peer_id: peerId, activation, reason: "set on the page" }).then((ok) => ok && toast(`${name} is set to ${activation}`)); }
 function ban(peerId, name) {
   $("confirm-title").textContent = `Ban ${name}?`; $("confirm-text").textContent = "Its leases go to other workers at once, and it is refused until the ban is lifted.";
   $("confirm-go").textContent = "Ban"; const form = $("confirm-form"); form.reset(); $("confirm-reason").hidden = false;

@@ -1,6 +1,6 @@
 // Numbers as people read them.
 export const dash = "none"; // of what has no value yet, or never had one
-export const number = (x, digits = 3) => x == null ? dash : Math.abs(x) >= 1e5 || (x !== 0 && Math.abs(x) < 1e-3) ? x.toExponential(2) : Number(x.toPrecision(digits)).toLocaleString("en");
+export const number = (x, digits = 3) => x == null ? dash : x !== 0 && Math.abs(x) < 1e-3 ? x.toExponential(2) : x.toLocaleString("en", { maximumSignificantDigits: digits });
 export const whole = (x) => x == null ? dash : Math.round(x).toLocaleString("en");
 export const count = (n, what) => `${whole(n)} ${what}${n === 1 ? "" : "s"}`;
 export const percent = (x, digits = 1) => x == null ? dash : (100 * x).toFixed(digits) + " %";

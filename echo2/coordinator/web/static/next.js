@@ -1,13 +1,13 @@
 // What next: the coordinator's advice in order, and the operator's controls of the run (budget, cap, S, prices; pause, resume, stop).
 import { $, act, make, setText, toast } from "./dom.js";
 import { count } from "./format.js";
-import { confirm } from "./machines.js";
+import { approve, confirm } from "./machines.js";
 
 export const BUTTONS = {
   make_link: () => $("token-new").click(),
   apply_plan: () => act("/api/plan/apply", {}).then((ok) => ok && toast("the plan is carried out")),
-  approve: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${count(ok.count, "machine")}: done`)),
-  dismiss: () => act("/api/workers/dismiss", {}).then((ok) => ok && toast(`sent home: ${count(ok.count, "worker")}`)),
+  approve,
+  dismiss: () => act("/api/workers/dismiss", {}).then((ok) => ok && toast(`sent home: ${count(ok.count, "worker")}; end their machines where you rented them`)),
   resume: () => act("/api/run/resume", {}).then((ok) => ok && toast("the run goes on")),
 };
 export function drawAdvice(advice) {

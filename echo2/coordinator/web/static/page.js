@@ -208,9 +208,9 @@ async function loadMetrics() { // as scrapers get them, so a metric is declared 
 $("metrics").ontoggle = () => loadMetrics().catch(() => {});
 setInterval(() => loadMetrics().catch(() => {}), 5000);
 const SILENT_MS = 6000; // the coordinator says the time each 2 s at least
-function isAway(what) {
+function isAway(what, status = "coordinator away") {
   $("banner").hidden = false; setText($("banner"), `${what} Workers and learner go on by themselves; the page tries again.`);
-  setText($("status"), "coordinator away"); $("status").className = "pill bad";
+  setText($("status"), status); $("status").className = "pill bad";
 }
 let stream = null;
 function connect() {
@@ -218,7 +218,12 @@ function connect() {
   stream = new EventSource("/api/stream");
   stream.onopen = () => { $("banner").hidden = true; };
   stream.onmessage = (event) => { const wasAway = !$("banner").hidden; $("banner").hidden = true; take(JSON.parse(event.data)); if (wasAway) drawHeader(); };
-  stream.onerror = () => { isAway("The coordinator does not answer."); if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000); };
+  stream.onerror = async () => {
+    const isRefused = stream.readyState === EventSource.CLOSED;
+    if (isRefused) setTimeout(connect, 2000);
+    const answer = isRefused ? await fetch("/api/session").catch(() => null) : null; // a stream does not say why
+    answer?.status === 401 ? isAway(`No access any more: ${(await answer.json()).error}.`, "no access") : isAway("The coordinator does not answer.");
+  };
 }
 setInterval(() => {
   const wasAway = !$("banner").hidden;
