@@ -137,7 +137,7 @@ def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
     if status is not None and status.finished:
         return "finished"
     if status is None or not status.learner_is_connected:
-        return "starting"
+        return "learner away" if status is not None and status.learner.step else "starting"
     if status.learner.is_finished:
         return "finishing"
     return "training" if status.learner.step else "first rollouts"
@@ -272,20 +272,20 @@ def _middle(state: ScreenState, status: coordinator_pb2.RunStatus) -> Renderable
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(ratio=3)
     grid.add_column(ratio=2)
-    now = f"{state.rewards[-1]:.2f}" if state.rewards else "-"
-    held_out = ", ".join(f"{step}: {reward:.2f}" for step, reward in state.evaluations[-6:]) or "-"
-    low, high = min([0.0, *state.rewards]), max([1.0, *state.rewards])
-    drawn = ResizableLines(
-        lambda width: curve([(reward - low) / (high - low) for reward in state.rewards], width), "green"
-    )
-    reward = Group(drawn, Text(f"now {now}   held-out at step  {held_out}"))
+    learner, bound = status.learner, status.learner_hello.staleness_bound
+    rewards, held_out = state.rewards, ", ".join(f"{step}: {reward:.2f}" for step, reward in state.evaluations[-6:])
+    if not rewards and learner.train_s and status.learner_hello.step_limit:  # the learner's files lie elsewhere
+        rewards, held_out = [learner.reward_mean], "" if learner.eval_reward == -1 else f"{learner.eval_reward:.2f}"
+    now = f"{rewards[-1]:.2f}" if rewards else "-"
+    low, high = min([0.0, *rewards]), max([1.0, *rewards])
+    drawn = ResizableLines(lambda width: curve([(reward - low) / (high - low) for reward in rewards], width), "green")
+    reward = Group(drawn, Text(f"now {now}   held-out at step  {held_out or '-'}"))
     grid.add_row(
         _panel(reward, f"mean reward ({low:.3g} to {high:.3g})"), _panel(_learner_text(state, status), "learner")
     )
-    bound = status.learner_hello.staleness_bound
     lags = Group(
-        ResizableLines(lambda width: lag_lines(list(status.learner.lag_histogram), bound, width)),
-        Text(f"tokens trained above S={bound}: {status.learner.over_stale_tokens_trained}", style="bold"),
+        ResizableLines(lambda width: lag_lines(list(learner.lag_histogram), bound, width)),
+        Text(f"tokens trained above S={bound}: {learner.over_stale_tokens_trained}", style="bold"),
     )
     grid.add_row(_panel(_plan_text(status), "capacity model"), _panel(lags, "lag of trained tokens"))
     return grid
@@ -308,8 +308,9 @@ def _learner_text(state: ScreenState, status: coordinator_pb2.RunStatus) -> Text
         ]
     sent, whole = status.artifact_bytes_published, status.full_bytes_published
     share = f", {100 * sent / whole:.2g}% of full snapshots ({format_bytes(whole)})" if whole else ""
+    buffered, cap = learner.buffered_rollouts, status.plan.in_flight_cap_rollouts
     rows += [
-        f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
+        f"in flight {learner.open_rollouts + buffered}{f' of {cap}' if cap else ''} rollouts, {buffered} of them buffered",
         f"deltas {format_bytes(sent)}{share}",
     ]
     if status.usd_spent or status.usd_per_hour:

@@ -235,7 +235,7 @@ class LearnerStream:
         if is_step:
             hub.plan.on_step(report, money.usd_useful, now)
         point = CurvePoint(
-            now, report.step, report.reward_mean if report.train_s > 0 else None, hub.board.eval_reward, report.utilisation,
+            now, report.step, hub.board.reward_mean, hub.board.eval_reward, report.utilisation,
             hub.plan.predicted_utilisation, money.usd_spent, money.usd_per_hour,
         )  # fmt: skip
         last = hub.state.samples[-1] if hub.state.samples else None

@@ -93,8 +93,16 @@ class Commands:
         self.hub.note("token", f"{token.token_id} ({token.label or token.role}) {what}")
         self.hub.flush_now()
 
-    async def approve(self) -> Body:
-        """Carries out what the planner advises; returns how many machines were rented or released."""
+    async def approve(self, seen: Body) -> Body:
+        """Carries out what the planner advises; returns how many machines were rented or released. MalformedMessage if the operator
+        has `seen` something else, as on a page whose stream hangs."""
+        advice = self.provisioner.advice()
+        now = {
+            "rent": {wish.offer: wish.count for wish in advice.rent},
+            "release": [wish.machine_id for wish in advice.release],
+        }
+        if seen and seen != now:
+            raise MalformedMessage("machines/approve: expected what is advised now, which has changed: look again")
         return {"count": await self.provisioner.carry_out("approved by the operator")}
 
     def dismiss_idle(self) -> int:
@@ -270,7 +278,7 @@ ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] |
     "machines/release": Commands._act_release,
     "machines/command": Commands._act_machine_command,
     "machines/notice": Commands._act_notice,
-    "machines/approve": lambda commands, body: commands.approve(),
+    "machines/approve": lambda commands, body: commands.approve(body),
     "run/settings": Commands._act_change_settings,
     "run/pause": lambda commands, body: commands.pause(_reason(body)),
     "run/resume": lambda commands, body: commands.resume(),

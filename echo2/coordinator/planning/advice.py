@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
+from echo2.base.rollout import NO_REQUESTS
 from echo2.base.units import counted, format_duration
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.leases.book import LeaseBook
@@ -223,7 +224,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
         text = "Start the learner: none has joined yet. One that was started loads its model first."
         return ToDo(text, "info", Act.MAKE_LINK, "Make a join link")
     if not run.is_connected:
-        why = "Start the learner again with the same command: it is away. It goes on from its last checkpoint."
+        why = "Start the learner again with the same command: it is away. One that was started loads its last checkpoint first."
         if run.left_because:
             why = f"Mend what ended the learner, then start it again with the same command: {run.left_because}"
         return ToDo(why, "bad")
@@ -269,7 +270,9 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         return
     if run.waits_long:
         waits = f"the learner waits {format_duration(run.waits_s)} for {report.waits_for}"
-        yield ToDo(f"Look at what is missing: {waits}.", "bad")
+        is_asked = report.waits_for != NO_REQUESTS
+        what = "Look at what is missing" if is_asked else "Start your trainer, or end the run"
+        yield ToDo(f"{what}: {waits}.", "bad" if is_asked else "warn")
     if run.wishes and not run.may_act:
         yield ToDo(f"{run.wishes}.", "warn", Act.APPROVE, "Do it")
     if run.surplus and not run.may_act and run.plan is not None:
@@ -310,6 +313,8 @@ def _equal_rewards(run: RunNow) -> ToDo:
 
 def _nothing_to_do(run: RunNow) -> ToDo:
     if not run.report.step:
+        if run.report.waits_for == NO_REQUESTS:
+            return ToDo("Start your trainer: nobody has asked for rollouts yet.", "info")
         waits = f": the learner waits for {run.report.waits_for}" if run.report.waits_for else ""
         return ToDo(f"Nothing to do: the first step is on its way{waits}.", "info")
     if not run.is_measured:

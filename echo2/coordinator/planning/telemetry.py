@@ -198,6 +198,12 @@ class LearnerBoard:
         return max(EFFICIENCY_LEAST, self.reached.value_or(0.0))
 
     @property
+    def reward_mean(self) -> float | None:
+        """Of the last step; None before a learner's first, and of a run whose trainer computes its rewards itself."""
+        has_rewards = self.report.train_s > 0 and self.hello is not None and self.hello.step_limit > 0
+        return self.report.reward_mean if has_rewards else None
+
+    @property
     def eval_reward(self) -> float | None:
         """The newest held-out evaluation; None before the first."""
         return None if self.report.eval_reward == -1 else self.report.eval_reward

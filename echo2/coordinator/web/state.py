@@ -141,7 +141,7 @@ class StateView:
             "model": hello.model_name, "peer_id": board.peer_id, "version": board.newest_version,
             "rollouts_per_step": hello.rollouts_per_step, "rollouts_per_group": hello.rollouts_per_group,
             "step_limit": hello.step_limit, "uplink": hello.link.uplink_bytes_per_s, "step": max(hello.step, report.step),
-            "train_s": finite(board.train_s), "reward": finite(report.reward_mean) if report.train_s > 0 else None,
+            "train_s": finite(board.train_s), "reward": finite(board.reward_mean),
             "eval_reward": finite(board.eval_reward), "utilisation": finite(report.utilisation),
             "buffered": report.buffered_rollouts, "open": report.open_rollouts, "trained_tokens": report.trained_tokens,
             "refused": report.refused_rollouts, "over_stale_tokens": report.over_stale_tokens_trained,

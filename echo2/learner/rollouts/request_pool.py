@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, Work
+from echo2.base.rollout import NO_REQUESTS, GroupSpec, Rollout, SamplingParams, Work
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts.admission import STEPS_REMEMBERED
@@ -248,7 +248,7 @@ class RequestPool(RolloutPool):
     @property
     def waits_for(self) -> str:
         if not self._asked and not self._waiting:
-            return "requests of trainers"
+            return NO_REQUESTS
         groups = [
             self.groups.groups.get(name) for name in self._asked
         ]  # None: closed, which is told with the next version

@@ -94,7 +94,11 @@ def test_what_was_not_measured_is_not_shown() -> None:
         for text in shown(status):
             assert "120" in text and "utilisation" not in text and "reward -" not in text
     status.learner.step, status.learner.utilisation, status.plan.predicted_utilisation = 3, 0.5, 0.9
+    status.learner.open_rollouts, status.learner.buffered_rollouts = 16, 12
     line, screen = shown(status)
+    assert "in flight 28 rollouts, 12 of them buffered" in screen, "there is no cap before a plan"
+    status.learner.train_s, status.learner.reward_mean, status.learner.eval_reward = 1.0, 0.25, 0.5
+    assert "now 0.25   held-out at step  0.50" in shown(status)[1], "the learner's files are on another machine"
     assert "utilisation 50% (predicted 90%)" in line and "utilisation 50% measured, 90% predicted" in screen
     status.workers.add(name="w2")
     status.workers.add(name="spot-7", state="gone")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.rollout import NO_REQUESTS
 from echo2.coordinator.planning.advice import Act, RunNow, advise
 from echo2.cost_model.plan import Limit, Term
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -83,6 +84,8 @@ SAYS = [
     (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h."),
     (with_learner(step=0), "Nothing to do: the first step is on its way."),
     (with_learner(step=0, waits_for=LACKS, waits_s=300.0), "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4"),
+    (with_learner(step=0, waits_for=NO_REQUESTS, waits_s=9.0), "Start your trainer: nobody has asked for rollouts yet."),
+    (with_learner(waits_for=NO_REQUESTS, waits_s=300.0), "Start your trainer, or end the run: the learner waits 5 min for"),
     (replace(with_learner(step=100, waits_for=LACKS), alive=0, active=0), "Nothing to do: the last step is made, and the"),
     (with_learner(is_finished=True), "Nothing to do: the last step is made, and the run is about to end."),
     (replace(LIVE, finished="run r is finished after 120 steps", is_connected=False, alive=0),

@@ -342,13 +342,15 @@ async def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: P
     assert await provisioner.carry_out("approved by the operator") == 0
     assert provisioner.advice().reason == "nothing has been looked at yet", "asking again does not make it so"
     await run.look()
+    with pytest.raises(MalformedMessage, match="look again"):  # an old page has shown one, two are advised
+        await run.commands.act("machines/approve", b'{"rent": {"gpu": 1}, "release": []}')
     run.cloud.answers.clear()
-    first = asyncio.create_task(provisioner.carry_out("approved by the operator"))
+    first = asyncio.create_task(run.commands.approve({"rent": {"gpu": 2}, "release": []}))
     await asyncio.sleep(0)
     assert await provisioner.carry_out("approved by the operator") == 0, "once"
     assert provisioner.advice().reason == "being carried out"
     run.cloud.answers.set()
-    assert await first == 2
+    assert await first == {"count": 2}
     assert await provisioner.carry_out("approved by the operator") == 0, "they are on their way"
     assert run.hub.state.paid[0].reason.startswith("approved by the operator: the pool lacks 6 rollouts/s")
     run.hub.plan.adopt(plan_of(3.0, 12.0), is_acted_on=True)

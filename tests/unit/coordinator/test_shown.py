@@ -175,6 +175,15 @@ async def test_no_prediction_is_shown_while_too_little_was_measured(tmp_path: Pa
     assert status.headline == "Nothing to do: the learner makes its first steps at $1.00/h."
 
 
+async def test_no_reward_is_shown_of_a_run_whose_trainer_computes_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0)
+    with_learner(fleet)
+    assert fleet.commands.view.sections()["learner"]["reward"] == fleet.commands.view.samples()["reward"][-1] == 0.5
+    assert fleet.hub.board.hello is not None
+    fleet.hub.board.hello.step_limit = 0  # who hands in the last version decides
+    assert fleet.commands.view.sections()["learner"]["reward"] is fleet.hub.board.reward_mean is None
+
+
 async def test_the_learner_is_told_a_plan_once_and_the_log_of_a_new_period(tmp_path: Path) -> None:
     fleet, told = Fleet(tmp_path, 1.0), list[pb.LearnerOrder]()
     fleet.hub.learner.send = lambda order: bool(told.append(order)) or True  # type: ignore[method-assign]

@@ -38,5 +38,7 @@ export async function act(path, body) {
 }
 export function ask(dialog) {
   dialog.showModal();
+  const box = $("toast"); // outside of it, it is behind the dialog and read to nobody; a report has none
+  if (box) { dialog.append(box); dialog.onclose = () => document.body.append(box); }
   dialog.querySelectorAll("[data-close]").forEach((button) => { button.onclick = () => dialog.close(); });
 }

@@ -29,8 +29,10 @@ export async function rent(offer, reason) { // the machine, or null where it is 
 }
 const askRent = (offer) => confirm(`Rent one ${offer.name}?`, `From ${offer.provider}, at ${perHour(offer.price)}, until it is released.`, "Rent", (reason) => rent(offer, reason));
 const askRelease = (machine) => confirm(`Release ${machine.machine_id}?`, `Its workers hand their leases to others, then ${machine.provider === "manual" ? "end the machine where you rented it: nobody else does" : "the machine ends"}.`, "Release", (reason) => act("/api/machines/release", { machine_id: machine.machine_id, reason }).then((ok) => ok && toast("its release has begun: its state says when it is gone")));
-export const approve = () => act("/api/machines/approve", {}).then((ok) => ok && toast(ok.count ? `${count(ok.count, "machine")} rented or released` : "nothing more to do: it is being done, or advised no longer"));
+let seen = {}; // the advice as it is shown: no other is approved
+export const approve = () => act("/api/machines/approve", seen).then((ok) => ok && toast(`${count(ok.count, "machine")} rented or released`));
 function drawAdvice(advice, mode) {
+  seen = { rent: Object.fromEntries(advice.rent.map((w) => [w.offer, w.count])), release: advice.release.map((w) => w.machine) };
   const wishes = [...advice.rent.map((w) => [`Rent ${w.count} x ${w.offer}`, change("+", w.per_hour), w.reason]), ...advice.release.map((w) => [`Release ${w.machine}`, change("-", w.per_hour), w.reason])];
   if (!wishes.length) { $("advice").replaceChildren(make("p", { class: "quiet" }, `Nothing to rent or release: ${advice.reason}.`)); return; }
   const button = make("button", { type: "button", class: "primary", id: "approve", onclick: approve }, mode === "approve" ? "Approve" : "Do it");

@@ -28,10 +28,10 @@ export function drawAuditCost(l) {
   setText($("audit-cost"), `Audit: the learner scores ${seconds(own)} a step on its own device.`);
 }
 export function drawBudget(m, end) { // `end`: what is left until the last step, or null
-  $("budget").hidden = !m.budget;
-  if (!m.budget) return;
+  $("budget").hidden = m.budget == null;
+  if (m.budget == null) return;
   // active workers and rented machines: what stands by without being rented is on the bill alone
-  const spent = Math.min(1, m.chosen / m.budget), left = Math.max(0, m.budget - m.chosen), ahead = end ? Math.min(1 - spent, end.chosen / m.budget) : 0;
+  const spent = m.chosen < m.budget ? m.chosen / m.budget : 1, left = Math.max(0, m.budget - m.chosen), ahead = end && spent < 1 ? Math.min(1 - spent, end.chosen / m.budget) : 0;
   const [done, next] = $("budget-bar").children;
   done.style.width = `${100 * spent}%`; next.style.width = `${100 * ahead}%`;
   const isShort = end && end.chosen > left;

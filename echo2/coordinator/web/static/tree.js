@@ -21,7 +21,7 @@ export function drawTree(broadcast, workers, learner, finished) {
   const direct = broadcast.trees.filter((tree) => tree.parents.every((parent) => parent === 0)).reduce((sum, tree) => sum + tree.weight, 0);
   const order = nodes.map((_, i) => i).slice(1).sort((a, b) => share[b] - share[a]).slice(0, SHOWN);
   const isNarrow = host.clientWidth > 0 && host.clientWidth < 560;
-  const at = isNarrow ? { width: 370, seed: 78, box: 118, text: 126, bar: 236, barWidth: 54, side: 298, name: 15 } : { width: 760, seed: 138, box: 282, text: 294, bar: 452, barWidth: 150, side: 612, name: 22 };
+  const at = isNarrow ? { width: 370, seed: 78, box: 118, text: 126, bar: 236, barWidth: 54, side: 298, name: 15 } : { width: 760, seed: 138, box: 282, text: 294, bar: 452, barWidth: 110, side: 572, name: 22 };
   const rowHeight = 44, width = at.width, height = Math.max(order.length * rowHeight, 88), middle = height / 2;
   const svg = make("svg:svg", { class: "tree", viewBox: `0 0 ${width} ${height + 8}`, role: "img", "aria-label": `${broadcast.topology} from the learner to ${nodes.length - 1} workers` });
   order.forEach((index, row) => {
