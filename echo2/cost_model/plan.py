@@ -90,7 +90,8 @@ class Plan:
     links. over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s: since when the pool has been
     slightly short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic.
     utilisation_spread: standard deviation of the utilisation over time, as machines are lost and replaced. usd_to_finish: what
-    the steps left cost, 0 if their number is unknown."""
+    the steps left cost, 0 if their number is unknown. could_use_more: whether more machines like the pool's make a learner that
+    waits busier."""
 
     kappa: int
     pool: tuple[PeerId, ...]
@@ -112,6 +113,7 @@ class Plan:
     egress_usd_per_hour: float = 0.0
     utilisation_spread: float = 0.0
     usd_to_finish: float = 0.0
+    could_use_more: bool = True
 
     @property
     def binding_term(self) -> Term:
@@ -145,6 +147,7 @@ def plan_of(
     over_provisioned_since_s: float | None = None,
     short_since_s: float | None = None,
     is_bound_by_budget: bool = False,
+    could_use_more: bool = True,
 ) -> Plan:
     """The plan for a rehearsed evaluation; `why` begins its reason. It is feasible if all its own terms are met and its own
     utilisation reaches the target. `is_bound_by_budget`: a busier pool is known, and the budget does not pay for it."""
@@ -152,9 +155,14 @@ def plan_of(
     learner, workers = snapshot.learner, snapshot.workers
     pool = sorted(workers[row].worker_id for row in np.flatnonzero(evaluation.chosen).tolist())
     active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
-    terms = tuple(_terms(snapshot, config, evaluation))
-    # Where rewards are too few, a pool has no more rate than they can use: its rate is then short as well, and not the reason.
-    binding = min(terms, key=lambda term: (term.limit_kind is not Limit.REWARDS or term.is_met, term.slack))
+    terms = tuple(_terms(snapshot, config, evaluation, could_use_more))
+
+    def place(term: Term) -> tuple[bool, bool, float]:
+        # Where rewards are too few, a pool has no more rate than they can use: its rate is then short as well, and not the reason.
+        is_no_reason = term.limit_kind is Limit.THROUGHPUT and not could_use_more
+        return term.limit_kind is not Limit.REWARDS or term.is_met, is_no_reason, term.slack
+
+    binding = min(terms, key=place)
     if is_bound_by_budget:
         binding = next(term for term in terms if term.limit_kind is Limit.USD_BUDGET)
     useful_per_hour = evaluation.utilisation * learner.trained_rollouts / learner.train_s * 3600
@@ -180,15 +188,18 @@ def plan_of(
         * sum(workers[row].egress_usd_per_gib for row in np.flatnonzero(evaluation.chosen).tolist()),
         utilisation_spread=evaluation.spread,
         usd_to_finish=usd_to_finish(snapshot, evaluation),
+        could_use_more=could_use_more,
         over_provisioned_since_s=over_provisioned_since_s,
         short_since_s=short_since_s,
     )
 
 
-def _terms(snapshot: FleetSnapshot, config: PlanConfig, pool: Evaluation) -> Iterator[Term]:
+def _terms(snapshot: FleetSnapshot, config: PlanConfig, pool: Evaluation, could_use_more: bool) -> Iterator[Term]:
     point, learner = pool.point, snapshot.learner
     have, need = point.throughput, config.target_utilisation * point.rollouts_per_step / point.train_s
     remedy = f"add workers worth {need - have:.3g} rollouts/s" if have < need else ""
+    if remedy and not could_use_more:
+        remedy = "raise S, or take shorter rollouts or faster links: more workers like these would not help"
     yield Term(Limit.THROUGHPUT, have, need, "rollouts/s", have / need - 1, remedy)
     if math.isfinite(learner.rewards_per_s):
         have = learner.rewards_per_s

@@ -136,9 +136,10 @@ def _rate_away(weights: Floats, away: Floats) -> tuple[Floats, Floats]:
     return np.arange(len(chances)) / AWAY_POINTS, chances
 
 
-def rehearsal_of(fleet: FleetModel, pool: Evaluation) -> Rehearsal:
-    """The run to rehearse for `pool`. A worker's slots are those that its rate keeps full (Little's law)."""
-    learner, kappa, rows = fleet.snapshot.learner, pool.kappa, np.flatnonzero(pool.chosen)
+def rehearsal_of(fleet: FleetModel, pool: Evaluation, of_each: int = 1) -> Rehearsal:
+    """The run to rehearse for `pool`, with so many of each of its machines. A worker's slots are those that its rate keeps full
+    (Little's law)."""
+    learner, kappa, rows = fleet.snapshot.learner, pool.kappa, np.repeat(np.flatnonzero(pool.chosen), of_each)
     common_s, own_s = fleet.links_s(kappa, rows)
     group, slots = learner.rollouts_per_group, fleet.slots[rows]
     return Rehearsal(

@@ -236,9 +236,9 @@ def rate_of(offer: MachineOffer, rates: Mapping[str, float]) -> float:
 
 
 def shortage_rollouts_per_s(plan: Plan | None) -> float:
-    """Rollouts per second that the pool lacks to keep the learner busy, by the plan's throughput term; none if too few rewards are
-    computed for them anyway."""
-    if plan is None or plan.binding is Limit.REWARDS:
+    """Rollouts per second that the pool lacks to keep the learner busy, by the plan's throughput term; none if they would not make
+    it busier, or if too few rewards are computed for them anyway."""
+    if plan is None or plan.binding is Limit.REWARDS or not plan.could_use_more:
         return 0.0
     return sum(
         max(0.0, term.limit - term.value)
@@ -250,7 +250,7 @@ def shortage_rollouts_per_s(plan: Plan | None) -> float:
 def without_workers(plan: Plan) -> Plan:
     """The same need, of which nobody makes anything."""
     lost = (replace(term, value=0.0, slack=-1.0) for term in plan.terms if term.limit_kind is Limit.THROUGHPUT)
-    return replace(plan, terms=tuple(lost), binding=Limit.THROUGHPUT)
+    return replace(plan, terms=tuple(lost), binding=Limit.THROUGHPUT, could_use_more=True)
 
 
 def advise(
@@ -273,7 +273,8 @@ def advise(
         return FleetAdvice(reason="there is no plan yet: rents follow measurements")
     shortage = shortage_rollouts_per_s(plan)
     if shortage <= 0:
-        return FleetAdvice(reason="the pool makes what the learner needs")
+        enough = "the pool makes what the learner needs"
+        return FleetAdvice(reason=enough if plan.could_use_more else "more machines would not make the learner busier")
     if budget.is_spent:
         return FleetAdvice(reason=f"the budget of {budget.usd_budget:g} USD is spent")
     rates, by_name = known_rates(), {offer.name: offer for offer in offers}

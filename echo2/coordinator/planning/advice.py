@@ -285,9 +285,9 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         yield ToDo(f"Drop {run.spare} of {run.workers} workers: {less}.", "warn", Act.DISMISS, "Send them home")
     if run.is_short and run.plan is not None and run.plan.binding is Limit.USD_BUDGET:
         yield ToDo(f"Raise the budget to train faster: {run.trains}, and it pays for no busier pool.", "warn")
-    elif run.is_short:
+    elif run.is_short and run.plan is not None:
         for term in run.broken:
-            is_rate = term.limit_kind is Limit.THROUGHPUT
+            is_rate = term.limit_kind is Limit.THROUGHPUT and run.plan.could_use_more
             what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
             if is_rate and run.is_capped:
                 what = "Raise the cap or S, or take cheaper workers"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.coordinator.money.provisioning import shortage_rollouts_per_s
 from echo2.cost_model.machines import gpu_of, parse_catalogue, worker_prior
 from echo2.cost_model.plan import Limit, Plan
 from echo2.cost_model.planner import plan
@@ -313,6 +314,34 @@ def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
         slow = snapshot((worker("slow", 1.3, 0.1), *dear), steps_left=200)
         paid = plan(slow, PlanConfig(bound, usd_budget=3.0))
         assert paid.pool == ("slow",) and paid.usd_to_finish < 3.0 and "finishes for" in paid.reason
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.995, 1.005), (0.9, 1.3)])
+def test_at_the_edge_of_a_budget_and_with_a_price_that_changes_the_pool_stays(low: float, high: float) -> None:
+    """Each second the steps left are a little dearer or cheaper than the budget, or much. If they stay cheaper, it grows."""
+    fleet = snapshot(tuple(worker(f"w{i}", 0.9, 0.1 * 1.25**i) for i in range(8)), steps_left=200)
+    edge, pools = plan(fleet, PlanConfig(4)).usd_to_finish, list[tuple[str, ...]]()
+    made: Plan | None = None
+    for second, budget in enumerate([low, high] * 2 + [1.3] * 2):
+        now_s = 1000.0 + second + (100.0 if second == 5 else 0.0)
+        made = plan(dataclasses.replace(fleet, now_s=now_s), PlanConfig(4, usd_budget=edge * budget), made)
+        assert made.usd_to_finish <= edge * budget
+        pools.append(made.pool)
+    assert len(set(pools[:5])) == 1 and len(pools[5]) > len(pools[4]) and made is not None and made.is_feasible
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_where_more_machines_would_not_make_the_learner_busier_none_are_asked_for(count: int) -> None:
+    """S = 0: a rollout takes longer than a step, and four workers hold all of a step's at once."""
+    workers = tuple(
+        worker(f"w{i}", 2.6 / min(count, 4), rollout_s_mean=100.0, rollout_s_tail=120.0) for i in range(count)
+    )
+    bound = plan(snapshot(workers), PlanConfig(0))
+    assert not bound.is_feasible and not bound.could_use_more and shortage_rollouts_per_s(bound) == 0
+    assert bound.binding is Limit.STALENESS and "add workers" not in bound.reason
+    for rate in (0.5, 3.8):  # of 3.92
+        few = plan(snapshot((worker("w", rate),)), PlanConfig(4))
+        assert few.could_use_more and shortage_rollouts_per_s(few) > 0 and few.terms[0].remedy.startswith("add workers")
 
 
 # ----
