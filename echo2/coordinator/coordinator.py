@@ -37,7 +37,7 @@ from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore
 from echo2.coordinator.streams import CoordinatorService
 from echo2.coordinator.web.page import Dashboard
-from echo2.outside import monotonic, unix_now
+from echo2.outside import here, unix_now
 from echo2.outside.guard import cancel_all, noting
 from echo2.trust import tls
 from echo2.trust.enrolment import LOOK_S_MAX, renewal_due_unix_s
@@ -298,10 +298,12 @@ async def _renew_own(keys: tls.Credentials, authority: RunAuthority) -> None:
 
 async def _tick(hub: Hub, collect: Callable[[], None]) -> None:
     while True:
+        began = hub.clock.now()
         await asyncio.sleep(TICK_S / 2)
         collect()  # between two ticks, so that their pauses do not add up
         await asyncio.sleep(TICK_S / 2)
         with noting("a tick"):  # an error caused by one peer must not stop the ticks for all others
+            hub.stood_still(hub.clock.now() - began)
             hub.tick()
             consolidate(hub)
 
@@ -377,10 +379,12 @@ def consolidate(hub: Hub) -> int:
 
 
 class SteadyUnixClock:
+    """Counts a machine's sleep, in which rented machines cost money, and not that its time of day is set."""
+
     __slots__ = ("_offset_s",)
 
     def __init__(self) -> None:
-        self._offset_s = unix_now() - monotonic()
+        self._offset_s = unix_now() - here().clock.since_boot()
 
     def now(self) -> float:
-        return monotonic() + self._offset_s
+        return here().clock.since_boot() + self._offset_s

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from echo2.base.clock import Clock
 from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed, RunFinished
 from echo2.base.ids import PeerId, RunId
-from echo2.base.units import counted
+from echo2.base.units import counted, format_duration
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
 from echo2.config.run import CoordinatorSection, RunConfig
@@ -163,8 +163,7 @@ class Hub:
             self.money.machines[machine.machine_id] = machine
         self.membership.restore(list(saved.members), now)
         self.book.records.restore(json.loads(saved.meta.get("admitted", "{}")))
-        for lease in saved.leases:  # its worker has as long to come back as any
-            lease.deadline = max(lease.deadline, now + self.config.coordinator.gone_after)
+        self._extend(saved.leases, now)
         self.book.restore(saved.groups, saved.leases)
         self.state.restore(saved)
         self.money.standby_before = float(saved.meta.get("usd_standby", "0"))
@@ -188,6 +187,11 @@ class Hub:
                       f"{counted(len(saved.groups), 'group')}, {counted(len(saved.tokens), 'token')}")  # fmt: skip
         else:
             self.note("start", f"run {self.options.run_id} begins")
+
+    def _extend(self, leases: Iterable[Lease], now: float) -> None:
+        """After a time in which nobody could be heard: a lease's worker has as long to come back as any."""
+        for lease in leases:
+            lease.deadline = max(lease.deadline, now + self.config.coordinator.gone_after)
 
     # ---- saving and sending
 
@@ -480,6 +484,14 @@ class Hub:
 
     # ---- time
 
+    def stood_still(self, seconds: float) -> None:
+        """This process, or its machine, did nothing for so long. Those who were not heard were not silent, and cost money."""
+        if seconds >= self.config.coordinator.suspect_after:
+            self.note("start", f"the coordinator stood still for {format_duration(seconds)}, or its machine slept")
+            for member in self.membership.living():
+                member.heard_at = self.clock.now()
+            self._extend(self.book.leases.values(), self.clock.now())
+
     def tick(self) -> None:
         """Checks liveness and deadlines, meters money and saves telemetry; called twice a second."""
         now = self.clock.now()
@@ -487,9 +499,9 @@ class Hub:
             self.review(member)
         self.handle(self.book.tick)
         meter(self.membership.members.values(), now)
-        self._ticks += 1
         if self._ticks % BUDGET_TICKS == 0:
             self._check_budget()
+        self._ticks += 1
         members = self.membership.members
         if self._ticks % MEMBERS_KEPT_TICKS == 0:
             self._keep_totals()

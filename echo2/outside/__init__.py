@@ -26,6 +26,10 @@ class OutsideClock(Protocol):
 
     def monotonic(self) -> float: ...
 
+    def since_boot(self) -> float:
+        """As `monotonic`, and it goes on while the machine sleeps."""
+        ...
+
 
 class MachineClock:
     """The system's clocks."""
@@ -37,6 +41,9 @@ class MachineClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
+
+    def since_boot(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Outside(Protocol):

@@ -474,6 +474,7 @@ async def test_once_the_budget_is_raised_a_plan_says_who_works_in_every_mode_and
         fleet.passes(0.0, 1)
         assert not working(hub)
     fleet.commands.change_settings({"usd_budget": 1000.0}, {})
+    fleet.passes(0.0, BUDGET_TICKS)
     planning = asyncio.create_task(Planning(hub).run())
     async with asyncio.timeout(60):
         while not working(hub):

@@ -12,7 +12,7 @@ import pytest
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError
 from echo2.base.ids import PeerId, RunId
-from echo2.coordinator.fleet.members import Activation
+from echo2.coordinator.fleet.members import Activation, Liveness
 from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.provisioner import DEFAULT_OFFERS, LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
 from echo2.coordinator.money.provisioning import (
@@ -434,6 +434,27 @@ async def test_a_clock_that_was_set_back_leaves_nothing_unbilled(tmp_path: Path)
     run.hub.membership.members[own].heard_at = run.clock.now()
     run.hub.tick()
     assert run.hub.money.sums().usd_spent == pytest.approx(machine.usd_per_hour + 1.0, rel=0.01)
+
+
+async def test_while_the_coordinator_stands_still_workers_go_on_costing_money_and_keep_their_leases(
+    tmp_path: Path,
+) -> None:
+    run = Scene(tmp_path, Cloud(), usd_budget=20.0)
+    machine = await run.provisioner.rent("gpu", "", "because")
+    worker = run.join(machine, leases=1)
+    own = run.hub.membership.on_hello(PeerId("own"), pb.WorkerHello(price_usd_per_hour=1.0), run.clock.now())
+    for member in (own, run.hub.membership.members[worker]):
+        run.hub.review(member)
+    run.clock.time += 6 * 3600
+    run.hub.stood_still(6 * 3600.0)
+    run.hub.tick()
+    assert own.last_liveness is Liveness.ALIVE and run.hub.book.leases
+    assert run.hub.money.sums().usd_spent == pytest.approx(6 * (machine.usd_per_hour + 1.0), rel=0.01)
+    run.hub.flush_now()
+    run.clock.time += 3600
+    run.begin()
+    run.hub.tick()
+    assert "budget" in run.hub.halted, "the first tick after a restart sees that it is spent"
 
 
 async def test_a_found_machine_and_its_worker_are_billed_once_and_it_is_not_given_back_while_it_works(
