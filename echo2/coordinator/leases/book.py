@@ -149,9 +149,9 @@ class LeaseBook:
     def _offer(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
         for spec in groups:
             known, attempts = self.groups.get(spec.group_id), 0
-            if known is not None and known.spec.sampling.seed != spec.sampling.seed:
-                # Seeds follow from a learner's folder: this is another's, with other prompts, and tickets of before are older.
-                yield from self._close(spec.group_id, "it is of a learner whose folder is gone")
+            if known is not None and replace(known.spec, consume_step=spec.consume_step) != spec:
+                # The learner has a new folder, or an older one and other options; tickets of before are older than the next.
+                yield from self._close(spec.group_id, "the learner has another group of that name")
                 attempts, known = known.attempts, None
             if known is not None:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone

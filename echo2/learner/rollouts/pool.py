@@ -395,6 +395,8 @@ class RolloutPool:
         while self.groups.in_flight_groups < cap:
             if self._retries:
                 cursor, retry = self._retries.popleft()
+                if not self.prompts.split.has(cursor) or self.prompts.next_wanted(cursor) != cursor:
+                    continue  # since options changed, it is too long or in no pass over the data
             else:
                 cursor, retry = self.prompts.next_wanted(self.cursor), 0
                 if not self.prompts.split.has(cursor):
@@ -521,10 +523,11 @@ class RolloutPool:
         """Whether the run samples as it did when the group was opened: an engine that is laid out for shorter sequences would
         refuse it, and the trainer computes at one temperature."""
         now = replace(self.prompts.sampling, seed=spec.sampling.seed)
-        is_current = records.is_as_recorded(spec, replace(spec, sampling=now))
-        if not is_current:
-            _log.info("group %s is drawn again: the run's [sampling] has changed", spec.group_id)
-        return is_current
+        is_alike = records.is_as_recorded(spec, replace(spec, sampling=now))
+        if is_alike and not self.prompts.excess_of(spec.prompt_token_ids):
+            return True
+        _log.info("group %s is given up for another: the run's [sampling] has changed", spec.group_id)
+        return False
 
     def _resume_evaluation(self) -> None:
         """Goes on with the newest evaluation that has no result, and drops the groups of others. Questions that the run asks

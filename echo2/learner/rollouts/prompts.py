@@ -255,7 +255,7 @@ class Prompts:
             index = self.split.train_index(candidate)
             if ("", index) not in self._unjudgeable:
                 ids = self._ids_of(index)
-                if not (excess := self._excess_of(ids)):
+                if not (excess := self.excess_of(ids)):
                     return candidate
                 name = self.name_of(index)
                 _log.warning("prompt %d of task %s passed over: %d tokens, above %s", index, name, len(ids), excess)
@@ -289,12 +289,12 @@ class Prompts:
         if (asked, instance.index) in self._unjudgeable:
             return None
         ids, name = tuple(self._encoded(instance, world)), self._name_of_prompt(instance, world)
-        if excess := self._excess_of(ids):
+        if excess := self.excess_of(ids):
             _log.warning("%s is not asked: %d tokens, above %s", name, len(ids), excess)
             return None
         return self._checked(ids, name)
 
-    def _excess_of(self, ids: tuple[int, ...]) -> str:
+    def excess_of(self, ids: tuple[int, ...]) -> str:
         """What a prompt is too long for; empty if it is not."""
         room = self._model_tokens - self.sampling.max_new_tokens
         if len(ids) > self._prompt_tokens_max:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,18 +76,22 @@ class Prompts:
     name = "stage"
 
     def __init__(self, count: int) -> None:
-        self.sampling = SAMPLING
+        self.sampling, self.too_long = SAMPLING, set[int]()  # prompts by number
         self.split = SimpleNamespace(has=lambda cursor: cursor < count)
         self.due: list[asyncio.Future[Scored]] = []
 
     def next_wanted(self, cursor: int) -> int:
-        return cursor
+        return next(number for number in itertools.count(cursor) if number not in self.too_long)
+
+    def excess_of(self, ids: tuple[int, ...]) -> str:
+        return "the limit" if self.too_long and len(ids) > 2 else ""
 
     def exhaustion(self) -> TaskError:
         return TaskError("data set exhausted")
 
     def draw(self, cursor: int) -> Prompt:
-        return (5, 6, 7), replace(self.sampling, seed=cursor)
+        assert cursor not in self.too_long, "the run would end"
+        return ((5, 6) if self.too_long else (5, 6, 7)), replace(self.sampling, seed=cursor)
 
     async def answer(self, *arguments: Any) -> Scored:
         future: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()

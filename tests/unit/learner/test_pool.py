@@ -882,16 +882,20 @@ def test_questions_of_sets_that_changed_meanwhile_are_asked_again_and_no_others(
     assert row["eval/held_out/reward"] == 0.25 and row["eval/rollouts"] == 1 + 2 * count
 
 
+@pytest.mark.parametrize("too_long", [set(), {1}])
 @pytest.mark.parametrize("changed", [{}, {"temperature": 0.7}, {"max_new_tokens": 4}])
-def test_groups_begun_with_other_sampling_than_the_run_s_now_are_drawn_again(changed: dict[str, Any]) -> None:
+def test_groups_begun_with_other_sampling_than_the_run_s_now_are_drawn_again(
+    changed: dict[str, Any], too_long: set[int]
+) -> None:
     """Engines that are laid out for shorter sequences would refuse them all, and no step would come."""
     stage = Stage()
     before = set(stage.offered)
     stage.fill(min(before))
-    stage.prompts.sampling = replace(stage.prompts.sampling, **changed)
+    stage.prompts.sampling, stage.prompts.too_long = replace(stage.prompts.sampling, **changed), too_long
     stage.start()
     names = set(stage.pool.groups.roots)
-    assert names == ({f"{name}r1" for name in before} if changed else before)
+    again = {f"{name}r1" for name in before if int(name[1:]) not in too_long} | {"g00000004" for _ in too_long}
+    assert names == (again if changed or too_long else before) and not stage.failures
     stage.start()
     assert set(stage.pool.groups.roots) == names, "once"
     assert {group.spec.sampling.max_new_tokens for group in stage.pool.groups.roots.values()} == {
