@@ -209,6 +209,8 @@ class Run:
     ) -> None:
         if error is None:
             self.close()
+        elif self._daemon is None:
+            return  # rank 0 may wait for this rank in a collective: torchrun ends both once it sees that one has failed
         elif (trouble := self._leave()) is not None:
             warnings.warn(f"{type(trouble).__name__}: {trouble}", RuntimeWarning, stacklevel=2)
 

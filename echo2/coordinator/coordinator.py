@@ -49,7 +49,7 @@ TICK_S = 0.5  # a tenth of the heartbeat interval: a silent worker is noticed ab
 SETTLED_LOOK_S = 1.0  # a second more of a process that costs nothing
 CHECKPOINT_S = 2.0  # what a power cut may lose
 STOP_GRACE_S = 2.0  # for calls under way; nodes come back to the next process
-LINK_LIFETIME_S = 30 * 86_400.0  # longer than most runs; the same command makes a new link
+LINK_LIFETIME_S = 30 * 86_400.0  # longer than most runs; where one is not, the file gets a new link in time
 SWITCH_S = 0.0005  # after which a computing thread (planning) must let the loop run: a tenth of Python's own
 GARBAGE_GROWTH = 1.25  # of memory between two walks through all objects
 _log = logging.getLogger("echo2.coordinator")
@@ -230,7 +230,7 @@ class CoordinatorDaemon:
                     tasks.create_task(loop)
                     for loop in (
                         Planning(hub).run(), self._commands.provisioner.run(), self._end_with_the_run(hub),
-                        _renew_own(self._own, self._authority), LearnerReachability(hub, self._own.authority_pem).run(),
+                        self._keep_renewed(), LearnerReachability(hub, self._own.authority_pem).run(),
                         _tick(hub, collect), _checkpoints(hub),
                     )
                 ]  # fmt: skip
@@ -263,16 +263,30 @@ class CoordinatorDaemon:
             self._stop.set()
 
     def _write_links(self) -> None:
-        """Writes the join links. Keeps each link's token if it is still valid, with the present address; else makes a new one."""
+        """Writes the join links. Keeps each link's token while it is valid, with the present address; else makes a new one."""
         commands = self._commands
         folder, now = links_folder(self.options.folder), commands.hub.clock.now()
         for role in ROLES:
             path = folder / f"{role.value}.link"
-            link = _kept_link(path, commands, now)
+            link = _kept_link(path, commands, now + 2 * LOOK_S_MAX)
             if link is None:
                 _, link = commands.create_token(role.value, f"{role.value}.link", LINK_LIFETIME_S, 0)
-            tls.write_secret(path, (link + "\n").encode())
-            self.links[role.value] = link
+            if link != self.links.get(role.value):
+                tls.write_secret(path, (link + "\n").encode())
+                self.links[role.value] = link
+
+    async def _keep_renewed(self) -> None:
+        """Renews what the coordinator's nodes and users find, each when it is due, until cancelled: its own certificate, which the
+        page shows too, and the join links."""
+        keys, page = self._own, self._page
+        while True:
+            await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(keys.certificate) - unix_now())))
+            self._write_links()
+            if unix_now() >= renewal_due_unix_s(keys.certificate):
+                fresh = tls.coordinator_credentials(self._authority, keys.coordinator_address)
+                keys.renew(fresh.tls_key_pem, fresh.certificate)
+                if page is not None:
+                    page.renew(keys)
 
 
 def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
@@ -285,15 +299,6 @@ def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
     hashed = token_hash(secret)
     known = any(token.hash == hashed and not token.problem(now) for token in commands.hub.tokens.tokens.values())
     return commands.join_link(secret) if known else None
-
-
-async def _renew_own(keys: tls.Credentials, authority: RunAuthority) -> None:
-    """Renews the coordinator's own certificate whenever it is due, until cancelled."""
-    while True:
-        await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(keys.certificate) - unix_now())))
-        if unix_now() >= renewal_due_unix_s(keys.certificate):
-            fresh = tls.coordinator_credentials(authority, keys.coordinator_address)
-            keys.renew(fresh.tls_key_pem, fresh.certificate)
 
 
 async def _tick(hub: Hub, collect: Callable[[], None]) -> None:

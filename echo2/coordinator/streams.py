@@ -172,7 +172,7 @@ class WorkerStream:
         if hub.broadcast_plan is not None:
             hub.send_broadcast_plan(session)
         # Before it may lease: discards its old lease request.
-        hub.handle(hub.book.reconnect, peer_id, held)
+        hub.handle(hub.book.reconnect, peer_id, held, member.activation is Activation.ACTIVE)
         hub.review(member)
         hub.allow(member)
         hub.state.save("members", peer_id, member)

@@ -38,6 +38,7 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")  #
 ROWS_MAX = 5_000_000  # some GB as Python objects: the learner keeps all rows
 LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
 ARRAY_BYTES_MAX = 1 << 30  # it is read whole, which takes ten times as much memory
+ROWS = 1024  # of parquet, in memory at a time, where a row may be a chat of a megabyte
 FILES_MAX = 10_000  # a folder with more is not a split of one data set
 # What a folder says about itself.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -197,7 +198,7 @@ def _columnar_rows(file: Path) -> Iterator[Row]:
         raise TaskError(f"{file}: the package pyarrow is not installed ({error})") from error
     try:
         if file.suffix == ".parquet":
-            for batch in parquet.ParquetFile(file).iter_batches():
+            for batch in parquet.ParquetFile(file).iter_batches(ROWS):
                 yield from batch.to_pylist()
             return
         with file.open("rb") as start:

@@ -2,7 +2,7 @@
 
 Guarantees: a template that loops or allocates ends at its limits as a ConfigError and costs this process nothing; it renders as
 transformers' `apply_chat_template` does, with the clock at the moment given. The process starts with the first rendering and ends
-with this one. Waits for: one rendering, at most `CPU_S` of processor time.
+with this one; long chats have another. Waits for: renderings of that length, each at most `CPU_S` of processor time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from echo2.contain.sandbox import Launch, Sandbox
 
 CPU_S = 5.0  # limit for a rendering, which takes milliseconds
 MEMORY_BYTES = 512 << 20  # what a rendering may allocate beside the library
+SHORT_CHARS = 64 << 10  # rendered within milliseconds
 TEXT_BYTES_MAX = 64 << 20  # a million tokens at 64 bytes each: beyond any context
 # Said whichever limit was hit, since a killed process cannot say.
 _LIMITS = (
@@ -40,9 +41,15 @@ _LAUNCH = Launch(
     "echo2.tasks.rendering", "",
     Limits(wall_s=600.0, memory_bytes=1 << 46, request_bytes=1 << 31, answer_bytes=8 * TEXT_BYTES_MAX), None,
 )  # fmt: skip
-_lock = threading.Lock()
-_renderers: dict[int, Sandbox] = {}  # by process: a forked copy of this one must not share the pipes
-atexit.register(lambda: _renderers.pop(os.getpid(), Sandbox(_LAUNCH)).kill())
+# Short chats and long ones have a process each: an event loop, which renders short ones itself, waits for no thread's long one.
+_locks = (threading.Lock(), threading.Lock())
+_renderers: dict[tuple[int, bool], Sandbox] = {}  # by process, too: a forked copy of this one must not share the pipes
+
+
+@atexit.register
+def _end() -> None:
+    for is_long in (False, True):
+        _renderers.pop((os.getpid(), is_long), Sandbox(_LAUNCH)).kill()
 
 
 def render(
@@ -57,8 +64,9 @@ def render(
     messages = [{key: value for key, value in message.items() if value is not None} for message in chat]
     more = {"tools": list(tools) or None, "more": dict(arguments), "now": now.isoformat()}
     request = json.dumps({"template": template, "chat": messages, **more}, default=str)
-    with _lock:
-        answer = _renderers.setdefault(os.getpid(), Sandbox(_LAUNCH)).ask({"request": request})
+    is_long = len(request) > SHORT_CHARS
+    with _locks[is_long]:
+        answer = _renderers.setdefault((os.getpid(), is_long), Sandbox(_LAUNCH)).ask({"request": request})
     if answer.ending is not Ending.ANSWERED:
         raise LimitExceeded(_LIMITS)
     reply = json.loads(answer.body)

@@ -66,7 +66,7 @@ def _names_a_path(text: str) -> bool:
     what holds the whole home folder, as "/" does, is not shown."""
     try:
         path = Path(text).expanduser()
-        is_shown = "/" in text and path.is_dir() and not Path.home().is_relative_to(path.resolve())
+        is_shown = "/" in text and path.is_dir() and not Path.home().resolve().is_relative_to(path.resolve())
         return bool(text) and (path.is_file() or is_shown)
     except (OSError, ValueError, RuntimeError):  # too long, or not a path at all
         return False

@@ -263,7 +263,7 @@ class Membership:
         """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
         member = self.members.get(peer_id)
         if member is None:
-            if len(self.members) >= self.workers_max:
+            if sum(1 for _ in self.living()) >= self.workers_max:  # a run of weeks has had thousands that are gone
                 raise LimitExceeded(f"fleet: expected {self.workers_max} workers at most, {peer_id} is one more")
             record = self.records.of(peer_id)
             member = Member(peer_id, hello, now, now, record, activation_since=now, metered_until=now)

@@ -227,8 +227,10 @@ class LeaseBook:
     # ---- the workers' side
 
     @_from_outside
-    def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
-        """A worker's session began. `held`: the leases that it still holds."""
+    def reconnect(
+        self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...], is_active: bool = True
+    ) -> Iterator[Action]:
+        """A worker's session began. `held`: the leases that it still holds; `is_active`: it will be allowed new ones."""
         self.wanting.pop(worker_id, None)  # which it has to make anew
         still = {hold.lease_id for hold in held}
         for lease in [lease for lease in self.leases_of(worker_id) if lease.lease_id not in still]:
@@ -239,11 +241,10 @@ class LeaseBook:
         for hold in held:
             known = self.leases.get(hold.lease_id)
             if known is not None and known.worker_id == worker_id:
-                # The stream that has ended may have lost the word: it is said again to who gets nothing new, else it is void.
-                is_due = known.is_recalled and worker_id not in self.allowed
-                known.is_recalled = False
+                is_recalled, known.is_recalled = known.is_recalled, False
                 yield from self._renew(known, now)
-                if is_due:
+                # The stream that has ended may have lost the word: it is said again to who gets nothing new, else it is void.
+                if is_recalled and not is_active:
                     yield from self.recall(now, known.lease_id, "asked again: hand back what you hold")
             elif known is None and hold.may_be_adopted(self.groups.get(hold.group_id), now, self.rules.lease_timeout_s):
                 yield from self._adopt(worker_id, hold, now)

@@ -521,8 +521,6 @@ class Dashboard:
                 write_secret(self.token_file, secrets.token_urlsafe(32).encode())
             token = read_secret(self.token_file).decode().strip()
             key, certificate = folder / "coordinator" / "dashboard.key", folder / "coordinator" / "dashboard.pem"
-            write_secret(key, keys.tls_key_pem)  # uvicorn reads both from files
-            write_secret(certificate, keys.certificate.pem)
             tls = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
         link_host = host if is_open else commands.hub.options.link_host
         scheme = "http" if is_open else "https"
@@ -536,6 +534,16 @@ class Dashboard:
             timeout_graceful_shutdown=STOP_GRACE_S, server_header=False, ws="none", **tls,
         )  # fmt: skip
         self._server = HttpServer(config, PAGE)
+        self.renew(keys)
+
+    def renew(self, keys: Credentials) -> None:
+        """New connections are shown this certificate, if the page is served over TLS."""
+        config = self._server.config
+        if config.ssl_keyfile and config.ssl_certfile:
+            write_secret(Path(config.ssl_keyfile), keys.tls_key_pem)  # read from files alone
+            write_secret(Path(config.ssl_certfile), keys.certificate.pem)
+            if config.loaded and config.ssl is not None:
+                config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
 
     async def run(self) -> None:
         await self._server.serve(sockets=[self._listener])

@@ -506,7 +506,8 @@ def _for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
     taker = lacks.index(lacks[ranks.rank])  # the first rank that shares this folder
     target = folder.with_name(f"{folder.name}.of-rank-{taker}") if lacks[ranks.rank] else folder
     if ranks.rank in takers:
-        shutil.rmtree(target, ignore_errors=True)
+        for left in folder.parent.glob(f"*.of-rank-{taker}"):  # by a kill, of any step
+            shutil.rmtree(left, ignore_errors=True)
         target.mkdir(parents=True)
     try:
         for name, size in files.items():

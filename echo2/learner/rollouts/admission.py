@@ -330,7 +330,7 @@ class OpenGroups:
             return self._answer(segment, Verdict.STALE, text)
         senders = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
         # A worker's versions grow, and S + 2 are there at most; each change costs the audit a forward pass of its own.
-        if group.is_training and len(grown.version_spans) > 2 * (self.bound + 2) * max(1, len(senders)):
+        if len(grown.version_spans) > 2 * (self.bound + 2) * max(1, len(senders)):
             return self.refuse(segment, f"expected versions that grow, got {len(grown.version_spans)} changes", sender)
         group.rollouts[segment.index], group.senders[segment.index] = grown, senders
         if len(grown.token_ids) > held_tokens:

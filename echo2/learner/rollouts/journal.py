@@ -175,7 +175,9 @@ class History:
                 del self.groups[group_id]
                 self.finished.pop(group_id, None)
             elif root not in drawn:
-                groups.put(self._take(group_id))
+                group = self._take(group_id)
+                group.min_version = min(self.opened_in[group_id], group.spec.consume_step) - groups.bound
+                groups.put(group)
 
     def _take(self, group_id: GroupId) -> Group:
         group = self.groups.pop(group_id)

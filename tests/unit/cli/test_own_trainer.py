@@ -12,6 +12,7 @@ import torch
 import echo2
 from echo2.base.errors import ConfigError, Unreachable
 from echo2.cli import own_trainer
+from echo2.learner.own_trainer import OwnTrainerFollower
 from echo2.trust.identity import Identity
 from tests.patience import WAIT_S
 from tests.unit.learner.test_own_trainer import OtherRank
@@ -61,6 +62,14 @@ def test_another_error_leaves_the_block_and_the_failure_is_a_warning(tmp_path: P
         with pytest.raises(ZeroDivisionError), run_of(tmp_path) as run:
             begin(run)
             raise ZeroDivisionError
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_first_which_may_wait_for_it(tmp_path: Path) -> None:
+    """Without its end torchrun would not end the others, nor show its error, before a collective's limit of half an hour."""
+    with pytest.raises(ZeroDivisionError), run_of(tmp_path) as run:
+        run._daemon, run.trainer = None, OwnTrainerFollower(run.trainer.model, OtherRank())  # nobody tells it anything
+        begin(run)
+        raise ZeroDivisionError
 
 
 def test_a_run_that_does_not_end_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import resource
 import socket
+import ssl
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,7 @@ import pytest
 from google.protobuf.message import Message
 
 from echo2.base.errors import BadToken, DiskFull, NotAllowed, PortBusy, StateError, TrustError
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.units import address_of
 from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
@@ -206,8 +207,10 @@ async def test_a_restarted_coordinator_knows_leases_members_and_tokens_and_liste
         worker = await Node.joined(daemon, Role.WORKER)
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         ticket = (await worker.until("lease_grant")).ticket
+        lease_id = LeaseId(ticket.lease_id)
         await worker.close()
         await learner.close()
+        daemon.hub.handle(daemon.hub.book.recall, lease_id, "a word that it never hears")
         links, address = daemon.links, daemon.services_address
     async with running(options(tmp_path)) as daemon:
         assert (daemon.links, daemon.services_address) == (links, address)
@@ -216,6 +219,28 @@ async def test_a_restarted_coordinator_knows_leases_members_and_tokens_and_liste
         renewed = await worker.until("lease_grant")
         assert (renewed.ticket.lease_id, renewed.ticket.attempt) == (ticket.lease_id, 1)
         assert renewed.ticket.deadline_unix_s > ticket.deadline_unix_s
+        assert not daemon.hub.book.leases[lease_id].is_recalled, "it works on"
+
+
+async def test_a_coordinator_that_runs_for_months_shows_a_certificate_and_links_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.coordinator.coordinator.LOOK_S_MAX", 0.01)
+    async with running(options(tmp_path, dashboard_host="0.0.0.0")) as daemon:
+        assert daemon._page is not None
+        at, links, first = ("127.0.0.1", daemon._page.port), dict(daemon.links), daemon._own.certificate
+        before = await asyncio.to_thread(ssl.get_server_certificate, at)
+        (link,) = [token for token in daemon.hub.tokens.tokens.values() if token.label == "worker.link"]
+        link.expires_at = daemon.hub.clock.now() + 0.01
+        monkeypatch.setattr(
+            "echo2.coordinator.coordinator.renewal_due_unix_s", lambda known: 0.0 if known is first else 2.0**40
+        )
+        async with asyncio.timeout(WAIT_S):
+            while daemon.links == links or daemon._own.certificate is first:
+                await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(ssl.get_server_certificate, at) != before
+        assert [role for role, link in daemon.links.items() if link != links[role]] == ["worker"], "the others hold"
+        assert (tmp_path / "links" / "worker.link").read_text().strip() == daemon.links["worker"]
 
 
 async def test_a_certificate_is_renewed_for_the_key_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,8 +246,7 @@ def test_a_recalled_lease_that_its_worker_still_holds_when_it_comes_back_goes_on
         one.on_progress(now, A, first.lease_id, 0, int(now))
     assert one.tick(61.0) == []
     one.recall(62.0, first.lease_id, "its machine will go")
-    one.allow(62.0, A, False)
-    actions = one.reconnect(63.0, A, (le.HeldLease(first.lease_id, GroupId("g"), 1, first.deadline),))
+    actions = one.reconnect(63.0, A, (le.HeldLease(first.lease_id, GroupId("g"), 1, first.deadline),), False)
     assert [action.lease_id for action in actions if isinstance(action, le.Revoke)] == [first.lease_id], (
         "it is told again"
     )

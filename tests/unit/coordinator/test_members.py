@@ -108,6 +108,8 @@ def test_the_operators_word_goes_before_the_plan_and_a_ban_holds_over_a_restart_
     join(again, "b")
     with pytest.raises(LimitExceeded, match="2 workers at most"):
         join(again, "c")
+    again.members[PeerId("b")].last_liveness = Liveness.GONE
+    join(again, "c")  # those that are gone count no more
     with pytest.raises(NotAllowed, match="expected a worker of this run"):
         again.set(PeerId("nobody"), OperatorSetting.ACTIVE, "")
 

@@ -232,10 +232,10 @@ def test_a_record_without_room_leaves_no_part_of_itself(tmp_path: Path, monkeypa
 # ---- what comes back
 
 
-def restored(told: list[Record], next_step: int = 0) -> tuple[OpenGroups, History]:
+def restored(told: list[Record], next_step: int = 0, segment: int = 0) -> tuple[OpenGroups, History]:
     history, groups = History(), OpenGroups(groups_config(4, 2, is_driven=True), 100, Step(next_step))
     for record in told:
-        history.apply(record, Step(0))
+        history.apply(record, Step(segment))
     history.restore(groups)
     return groups, history
 
@@ -253,8 +253,10 @@ def test_history_holds_what_was_neither_trained_nor_dropped_and_who_sent_it() ->
     assert groups.groups[GroupId("g0")].senders == {0: (), 1: SENDERS}
     (anew,) = restored([*RECORDS[:2], RECORDS[3], records.closed(GroupId("g0")), RECORDS[1]])[0].groups.values()
     assert not anew.is_begun, "what it had is dropped"
-    (again,) = restored([BEGAN, opened("g1", 1, retry=2)])[0].groups.values()
+    again_groups, _ = restored([BEGAN, opened("g1", 1, retry=2)], segment=9)
+    (again,) = again_groups.groups.values()
     assert (again.cursor, again.retry) == (1, 2), "a restart gives its prompt no further tries"
+    assert again.min_version == min(9, again.spec.consume_step) - again_groups.bound, "as when it was opened"
 
 
 def problem(root: GroupId, cursor: int) -> tuple[list[GroupId], list[Record]]:

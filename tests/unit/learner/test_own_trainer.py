@@ -140,6 +140,17 @@ def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(mod
     assert other.told == ["is_published", "is_over"]
 
 
+def test_a_failure_that_comes_as_a_batch_is_told_is_raised_with_it(model_path: Path) -> None:
+    """The other ranks may have heard that it is over, and train on nothing."""
+    own, _ = trainer_of(model_path)
+    own.ranks = other = OtherRank()
+    other.tell = lambda *_: own.end(StateError("the disk is full"))  # type: ignore[method-assign]
+    thread = stepping(own, 0, [])
+    with pytest.raises(StateError, match="the disk is full"):
+        own.next_batch()
+    thread.join(WAIT_S)
+
+
 def test_the_runs_checkpoint_of_a_step_waits_for_the_users(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

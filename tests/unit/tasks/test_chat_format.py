@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from tokenizers.processors import TemplateProcessing
 
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import STOP_PIECES_MAX, SamplingParams, piece_of_part
+from echo2.contain.messages import Ending
+from echo2.tasks import rendering
 from echo2.tasks.chat_format import ChatFormat, ChatOptions, StopStrings, TokenIndex, token_texts
-from tests.patience import cpu_time_within
+from tests.patience import WAIT_S, cpu_time_within
 from tests.unit.tasks.families import FAMILIES, Family, tokenizer_of
 
 WORDS = ["the", "abc", "er in", "12 12", "tab", "x", "thein", "é?", "a\nb", "Hi."]
@@ -231,6 +237,20 @@ def test_a_template_without_end_is_refused_with_its_limits_and_the_next_one_work
     assert ChatFormat(tokenizer_of("qwen3")).prompt("Hi.")
     with pytest.raises(ConfigError, match="only tools here"):
         ChatFormat(with_template("{{ raise_exception('only tools here') }}")).prompt("Hi.")
+
+
+def test_a_short_chat_does_not_wait_for_a_long_one_nor_it_for_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway's event loop renders short ones itself."""
+
+    def renderer(name: str) -> SimpleNamespace:
+        return SimpleNamespace(ask=lambda _: SimpleNamespace(ending=Ending.ANSWERED, body=json.dumps({"text": name})))
+
+    both = {(os.getpid(), is_long): renderer("long" if is_long else "short") for is_long in (False, True)}
+    monkeypatch.setattr(rendering, "_renderers", both)
+    for text, name in (("Hi.", "short"), ("x" * rendering.SHORT_CHARS, "long")):
+        with ThreadPoolExecutor(1) as thread, rendering._locks[name == "short"]:  # the other kind is under way
+            asked = thread.submit(rendering.render, "", [{"role": "user", "content": text}], [], {}, datetime.now())
+            assert asked.result(WAIT_S) == name
 
 
 def test_a_template_that_asks_for_the_date_is_told_one_moment() -> None:

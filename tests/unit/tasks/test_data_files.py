@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
 from echo2.base.errors import TaskError
+from echo2.tasks import data_files
 from echo2.tasks.data_files import ColumnChoice, folder_to_show, local_data_set, read_math_rows
 from echo2.tasks.task import ChatMessage
 
@@ -112,6 +113,9 @@ def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_f
     with ipc.new_file(str(tmp_path / "pandas.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=1)
     assert [row.answer for row in read_math_rows(tmp_path / "pandas.arrow")] == ["2", "4"]
+    parquet.write_table(arrow.Table.from_pylist([{"problem": "x" * 10_000}] * 4096), tmp_path / "long.parquet")
+    rows, before = data_files._columnar_rows(tmp_path / "long.parquet"), arrow.total_allocated_bytes()
+    assert next(iter(rows)) and arrow.total_allocated_bytes() - before < 20 << 20, "not all rows at once"
 
 
 def hub_cache(home: Path, rows: list[dict[str, object]]) -> Path:
