@@ -61,11 +61,11 @@ class LiveRun:
             page = await self.children.start_coordinator()
             self.console.print(f"dashboard {page}", highlight=False, soft_wrap=True)
             await self.children.start("learner")
-            link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
             screen = Live(draw(self.state), console=self.console, refresh_per_second=4)
             with contextlib.nullcontext() if self.is_plain else screen as live:
                 is_over = False
-                while not is_over:  # anew each day: a certificate is renewed as it is read
+                while not is_over:  # anew each day: certificate and link are renewed
+                    link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
                     async with OperatorClient.at(link, self.run_folder / "operator") as operator:
                         for _ in range(LOOKS_MAX):
                             if is_over := await self._is_at_its_end(operator, live, workers):

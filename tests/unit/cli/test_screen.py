@@ -164,18 +164,26 @@ async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(
     children.is_running = lambda name: learner_runs.pop(0)
     operator.status.return_value = coordinator_pb2.RunStatus(learner_is_connected=True)
     operator.status.return_value.workers.add(name="[/x]")  # a worker chooses its name
-    opened = mock.Mock(side_effect=lambda *_: contextlib.nullcontext(operator))
+    links, file = list[str](), tmp_path / "links" / "operator.link"
+
+    def opened(link: str, _: Path) -> contextlib.nullcontext[mock.AsyncMock]:
+        links.append(link)
+        file.write_text("echo2://h:1/p?token=newer")
+        return contextlib.nullcontext(operator)
+
     monkeypatch.setattr(live.OperatorClient, "at", opened)
     monkeypatch.setattr(live, "LOOKS_MAX", 2)
     monkeypatch.setattr(live, "LOOK_EVERY_S", 0.0)
     (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "operator.link").write_text("echo2://h:1/p?token=t")
+    file.write_text("echo2://h:1/p?token=t")
     with StringIO() as printed:
         await LiveRun(children, Console(file=printed), True, lambda status: False).run(workers)
         assert printed.getvalue().count("\n") == 1 + 1, "the page's address, and one line"
         assert "[/x] without a version" in printed.getvalue()
     assert [call.args[0] for call in children.start.await_args_list] == ["learner", *workers] and not learner_runs
-    assert opened.call_count == 2, "anew after some looks: a run of weeks outlives a certificate"
+    assert [link.rpartition("=")[2] for link in links] == ["t", "newer"], (
+        "anew after some looks: a run of weeks outlives them"
+    )
 
 
 def test_rows_that_a_learner_cuts_off_as_it_goes_back_leave_the_screen(tmp_path: Path) -> None:

@@ -517,11 +517,12 @@ def test_who_names_versions_that_no_honest_worker_had_is_accused_and_the_group_s
         assert groups.receive(lie, 0, ALICE).verdict is Verdict.REFUSED
     assert [accused.peer_id for accused in groups.workers.accused] == [ALICE]
     assert verdict(groups, name, 0, [9, STOP], version=1) is Verdict.ADMITTED
-    later, groups.next_step = groups.open_group(1, draw(1)), Step(9)
+    *_, later = (groups.open_group(number, draw(number)) for number in range(1, 5))
+    groups.next_step = Step(9)
     assert later.consume_step > 2 and groups.groups[later.group_id].min_version == 1, "the oldest that a worker has"
-    assert verdict(groups, groups.open_group(2, draw(2)).group_id, 0, [9], version=2) is Verdict.REFUSED
-    assert groups.open(replace(later, group_id=GroupId("overdue")), 1, 0).consume_step < 9
-    assert groups.groups[GroupId("overdue")].min_version == later.consume_step - 1
+    assert verdict(groups, groups.open_group(9, draw(9)).group_id, 0, [9], version=2) is Verdict.REFUSED
+    overdue = groups.open(replace(later, group_id=GroupId("overdue")), 1, 0)
+    assert groups.groups[overdue.group_id].min_version == later.consume_step - 1 < 8
 
 
 @pytest.mark.parametrize("row_bytes", [0, 5])
