@@ -268,7 +268,7 @@ class CoordinatorDaemon:
         folder, now = links_folder(self.options.folder), commands.hub.clock.now()
         for role in ROLES:
             path = folder / f"{role.value}.link"
-            link = _kept_link(path, commands, now + 2 * LOOK_S_MAX)
+            link = _kept_link(self.links.get(role.value), path, commands, now + 2 * LOOK_S_MAX)
             if link is None:
                 _, link = commands.create_token(role.value, f"{role.value}.link", LINK_LIFETIME_S, 0)
             if link != self.links.get(role.value):
@@ -280,20 +280,21 @@ class CoordinatorDaemon:
         page shows too, and the join links."""
         keys, page = self._own, self._page
         while True:
-            await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(keys.certificate) - unix_now())))
-            self._write_links()
-            if unix_now() >= renewal_due_unix_s(keys.certificate):
-                fresh = tls.coordinator_credentials(self._authority, keys.coordinator_address)
-                keys.renew(fresh.tls_key_pem, fresh.certificate)
-                if page is not None:
-                    page.renew(keys)
+            await asyncio.sleep(LOOK_S_MAX)
+            with noting("renewing certificate and links"):  # else tried again within an hour
+                if unix_now() >= renewal_due_unix_s(keys.certificate):
+                    fresh = tls.coordinator_credentials(self._authority, keys.coordinator_address)
+                    if page is not None:
+                        page.renew(fresh)
+                    keys.renew(fresh.tls_key_pem, fresh.certificate)
+                self._write_links()
 
 
-def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
-    if not path.exists():
+def _kept_link(text: str | None, path: Path, commands: Commands, now: float) -> str | None:
+    if text is None and not path.exists():
         return None
     try:
-        secret = JoinLink.parse(tls.read_secret(path).decode()).token
+        secret = JoinLink.parse(text or tls.read_secret(path).decode()).token
     except (ConfigError, UnicodeDecodeError):
         return None
     hashed = token_hash(secret)

@@ -185,10 +185,11 @@ class OwnTrainer:
     def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
         """Reports that the batch was trained on and `step` steps are complete. Returns whether the weights were copied for
         publication. Raises `StateError` for any other step."""
-        self._raise_failure()
         if self._is_trained or step != self.step_count + 1:
+            self._raise_failure()
             raise StateError(f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}")
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
+        self._raise_failure()  # now: the other ranks, who do not know of it yet, wait in that collective
         self._live, self._is_trained, self.step_count = tensors, True, step
         self._is_saved.clear()
         self._answers.put((weights,))

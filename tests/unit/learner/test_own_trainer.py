@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +139,20 @@ def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(mod
     for _ in range(2):
         own.stop()
     assert other.told == ["is_published", "is_over"]
+
+
+def test_a_failure_between_two_calls_is_raised_after_the_collective_in_which_other_ranks_wait(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, weights = trainer_of(model_path)
+    thread = stepping(own, 0, [])
+    assert own.next_batch() is not None
+    own.end(StateError("the disk is full"))
+    monkeypatch.setattr(own.model, "gathered", gathered := mock.Mock())
+    with pytest.raises(StateError, match="the disk is full"):
+        own.hand_in(1, weights)
+    assert gathered.called
+    thread.join(WAIT_S)
 
 
 def test_a_failure_that_comes_as_a_batch_is_told_is_raised_with_it(model_path: Path) -> None:

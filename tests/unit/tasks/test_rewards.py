@@ -15,6 +15,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, TaskError
 from echo2.contain.messages import Limits
+from echo2.contain.pool import RunnerLost
 from echo2.tasks import rewards
 from echo2.tasks.built_in import PLAIN_TASKS
 from echo2.tasks.registry import make_task
@@ -140,16 +141,19 @@ def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels(monkeypatch:
 def test_a_cluster_whose_connection_is_gone_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else the thread would end, and with the last one all rewards, without a word."""
+    """Else the thread would end, and with the last one all rewards, without a word; or the run, where a reward was under way."""
 
     def gone(*_: object) -> None:
         raise ConnectionError("the client is disconnected")  # which is no RayError
 
-    cluster = SimpleNamespace(exceptions=SimpleNamespace(RayError=KeyError), remote=gone)
+    cluster = SimpleNamespace(exceptions=SimpleNamespace(RayError=KeyError), remote=gone, get=None)
     for name, value in (("_ray", lambda: cluster), ("LOOK_S", 0.001), ("TOLD_S", 0.001)):
         monkeypatch.setattr(rewards, name, value)
-    looks = iter([True, True, False])
-    assert not RayRunner(SPEC, LIMITS, Containment()).prepare(lambda: next(looks))
+    looks, runner = iter([True, True, False]), RayRunner(SPEC, LIMITS, Containment())
+    runner._actor = SimpleNamespace(ask=SimpleNamespace(remote=gone))
+    with pytest.raises(RunnerLost, match="the client is disconnected"):  # as while a reward is computed
+        runner.ask({})
+    assert not runner.prepare(lambda: next(looks))
     assert caplog.text.count("a reward process waits for a machine of the Ray cluster: the client is disconnected") == 2
 
 
