@@ -230,7 +230,7 @@ async def test_a_coordinator_that_runs_for_months_shows_a_certificate_and_links_
         assert daemon._page is not None
         at, links, first = ("127.0.0.1", daemon._page.port), dict(daemon.links), daemon._own.certificate
         before = await asyncio.to_thread(ssl.get_server_certificate, at)
-        (tmp_path / "links" / "learner.link").chmod(0o644)  # so that another account reads it
+        (tmp_path / "links" / "worker.link").chmod(0o644)  # so that another account reads it
         (link,) = [token for token in daemon.hub.tokens.tokens.values() if token.label == "worker.link"]
         link.expires_at = daemon.hub.clock.now() + 0.01
         monkeypatch.setattr(

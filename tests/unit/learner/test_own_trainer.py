@@ -7,6 +7,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -139,6 +140,17 @@ def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(mod
     for _ in range(2):
         own.stop()
     assert other.told == ["is_published", "is_over"]
+
+
+def test_other_ranks_gather_with_their_first(model_path: Path) -> None:
+    own, _ = trainer_of(model_path)
+    own.ranks = other = OtherRank()
+    own._weights = None
+    with ThreadPoolExecutor(1) as thread:
+        taking = thread.submit(own.next_batch)
+        assert own.snapshot() and other.told == ["is_gathered"]
+        own.end()
+        assert taking.result(WAIT_S) is None
 
 
 def test_a_failure_between_two_calls_is_raised_after_the_collective_in_which_other_ranks_wait(

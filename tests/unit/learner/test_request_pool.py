@@ -108,6 +108,7 @@ def test_no_token_is_older_than_its_request_allows(door: Door) -> None:
     door.publish(4)
     assert (name, "stale") in door.closed and not late.whole.done(), "it begins anew"
     (again,) = door.offered
+    assert door.report(piece(again, 0, [7, STOP], version=1)) == [Verdict.REFUSED], "none begins with it"
     assert again != name and door.report(piece(again, 0, [7, STOP], version=4)) == [Verdict.ADMITTED]
     assert late.rollouts[0].token_ids == (7, STOP)
 
