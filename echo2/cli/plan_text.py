@@ -113,8 +113,7 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
     answer_json["staleness_bound"] = question.wishes.staleness_bound
     answer_json["learner"] = dataclasses.asdict(question.learner)
     answer_json["model"] = {"billions": question.model.billions, "origin": run.origin}
-    costs = costs_of(question, answer, run)  # JSON has no infinity
-    answer_json["run"] = {name: value if math.isfinite(value) else None for name, value in costs.items()}
+    answer_json["run"] = costs_of(question, answer, run)
     answer_json["lengths"] = dataclasses.asdict(question.tokens) | {"mean_is_assumed": run.mean_is_assumed}
     answer_json["alternatives"] = {
         name: {
@@ -126,7 +125,16 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
     }  # fmt: skip
     if not answer.is_feasible:
         answer_json["advice"] = [dataclasses.asdict(item) for item in advice_of(question, answer)]
-    return answer_json
+    return {name: _finite(value) for name, value in answer_json.items()}
+
+
+def _finite(value: object) -> object:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- printing
@@ -296,12 +304,13 @@ def _print_sums(question: PlanQuestion, answer: Plan) -> None:
     batch_s = batch / rate if rate > 0 else math.inf
     rollout_s = staleness.value - answer.broadcast_s - batch_s
     lines = [
-        f"artifact    {format_bytes(learner.delta_bytes)} x (kappa = {kappa})^{learner.delta_growth:g} = {format_bytes(size)}",
+        f"artifact    {format_bytes(learner.delta_bytes)} x (kappa = {kappa})^{learner.delta_growth:g}, at most a whole version of "
+        f"{format_bytes(learner.full_snapshot_bytes)} = {format_bytes(size)}",
         f"transfer    fluid bound of {format_bytes(size)} over {format_bytes(learner.link.uplink_bytes_per_s)}/s and "
         f"the pool's links / {question.wishes.broadcast_efficiency:g} = {answer.transfer_s:.2f} s",
         f"T_bcast     transfer + encode + round trips + apply = {answer.broadcast_s:.2f} s",
         *(f"prefill     {o.key}: {_prefill_text(question, o, answer.kappa)}" for o in pool_offers(question, answer)),
-        f"(2) rate    mu_pool = {rate:.4g} against R/T_train = {batch}/{train_s:.4g} = {batch / train_s:.4g} /s",
+        f"(1) rate    mu_pool = {rate:.4g} against R/T_train = {batch}/{train_s:.4g} = {batch / train_s:.4g} /s",
         f"(2) links   transfer = {answer.transfer_s:.2f} against kappa*T_train = {kappa}*{train_s:.4g} = {kappa * train_s:.4g} s",
         f"(3)         T_bcast + L_roll + R/mu_pool = {answer.broadcast_s:.4g} + {rollout_s:.4g} + {batch_s:.4g} = "
         f"{staleness.value:.4g} against (S-kappa+1)*T_train = ({bound}-{kappa}+1)*{train_s:.4g} = "

@@ -274,6 +274,8 @@ def test_single_cards_stand_beside_machines_of_two_and_assumed_prices_make_a_ran
     for is_assumed, low, high in ((True, 0.5, 2.0), (False, 1.0, 1.0)):
         costs = as_json(asked, answer, PlannedRun(10, "a test", prices_are_assumed=is_assumed))["run"]
         assert (costs["usd_low"], costs["usd_high"]) == (low * costs["usd"], high * costs["usd"])
+    nobody = replace(asked, wishes=PlanConfig(4, usd_per_hour_cap=0.0))
+    assert json.dumps(as_json(nobody, planned(nobody), PlannedRun(10, "a test")), allow_nan=False)
 
 
 def test_machines_that_cannot_hold_the_model_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
