@@ -90,6 +90,7 @@ def killed_as_it_left(model: Path, tmp_path: Path, versions: tuple[int, ...]) ->
 
     def watch() -> None:
         publisher = run.learner.publisher
+        assert publisher.of_base.at == 0, "deltas go on from the base itself"
         told = publisher.port.on_artifact
 
         def killed_here(artifact: Any) -> None:
