@@ -64,13 +64,16 @@ def choose(
     now: float,
 ) -> dict[PeerId, list[int]]:
     """Which chunks to ask of which peers now. The publisher is asked only for chunks that no other peer can send."""
+    due = due_chunks(artifact, now)
+    if not due:
+        return {}
     room, key, is_pushed = dict[PeerId, int](), artifact.key, is_pushed_to(artifact, now)
     for peer_id, peer in peers.items():
         free = window_chunks(peer, artifact) - len(peer.requests) if peer.haves.get(key) else 0
         if free > 0:
             room[peer_id] = free
     left = sum(room.values())
-    if not left or not (due := due_chunks(artifact, now)):
+    if not left:
         return {}
     asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == key}
     wanted = [index for index in due if index not in asked]
