@@ -148,9 +148,10 @@ def test_other_ranks_gather_with_their_first(model_path: Path) -> None:
     own._weights = None
     with ThreadPoolExecutor(1) as thread:
         taking = thread.submit(own.next_batch)
-        assert own.snapshot() and other.told == ["is_gathered"]
+        weights = own.snapshot()
         own.end()
-        assert taking.result(WAIT_S) is None
+        assert weights and taking.result(WAIT_S) is None
+    assert other.told == ["is_gathered"]
 
 
 def test_a_failure_between_two_calls_is_raised_after_the_collective_in_which_other_ranks_wait(
