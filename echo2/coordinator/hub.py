@@ -415,7 +415,6 @@ class Hub:
         for member in self.membership.members.values():
             member.paused = self.halted
             self.review(member)
-        self.plan_needed.set()
         self.flush_now()
 
     # ---- plans

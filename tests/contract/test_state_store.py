@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.store import CurvePoint, LoggedEvent, PaidAction, Row, SqlStore, StateChanges, TokenPeer
+from echo2.coordinator.store import _ROWS, CurvePoint, LoggedEvent, PaidAction, Row, SqlStore, StateChanges, TokenPeer
 from echo2.outside import files
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -63,15 +63,18 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 SPEC = GroupSpec(GroupId("g"), (1, 2), 4, SamplingParams(max_new_tokens=8), 3)
-GROUP = OpenGroup(SPEC, GroupPhase.LEASED, 5.0, attempts=2, lease_id=LeaseId("l"))
-LEASE = Lease(LeaseId("l"), GroupId("g"), PeerId("w"), 2, 5.0, 35.0, 6.0, 1, 40)
+GROUP = OpenGroup(SPEC, GroupPhase.LEASED, 5.0, attempts=2, refusals=1, lease_id=LeaseId("l"), expected_tokens=9.0)
+LEASE = Lease(LeaseId("l"), GroupId("g"), PeerId("w"), 2, 5.0, 35.0, 6.0, 1, 40, is_recalled=True)
 MEMBER = Member(
     PeerId("w"), coordinator_pb2.WorkerHello(name="w", addresses=["h:1"], gpu="A100", link={"rtt_s": 0.1}), 1.0, 9.0,
     heartbeat=coordinator_pb2.Heartbeat(version=3, has_version=True, rollouts_per_s=2.0),
     setting=OperatorSetting.DRAINING, setting_reason="why", usd_spent=1.5, last_liveness=Liveness.SUSPECT,
+    is_wanted=False, price_approved=1.5, activation_since=4.0, metered_until=8.5,
 )  # fmt: skip
-TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, False, {PeerId("w")})
-MACHINE = RentedMachine("m", "gpu", "cloud", "mine", MachineState.RUNNING, 2.0, 5.0, None, "t", "", "")
+TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, True, {PeerId("w")})
+MACHINE = RentedMachine(
+    "m", "gpu", "cloud", "mine", MachineState.GONE, 2.0, 5.0, 8.0, "t", "join", "taken", (PeerId("v"),)
+)
 
 
 def rows(*changed: Row, must_last: bool = False, **meta: str) -> StateChanges:
@@ -112,12 +115,16 @@ def test_what_was_written_is_there_after_the_process_is_gone_and_later_writes_re
         assert store.load().groups == (GROUP,)
         store.write(ALL)
         with sa.create_engine(url).begin() as connection:  # a release that knew nothing of it wrote no such field
-            older = "UPDATE \"rows\" SET json = replace(json, ',\"replaced\":[]', '') WHERE kind = 'machines'"
+            older = "UPDATE \"rows\" SET json = replace(json, ',\"replaced\":[\"v\"]', '') WHERE kind = 'machines'"
             assert connection.execute(sa.text(older + " AND json LIKE '%\"replaced\"%'")).rowcount == 1
     with closing(SqlStore(url, RUN)) as store:
         saved = store.load()
         assert (saved.groups, saved.leases, saved.members) == ((GROUP,), (LEASE,), (MEMBER,))
-        assert (saved.tokens, saved.machines, saved.meta["port"]) == ((TOKEN,), (MACHINE,), "7")
+        assert (saved.tokens, saved.machines, saved.meta["port"]) == ((TOKEN,), (replace(MACHINE, replaced=()),), "7")
+        for (kind, _), row in ALL.rows.items():  # else a field that is not written would not be missed
+            if kind in ("groups", "leases", "members", "tokens", "machines"):
+                usual = [field.name for field in fields(row) if getattr(row, field.name) == field.default]
+                assert not set(usual) & set(_ROWS[kind]._names)
         assert (saved.events, saved.samples, saved.paid) == ((EVENT,), (SAMPLE,), (PAID,))
         store.write(rows(replace(LEASE, tokens=80), TokenPeer("t", PeerId("x"), 7.5), TokenPeer("t", PeerId("v"), 6.5)))
         saved = store.load()

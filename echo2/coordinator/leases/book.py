@@ -250,7 +250,6 @@ class LeaseBook:
                 yield from self._adopt(worker_id, hold, now)
             else:
                 yield le.Revoke(worker_id, hold.lease_id, "the lease has gone to another worker or its group is closed")
-        yield from self._match(now)
 
     @_from_outside
     def allow(self, now: float, worker_id: PeerId, is_allowed: bool) -> Iterator[Action]:
@@ -269,7 +268,7 @@ class LeaseBook:
             self.wanting[worker_id] = LeaseRequest(free_rollouts, version, known.since if known else now)
         yield from self._overtake(now)
         # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
-        yield from self._match(now, None if self._queue.has_exact else worker_id)
+        yield from self._match(now, worker_id)
 
     def rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
         self.rates[worker_id] = rollouts_per_s
@@ -336,7 +335,6 @@ class LeaseBook:
         """The worker is gone or banned: its leases go to others."""
         self.wanting.pop(worker_id, None)
         self.allowed.discard(worker_id)
-        self.rates.pop(worker_id, None)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, 0.0, LOST)  # back before another took it, it may have it

@@ -236,10 +236,6 @@ class LeaseQueue:
         return len(self._paced)
 
     @property
-    def has_exact(self) -> bool:
-        return bool(self._exact)
-
-    @property
     def first(self) -> GroupId | None:
         """The group at the front, for reports on why groups wait: training first, because evaluations may have to wait for their
         version anyway."""

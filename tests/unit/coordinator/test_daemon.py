@@ -182,6 +182,9 @@ async def test_a_group_travels_with_a_ticket_that_the_learner_can_check_and_goes
         for member in (worker, learner):
             while [node.peer_id for node in (await member.until("broadcast_plan")).nodes] != nodes:
                 pass  # the plan from before the worker's hello
+        learner = Node(learner.credentials)
+        await learner.hello()
+        assert (await learner.read()).broadcast_plan.nodes, "one that comes back is told at once: it is not made anew"
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
         grant = await worker.until("lease_grant")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from echo2.coordinator.fleet.members import (
 )
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.fleet.tokens import TokenBook
-from echo2.coordinator.hub import BUDGET_TICKS, Hub
+from echo2.coordinator.hub import BUDGET_TICKS, MEMBERS_KEPT_TICKS, Hub
 from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.costs import FleetCosts, Money, meter
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
@@ -43,6 +44,7 @@ from echo2.coordinator.planning.telemetry import (
     is_settled,
     needs_of,
 )
+from echo2.coordinator.streams import StreamSession, WorkerStream
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.relations import DeltaSizeEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -116,6 +118,9 @@ async def test_whom_the_operator_activates_has_the_room_under_the_cap_before_oth
     fleet.hub.set_worker(chosen, OperatorSetting.ACTIVE, "the operator's word")
     fleet.hub.adopt_plan(plan([first, chosen]), fleet.everybody, is_acted_on=True)
     assert [one.peer_id for one in working(fleet.hub)] == [chosen]
+    fleet.hub.set_worker(chosen, OperatorSetting.STANDBY, "")
+    fleet.hub.set_worker(first, OperatorSetting.AUTOMATIC, "")
+    assert [one.peer_id for one in working(fleet.hub)] == [first], "by the plan, and there is room now"
 
 
 async def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies_it(tmp_path: Path) -> None:
@@ -506,13 +511,26 @@ async def test_a_spent_budget_stops_whom_the_operator_has_activated_too(tmp_path
     assert chosen in {member.peer_id for member in working(fleet.hub)}
 
 
-async def test_who_has_delivered_is_no_newcomer_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_what_was_paid_and_delivered_is_known_after_a_stop_and_but_for_half_a_minute_after_a_kill(
+    tmp_path: Path, is_killed: bool
+) -> None:
     """All but the first to deliver again were put on standby."""
-    fleet = Fleet(tmp_path, 1.0, 1.0, 1.0)
-    first, second, _ = fleet.everybody
+    fleet = Fleet(tmp_path, 36.0, 36.0, 36.0)
+    first, second, third = fleet.everybody
+    fleet.hub.set_worker(third, OperatorSetting.STANDBY, "")
     fleet.hub.handle(fleet.hub.book.on_delivered, tuple(WorkerDelivery(peer, 1, 1.0) for peer in (first, second)))
-    fleet.hub.close()
+    for _ in range(2 * MEMBERS_KEPT_TICKS):
+        fleet.passes(0.5, 1)
+    await asyncio.sleep(0)  # its changes are saved
+    fleet.passes(0.0 if is_killed else 3600.0)
+    paid = fleet.hub.money.sums()
+    if not is_killed:
+        fleet.hub.close()
     fleet.begin()
+    lost_usd = 0.3 / 2 if is_killed else 1e-5  # of 0.01 USD a second and worker
+    assert 0 <= paid.usd_spent - fleet.hub.money.sums().usd_spent + 1e-5 <= lost_usd + 2e-5
+    assert fleet.hub.money.sums().usd_chosen > 1.0
     fleet.hub.handle(fleet.hub.book.on_delivered, (WorkerDelivery(first, 1, 1.0),))
     assert [member.is_newcomer for member in fleet.hub.membership.members.values()] == [False, False, True]
 
@@ -554,3 +572,38 @@ async def test_a_bound_that_is_lowered_holds_from_the_next_version_on(tmp_path: 
     assert takes(6, 4) and not takes(7, 4)
     run.hub.change_settings({"staleness_bound": 4})
     assert takes(8, 4), "a higher one holds at once"
+
+
+async def test_each_change_of_fleet_or_limits_is_planned_for_at_once(tmp_path: Path) -> None:
+    """Not at the next interval: whoever joins a run costs money until then, and nobody works after a resume."""
+    fleet = Fleet(tmp_path, 1.0, 1.0)
+    hub, joining = fleet.hub, WorkerStream(fleet.hub, "203.0.113.1")
+
+    async def joins(**fields: Any) -> None:
+        hello = pb.WorkerHello(name="n", price_usd_per_hour=1.0, **fields)
+        await joining.on_hello(PeerId("n"), hello, StreamSession(PeerId("n"), lambda refusal: refusal))
+
+    def beats(**fields: Any) -> None:
+        joining.on_message(PeerId("n"), pb.WorkerMessage(heartbeat=pb.Heartbeat(**fields)))
+
+    async def learns() -> None:
+        hello = pb.LearnerHello(rollouts_per_group=8, rollouts_per_step=8, staleness_bound=4)
+        await hub.learner.on_hello(PeerId("l"), hello, StreamSession(PeerId("l"), lambda refusal: refusal))
+
+    changes: list[tuple[Callable[[], object], bool, bool]] = [
+        (lambda: hub.part_with(PeerId("w0"), ""), True, True),
+        (lambda: fleet.commands.change_settings({"usd_budget": 9.0}, {}), True, False),
+        (lambda: fleet.commands.pause(""), True, True), (fleet.commands.resume, True, True),
+        (lambda: hub.set_worker(PeerId("w1"), OperatorSetting.STANDBY, ""), True, True),
+        (joins, True, True), (lambda: joins(gpu="L4"), True, True), (learns, True, True), (learns, True, True),
+        (lambda: beats(link=link(1e6)), False, True), (lambda: beats(link=link(1e6)), False, False),
+        (lambda: beats(links={"links": [{"peer_id": "w1"}]}), False, True),
+        (beats, False, False), (lambda: beats(reach={"access": {"public_host": "203.0.113.1"}}), False, True),
+        (lambda: joining.on_end(PeerId("n"), hub.workers[PeerId("n")]), True, True),
+    ]  # fmt: skip
+    for number, (change, is_planned, is_broadcast) in enumerate(changes):
+        hub.plan_needed.clear(), hub.broadcast_needed.clear()
+        if isinstance(made := change(), Coroutine):
+            await made
+        found = hub.plan_needed.is_set(), hub.broadcast_needed.is_set()
+        assert found == (is_planned, is_broadcast), number

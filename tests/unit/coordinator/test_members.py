@@ -258,16 +258,20 @@ def test_a_price_is_bounded_by_offers(
     assert limit.is_exceeded_by(expected * 1.01 + 0.01) and not limit.is_exceeded_by(expected)
 
 
-def test_what_a_heartbeat_leaves_out_stays_as_it_was_but_links_end_with_their_session() -> None:
+def test_what_a_heartbeat_leaves_out_stays_as_it_was_but_links_end_with_their_session_and_measures_with_their_gpu(
+) -> None:  # fmt: skip
     fleet = membership()
     member = join(fleet)
+    fleet.on_heartbeat(A, beat(RATE), None, 0.5)
     whole = pb.Heartbeat(links={"links": [{"peer_id": "b"}]}, log={"lines": [{"text": "slow disk"}]})
     fleet.on_heartbeat(A, whole, None, 1.0)
     fleet.on_heartbeat(A, pb.Heartbeat(running_sequences=3), None, 2.0)
     assert [link.peer_id for link in member.heartbeat.links.links] == ["b"]
     assert (member.heartbeat.log, member.heartbeat.running_sequences) == (whole.log, 3)
-    fleet.on_hello(A, member.hello, 3.0)
-    assert not member.heartbeat.links.links and member.heartbeat.log.lines
+    for gpu, rate in (("", RATE), ("H100", 0.0)):
+        fleet.on_hello(A, pb.WorkerHello(name="a", gpu=gpu), 3.0)
+        assert not member.heartbeat.links.links and member.heartbeat.log.lines
+        assert member.measures.value("rollouts_per_s") == rate
 
 
 def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alone() -> None:

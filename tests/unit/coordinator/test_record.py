@@ -325,7 +325,13 @@ def test_what_is_no_fault_of_the_worker_does_not_count() -> None:
         run.tell(run.one.recall, grant.lease_id, "another is faster")
         run.ends(grant, closed="cancelled")
         run.ends(run.given(A), closed="complete")
+        run.ends(grant := run.given(A), EndReason.FINISHED)
+        run.now += 2 * TELLING_S_MAX  # in which the learner may have lost it
+        run.hears(*((worker, 64, 64.0) for worker in (A, B)))
+        run.tell(run.one.offer, (grant.group,), (0,))
+        run.tell(run.one.close, (grant.group.group_id,), "cancelled")
         run.passes()
+    assert run.record(A).ways[UNFINISHED] == 8 and run.record(A).picks == 0
     held = [run.given(A, ALL) for _ in range(12)]
     run.now += 2 * TIMEOUT_S
     run.tell(run.one.tick)  # all expire while nothing is heard of the learner
