@@ -72,34 +72,20 @@ def permuted(index: int, size: int, seed: int) -> int:
             return value
 
 
-CYCLE_MAX = 1000  # largest number of places in a cycle, so weights are exact to one part in CYCLE_MAX
+CYCLE = 1000  # places of several tasks in a cycle: weights are exact to one part in so many
 
 
 def places(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the task of each place of a cycle. The cycle is the shortest in which every task gets its exact share; if none of
-    up to CYCLE_MAX places does, CYCLE_MAX places are apportioned by largest remainder."""
-    total = sum(weights)
-    counts = next((exact for length in range(1, CYCLE_MAX + 1) if (exact := _exact(weights, total, length))), None)
-    if counts is None:
-        counts = _rounded(weights, total)
-    due = [((turn + 0.5) / count, task) for task, count in enumerate(counts) for turn in range(count)]
-    return tuple(task for _, task in sorted(due))
-
-
-def _exact(weights: Sequence[float], total: float, length: int) -> list[int] | None:
-    shares = [weight / total * length for weight in weights]
-    counts = [round(share) for share in shares]
-    is_exact = all(abs(share - count) < 1e-9 * length for share, count in zip(shares, counts, strict=True))
-    return counts if is_exact and min(counts) > 0 else None
-
-
-def _rounded(weights: Sequence[float], total: float) -> list[int]:
-    shares = [weight / total * CYCLE_MAX for weight in weights]
+    """Returns the task of each place of a cycle, apportioned by largest remainder; each task gets one place at least."""
+    if len(weights) == 1:
+        return (0,)
+    shares = [weight / sum(weights) * CYCLE for weight in weights]
     counts = [max(1, int(share)) for share in shares]
     by_remainder = sorted(range(len(weights)), key=lambda task: counts[task] - shares[task])
-    for task in by_remainder[: max(0, CYCLE_MAX - sum(counts))]:
+    for task in by_remainder[: max(0, CYCLE - sum(counts))]:
         counts[task] += 1
-    return counts
+    due = [((turn + 0.5) / count, task) for task, count in enumerate(counts) for turn in range(count)]
+    return tuple(task for _, task in sorted(due))
 
 
 @dataclass(frozen=True, slots=True)

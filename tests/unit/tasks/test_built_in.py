@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.built_in import ALPHABET, ReasoningGym, SortDigits, Sums, answer_in, format_only_target
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
-from echo2.tasks.split import CYCLE_MAX, MixedSplit, TaskSplit, places
+from echo2.tasks.split import CYCLE, MixedSplit, TaskSplit, places
 from echo2.tasks.task import ChatMessage, Reward, TaskSpec, spec_from_json
 
 DIGITS, SUMS = SortDigits(5), Sums()
@@ -189,12 +189,11 @@ def test_up_to_every_place_each_task_has_its_share_to_within_a_prompt_for_each_o
             assert abs(seen[one] - at * share / total) <= max(1, len(shares) - 1) + rounding
 
 
-def test_weights_with_a_short_common_cycle_are_kept_exactly() -> None:
-    assert Counter(places([1, 1, 1])) == {0: 1, 1: 1, 2: 1}
-    assert Counter(places([0.5, 0.3, 0.2])) == {0: 5, 1: 3, 2: 2}
-    assert places([2, 1]) == (0, 1, 0)
-    assert len(places([3.14159, 1.0])) == CYCLE_MAX
-    assert Counter(places([1e6, 1.0]))[1] == 1  # none is left out
+def test_weights_are_kept_to_a_thousandth_and_no_task_is_left_out() -> None:
+    assert Counter(places([0.5, 0.3, 0.2])) == {0: 500, 1: 300, 2: 200}
+    assert Counter(places([3.14159, 1.0]))[1] == round(CYCLE / 4.14159)
+    assert Counter(places([1e6, 1.0]))[1] == 1
+    assert places([7.0]) == (0,)
 
 
 @settings(max_examples=60, deadline=None)
