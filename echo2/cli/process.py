@@ -33,7 +33,7 @@ FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 PARENT = "ECHO2_PARENT"  # variable with the process id of the command that started this process and must not outlive
 COLUMNS_MAX = 100  # longer lines are hard to read; a narrower terminal wraps them earlier
 END_WITHIN_S = 10.0  # a drain (2 s) and the end of an engine fit several times
-PARENT_LOOK_S = 1.0  # where the kernel does not tell: a second of a lost child costs nothing
+PARENT_LOOK_S = 1.0  # a second of a lost child costs nothing
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LINES_PER_S, LINES_BURST = 2.0, 20  # a traceback passes whole; a day of errors is 170,000 lines at most
 UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -121,8 +121,7 @@ def die_with_parent() -> None:
     parent = os.environ.pop(PARENT, "")
     if not parent:
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before the kernel was told
         os._exit(FORCED_EXIT_CODE)
     threading.Thread(target=_end_after, args=(int(parent),), name="parent", daemon=True).start()
@@ -131,8 +130,6 @@ def die_with_parent() -> None:
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_LOOK_S)
-    if sys.platform != "linux":
-        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_WITHIN_S)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)

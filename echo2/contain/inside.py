@@ -59,8 +59,7 @@ def serve(make: Callable[[str], Handler]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a trusted reward starts would read requests from it
     os.dup2(2, 1)
-    if sys.platform == "linux":
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if (setup := _read(requests)) is None:
         return

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -108,8 +107,7 @@ def _answer(body: Body) -> bytes:
 def _make(setup: str) -> Handler:
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401 - before memory is limited
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: it serves all threads, and outlives the one that asked first
+    ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: it serves all threads, and outlives the one that asked first
     with Path("/proc/self/statm").open() as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES,) * 2)

@@ -14,7 +14,6 @@ import enum
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -86,7 +85,7 @@ QUEUE_MAX = 1 << 16  # requests that wait: some minutes of a fleet
 
 
 def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def reward_processes(cores: int) -> int:

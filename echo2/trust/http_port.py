@@ -174,9 +174,7 @@ class _Acceptor:
             DOORS.brought_nothing(host)
 
     async def _begin(self, connection: socket.socket, host: str, head_s: float) -> None:
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * TAKE_S))
-
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * TAKE_S))
         patience_s = HANDSHAKE_S if self._tls else None
         try:
             _, protocol = await asyncio.get_running_loop().connect_accepted_socket(

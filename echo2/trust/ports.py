@@ -10,7 +10,7 @@ connections that hold most are ended. A host that floods a port with connections
 beyond its pace, is shut out for SHUT_OUT_S, up to SHUT_OUT_MAX_S while it goes on: the kernel drops its first packets (SYN)
 before this process does any work for them; open connections go on.
 
-Linux only, the filter IPv4 only; elsewhere only gRPC's own counts limit callers.
+The filter is for IPv4 only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import os
 import resource
 import socket
 import struct
-import sys
 import threading
 import urllib.parse
 from collections import defaultdict, deque
@@ -348,7 +347,7 @@ class Doors:
             self._start()
 
     def _start(self) -> None:
-        if self._thread is None and sys.platform.startswith("linux"):
+        if self._thread is None:
             self._thread = threading.Thread(target=self._look_on, name="ports", daemon=True)
             self._thread.start()
 
@@ -504,8 +503,8 @@ def remote_of(name: str) -> Remote:
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's TCP sockets: descriptor and a view of it, valid until the next is asked for. Linux only."""
-    for path in Path("/proc/self/fd").iterdir() if sys.platform.startswith("linux") else ():
+    """This process's TCP sockets: descriptor and a view of it, valid until the next is asked for."""
+    for path in Path("/proc/self/fd").iterdir():
         fd = int(path.name)
         try:
             view = socket.socket(fileno=fd)

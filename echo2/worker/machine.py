@@ -315,7 +315,7 @@ def look(folder: Path) -> WorkerMachine:
         free_bytes += sum(path.stat().st_size for path in folder.glob("chunks/*.artifact"))
     return WorkerMachine(
         gpus=local_gpus(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory_total_bytes(),
         free_disk_bytes=free_bytes,
         has_vllm=importlib.util.find_spec("vllm") is not None,

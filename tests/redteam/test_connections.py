@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -126,7 +125,6 @@ def test_off_loopback_the_log_does_not_hold_the_access_token(tmp_path: Path) -> 
         assert "dashboard.token" in target.log()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="filters of sockets are Linux's")
 def test_a_host_whose_connections_ask_nothing_is_shut_out_for_a_while_and_others_are_not(target: Target) -> None:
     port = target.port("dashboard_port")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -144,7 +143,6 @@ def test_who_proves_itself_while_a_look_is_under_way_that_has_not_seen_it_is_kno
 
 
 FLOODER, OTHER = "127.0.0.2", "127.0.0.3"
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="filters of sockets are Linux's")
 
 
 @pytest.fixture(params=["127.0.0.1", "::"])
