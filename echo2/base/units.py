@@ -8,6 +8,7 @@ import ipaddress
 import math
 import re
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,54 +21,41 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-
 # Seconds in each unit; a bare number is seconds.
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-# Bits in each unit: rates are decimal, as networks count.
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-
-
-def _split(text: str, what: str, example: str) -> tuple[float, str]:
-    match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"{what}: expected a number with a unit such as {example}, got {text!r}")
-    return float(match[1]), match[2].lower()
+# Bytes in each unit of a rate: bits are decimal, as networks count.
+_PER_S = _BYTES | {"bit": 1 / 8, "kbit": 10**3 / 8, "mbit": 10**6 / 8, "gbit": 10**9 / 8}
 
 
 def parse_duration_s(text: str | float) -> float:
     """Seconds from `80ms`, `2s`, `5min`, `1.5h`; a bare number is seconds."""
-    if isinstance(text, int | float):
-        return _finite(float(text), "duration")
-    number, unit = _split(text, "duration", "'80ms', '2s', '5min'")
-    if unit not in _SECONDS:
-        raise ConfigError(f"duration: expected one of us, ms, s, min, h, d after the number, got {text!r}")
-    return _finite(number * _SECONDS[unit], "duration")
+    expected = "one of us, ms, s, min, h, d after the number"
+    return _parsed(text, "duration", "'80ms', '2s', '5min'", _SECONDS, expected)
 
 
 def parse_bytes(text: str | float) -> int:
     """Bytes from `4MiB`, `1.5GB`; a bare number is bytes."""
-    if isinstance(text, int | float):
-        return int(_finite(float(text), "size"))
-    number, unit = _split(text, "size", "'4MiB', '1.5GB'")
-    if unit not in _BYTES:
-        raise ConfigError(f"size: expected one of B, kB, MB, GB, KiB, MiB, GiB after the number, got {text!r}")
-    return int(_finite(number * _BYTES[unit], "size"))
+    expected = "one of B, kB, MB, GB, KiB, MiB, GiB after the number"
+    return int(_parsed(text, "size", "'4MiB', '1.5GB'", {"": 1, **_BYTES}, expected))
 
 
 def parse_rate_bytes_per_s(text: str | float) -> float:
     """Bytes per second from `300mbit/s`, `1gbit`, `37.5MB/s`; a bare number is bytes per second."""
+    units = _PER_S | {f"{unit}/s": size for unit, size in _PER_S.items()}
+    expected = "bit/s or B/s with a prefix, such as 300mbit/s or 37.5MB/s"
+    return _parsed(text, "rate", "'300mbit/s', '1gbit', '37.5MB/s'", units, expected)
+
+
+def _parsed(text: str | float, what: str, examples: str, units: Mapping[str, float], expected: str) -> float:
     if isinstance(text, int | float):
-        return _finite(float(text), "rate")
-    number, unit = _split(text, "rate", "'300mbit/s', '1gbit', '37.5MB/s'")
-    base = unit.removesuffix("/s")
-    if base in _BITS:
-        return _finite(number * _BITS[base] / 8, "rate")
-    if base in _BYTES and base:
-        return _finite(number * _BYTES[base], "rate")
-    raise ConfigError(f"rate: expected bit/s or B/s with a prefix, such as 300mbit/s or 37.5MB/s, got {text!r}")
-
-
-def _finite(number: float, what: str) -> float:
+        number = float(text)
+    elif (match := _NUMBER_AND_UNIT.fullmatch(text)) is None:
+        raise ConfigError(f"{what}: expected a number with a unit such as {examples}, got {text!r}")
+    elif (unit := match[2].lower()) not in units:
+        raise ConfigError(f"{what}: expected {expected}, got {text!r}")
+    else:
+        number = float(match[1]) * units[unit]
     if not math.isfinite(number) or number < 0:
         raise ConfigError(f"{what}: expected a finite number >= 0, got {number}")
     return number
@@ -89,15 +77,6 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
-
-
-def format_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`, `2.1 days`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def format_seconds(seconds: float) -> str:

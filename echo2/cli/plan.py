@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.errors import ConfigError
-from echo2.base.units import format_duration, format_seconds, parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.base.units import format_seconds, parse_bytes, parse_duration_s, parse_rate_bytes_per_s
 from echo2.cli import sizing
 from echo2.cli.options import config_of
 from echo2.cli.sizing import LearnerMachine, audit_s_per_step, lengths_of
@@ -300,7 +300,7 @@ def run_offers(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from rich.console import Console
 
     console, age_s = Console(highlight=False), offers.age_s(unix_now())
-    aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
+    aged = "" if age_s is None else f", fetched {format_seconds(age_s)} ago"
     console.print(
         f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens\n"
         f"{len(rows)} offers from {offers.source}{aged}\n"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from echo2.base.clock import Clock
 from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed, RunFinished
 from echo2.base.ids import PeerId, RunId
-from echo2.base.units import counted, format_duration
+from echo2.base.units import counted, format_seconds
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
 from echo2.config.run import CoordinatorSection, RunConfig
@@ -486,7 +486,7 @@ class Hub:
     def stood_still(self, seconds: float) -> None:
         """This process, or its machine, did nothing for so long. Those who were not heard were not silent, and cost money."""
         if seconds >= self.config.coordinator.suspect_after:
-            self.note("start", f"the coordinator stood still for {format_duration(seconds)}, or its machine slept")
+            self.note("start", f"the coordinator stood still for {format_seconds(seconds)}, or its machine slept")
             for member in self.membership.living():
                 member.heard_at = self.clock.now()
             self._extend(self.book.leases.values(), self.clock.now())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
 from echo2.base.rollout import NO_REQUESTS
-from echo2.base.units import counted, format_duration
+from echo2.base.units import counted, format_seconds
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, OpenGroup
@@ -237,7 +237,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
         text = "Start a worker: none is connected, so the learner has nothing to train on."
         return ToDo(text, "bad", Act.MAKE_LINK, "Make a join link")
     if run.silent_s > run.silent_s_max:
-        silent = f"nothing is heard of it for {format_duration(run.silent_s)}, though its stream stands"
+        silent = f"nothing is heard of it for {format_seconds(run.silent_s)}, though its stream stands"
         return ToDo(f"Look at the learner: {silent}.", "bad")
     if not run.active and not (run.wishes and not run.may_act):
         why = f" ({run.idle})" if run.idle else ""
@@ -261,7 +261,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         return
     if run.waits_for_rewards and (run.waits_long or run.is_short):
         due = (
-            f"{report.rewards_due} rewards are due, and the learner has waited {format_duration(run.waits_s)} for them"
+            f"{report.rewards_due} rewards are due, and the learner has waited {format_seconds(run.waits_s)} for them"
         )
         yield ToDo(f"{MORE_REWARDS}: {due}. More workers would not help.", "bad" if run.waits_long else "warn")
         return
@@ -269,7 +269,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         yield ToDo(f"{MORE_REWARDS}: {run.trains}; {run.broken[0].text}. More workers would not help.", "warn")
         return
     if run.waits_long:
-        waits = f"the learner waits {format_duration(run.waits_s)} for {report.waits_for}"
+        waits = f"the learner waits {format_seconds(run.waits_s)} for {report.waits_for}"
         is_asked = report.waits_for != NO_REQUESTS
         what = "Look at what is missing" if is_asked else "Start your trainer, or end the run"
         yield ToDo(f"{what}: {waits}.", "bad" if is_asked else "warn")

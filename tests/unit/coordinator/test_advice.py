@@ -61,7 +61,7 @@ SAYS = [
     (with_learner(waits_for=DUE, waits_s=60.0, rewards_due=193),
      "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray"),
     (with_learner(waits_for=DUE, waits_s=2.0, rewards_due=193, utilisation=0.3), "Give rewards more reward processes"),
-    (with_learner(waits_for=LACKS, waits_s=90.0), f"Look at what is missing: the learner waits 2 min for {LACKS}."),
+    (with_learner(waits_for=LACKS, waits_s=90.0), f"Look at what is missing: the learner waits 90 s for {LACKS}."),
     (with_learner(waits_for=LACKS, waits_s=9.0), "Nothing to do: the learner trains 97% of the time"),
     (with_learner(prompts_exhausted=True, waits_for=LACKS),
      "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step 40 of"),
