@@ -10,7 +10,6 @@ an error.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import importlib
 import logging
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from echo2.base.errors import NO_ROOM, ConfigError, DiskFull, EchoError, PortBusy, StateError
 from echo2.base.ids import PeerId, RunId
@@ -38,6 +36,7 @@ from echo2.coordinator.store import SqlStore
 from echo2.coordinator.streams import CoordinatorService
 from echo2.coordinator.web.page import Dashboard
 from echo2.outside import here, unix_now
+from echo2.outside.files import hold
 from echo2.outside.guard import cancel_all, noting
 from echo2.trust import tls
 from echo2.trust.enrolment import LOOK_S_MAX, renewal_due_unix_s
@@ -133,7 +132,7 @@ class CoordinatorDaemon:
     async def run(self) -> None:
         """Serves until `stop`. Raises PortBusy, StateError, DiskFull or ConfigError if it cannot start or continue."""
         async with AsyncExitStack() as opened:
-            opened.enter_context(_locked(self._keys))
+            opened.callback(os.close, _locked(self._keys))
             collect = opened.enter_context(self._garbage())
             await self._setup(opened)
             await self._serve(collect)
@@ -347,25 +346,13 @@ class _Ports:
         self._hub.state.meta(name, str(port))
 
 
-def _locked(folder: Path) -> IO[str]:
-    """Locks the folder for this process until the returned file is closed. StateError if another process holds it."""
+def _locked(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = (folder / "lock").open("a+")
+        return hold(folder / "lock", "coordinator")
     except OSError as error:
         kind = DiskFull if error.errno in NO_ROOM else StateError
         raise kind(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise StateError(f"{folder}: expected it free, but process {holder} runs a coordinator in it") from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
 
 
 def consolidate(hub: Hub) -> int:

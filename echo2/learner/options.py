@@ -6,7 +6,6 @@ so a kill leaves no stale lock); a folder of another run, model or batch shape i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import zlib
@@ -20,6 +19,7 @@ from echo2.base.errors import StateError
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import longest_sequence
 from echo2.outside import here, unix_now
+from echo2.outside.files import hold
 from echo2.trust.tls import read_secret, write_secret
 
 
@@ -86,15 +86,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(path / "learner.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock)
-            raise StateError(f"run folder {path}: another learner (process {holder}) works in it") from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        self._lock = hold(path / "learner.lock", "learner")
 
     def check_identity(self, identity: Mapping[str, object], notes: Mapping[str, object] | None = None) -> None:
         """Records the run's identity on the first start and compares it on every later one; raises `StateError` if it differs.

@@ -6,11 +6,14 @@ each machine a real folder, and after a power cut removes what was written there
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from echo2.base.errors import StateError
 
 
 class Files(Protocol):
@@ -63,3 +66,20 @@ class MachineFiles:
 
     def free_bytes(self, folder: Path) -> int:
         return shutil.disk_usage(folder).free
+
+
+def hold(lock: Path, role: str) -> int:
+    """Locks the file for this process until the returned descriptor is closed, and writes the process's id into it. StateError if
+    another process holds it."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+        os.close(handle)
+        raise StateError(
+            f"{lock.parent}: expected it free, but process {holder} runs a {role} in it; give this one another folder"
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -18,7 +17,8 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from echo2.base.errors import EchoError, ProtocolError, StateError, Unreachable
+from echo2.base.errors import EchoError, ProtocolError, Unreachable
+from echo2.outside.files import hold
 
 LINE_BYTES_MAX = 1 << 16  # a request is one short line of JSON
 ANSWER_S = 30.0  # every command is answered at once: `drain` when it begins, not when it ends
@@ -47,14 +47,7 @@ class ControlServer:
 
     async def start(self) -> None:
         """Starts listening; StateError if another worker runs in the folder."""
-        self._lock = os.open(self._folder / "worker.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise StateError(
-                f"{self._folder}: another worker runs in this folder; give this one another --name or --folder"
-            ) from None
+        self._lock = hold(self._folder / "worker.lock", "worker")
         self._path.unlink(missing_ok=True)  # left by a killed worker
         old_mask = os.umask(0o077)
         try:

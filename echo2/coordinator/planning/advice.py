@@ -260,9 +260,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         yield _equal_rewards(run)
         return
     if run.waits_for_rewards and (run.waits_long or run.is_short):
-        due = (
-            f"{report.rewards_due} rewards are due, and the learner has waited {format_seconds(run.waits_s)} for them"
-        )
+        due = f"{report.rewards_due} rewards are due, and the learner has waited {format_seconds(run.waits_s)} for them"
         yield ToDo(f"{MORE_REWARDS}: {due}. More workers would not help.", "bad" if run.waits_long else "warn")
         return
     if run.is_short and run.broken and run.broken[0].limit_kind is Limit.REWARDS:

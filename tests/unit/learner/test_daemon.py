@@ -351,7 +351,7 @@ def test_another_run_s_folder_or_one_in_use_is_refused(model_path: Path, tmp_pat
     with pytest.raises(StateError, match=r"expected data .* as when the run began"):
         prepared_from(options)
     holder = RunFolder(tmp_path / "run")
-    with pytest.raises(StateError, match="another learner"):
+    with pytest.raises(StateError, match="runs a learner in it"):
         RunFolder(tmp_path / "run")
     holder.release()
 

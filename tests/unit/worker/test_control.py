@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -36,9 +37,7 @@ async def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_pa
     assert await ask(folder, "status") == {"version": 3}
     with pytest.raises(ProtocolError, match="expected status, got dance"):
         await ask(folder, "dance")
-    with pytest.raises(
-        StateError, match="another worker runs in this folder; give this one another --name or --folder"
-    ):
+    with pytest.raises(StateError, match=f"process {os.getpid()} runs a worker in it; give this one another folder"):
         await ControlServer(folder, answered).start()
     assert socket_path(folder).stat().st_mode & 0o077 == 0
     await server.stop()
