@@ -66,7 +66,7 @@ def test_prices_are_fetched_ranked_and_kept_with_their_age(market: Path, capsys:
     kept.write_text(json.dumps({**told_at, "fetched_at": told_at["fetched_at"] - 7200}))
     assert main(["offers", *MODEL]) == 0
     shown = capsys.readouterr()
-    assert "4 offers from gpuhunt, fetched 2.0 h ago" in shown.out and "0.200 spot" in shown.out
+    assert "4 offers from gpuhunt, fetched 2 h ago" in shown.out and "0.200 spot" in shown.out
     assert shown.out.count("RTX4090") == 1, "one row a kind of GPU: the spot one is cheaper"
     assert main(["offers", *MODEL, "--refresh"]) != 0
     assert "expected a catalogue from gpuhunt" in capsys.readouterr().err
