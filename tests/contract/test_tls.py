@@ -190,6 +190,11 @@ def test_an_identity_is_not_made_anew_beside_what_it_signed(tmp_path: Path) -> N
             tls.load_or_create_authority(tmp_path, tls.load_or_create_identity(tmp_path), RUN)
         assert not (tmp_path / name).exists()
         tls.write_secret(tmp_path / name, whole)
+    for name in ("identity.key", "authority.key", "authority.pem"):
+        (tmp_path / name).unlink()
+    tls.write_secret(tmp_path / "credentials.json", b"of a worker")
+    with pytest.raises(StateError, match="expected it beside credentials.json, found none"):
+        tls.load_or_create_identity(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

@@ -86,19 +86,18 @@ class LeaseBook:
     now: float = 0.0
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
     offered_at: float = 0.0
-    _queue: LeaseQueue = field(init=False)
+    _queue: LeaseQueue = field(default_factory=LeaseQueue)
     _evaluators: Evaluators = field(init=False)
     records: WorkerRecords = field(init=False)
 
     def __post_init__(self) -> None:
-        self._queue = LeaseQueue(self.rules.staleness_bound)
         self._evaluators = Evaluators(self.rules.lease_timeout_s)
         self.records = WorkerRecords(self.rules.lease_timeout_s)
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
         """Takes over what an earlier process saved. Call it before anything else."""
         self.leases = {lease.lease_id: lease for lease in leases}
-        for group in groups:
+        for group in sorted(groups, key=lambda group: group.since):  # as they were granted: the evaluators look so
             if group.phase is GroupPhase.LEASED and (group.lease_id is None or group.lease_id not in self.leases):
                 group.phase, group.lease_id = GroupPhase.QUEUED, None
             self.groups[group.spec.group_id] = group
@@ -549,7 +548,6 @@ class LeaseBook:
 
     def set_staleness_bound(self, bound: int) -> None:
         self.rules = replace(self.rules, staleness_bound=bound)
-        self._queue.staleness_bound = bound
 
     # ---- questions
 
@@ -566,7 +564,8 @@ class LeaseBook:
         return None if (first := self._queue.first) is None else self.groups[first]
 
     def has_work_for(self, workers: Iterable[PeerId]) -> bool:
-        return self._queue.has_work_for({self.wanting[worker_id].version for worker_id in workers})
+        versions = {self.wanting[worker_id].version for worker_id in workers}
+        return self._queue.has_work_for(versions, self.rules.staleness_bound)
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         record = self.records.workers.get(worker_id)

@@ -211,7 +211,6 @@ class LeaseQueue:
     """A group's sort key is computed when it is added, so the fields that make up the key may change only while the group is not
     queued."""
 
-    staleness_bound: int
     _paced: list[_Key] = field(default_factory=list)
     _exact: dict[Version, list[_Key]] = field(default_factory=dict)
 
@@ -256,13 +255,13 @@ class LeaseQueue:
         for key in list(self._paced):
             yield key[0], key[3]
 
-    def has_work_for(self, versions: Collection[Version]) -> bool:
+    def has_work_for(self, versions: Collection[Version], staleness_bound: int) -> bool:
         """Whether any queued group could be given to a worker at one of these versions."""
         if self._exact and not self._exact.keys().isdisjoint(versions):
             return True
         if not self._paced or not versions:
             return False
-        return may_begin(max(versions), self._paced[0][0], self.staleness_bound)
+        return may_begin(max(versions), self._paced[0][0], staleness_bound)
 
 
 def _key(group: OpenGroup) -> _Key:

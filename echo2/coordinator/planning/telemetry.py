@@ -164,7 +164,7 @@ class LearnerBoard:
                 self._complete(row, now)
 
     def _complete(self, row: VersionRow, now: float) -> None:
-        if row.waiting or row.complete_s is not None or not row.live_after_s:
+        if row.waiting or not row.live_after_s:
             return
         row.complete_s = now - row.published_at
         if row.published.has_parent and row.has_links_alone and row.predicted_s > 0 and row.complete_s > 0:

@@ -138,12 +138,14 @@ async def test_streams_that_end_right_after_their_welcome_are_opened_ever_more_s
 
 
 async def test_a_stream_that_takes_nothing_is_given_up() -> None:
-    async with Bench(welcome(), welcome()) as bench:
+    async with Bench(refusal(LimitExceeded), refusal(LimitExceeded), welcome(), welcome()) as bench:
         await bench.until(lambda: bench.session.is_connected)
+        await asyncio.sleep(bench.backoff.longest_s)
         for _ in range(OUTBOX_MESSAGES_MAX + 1):
             bench.session.send(Message())
         await bench.until(lambda: bench.lost == 1)
         await bench.until(lambda: bench.session.is_connected)
+        assert bench.backoff.failures == 1, "a stream that lasted ends the row of failures before it"
 
 
 async def test_a_good_bye_is_said_behind_all_else_and_holds_nobody_where_it_is_not_heard() -> None:

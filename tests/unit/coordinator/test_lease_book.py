@@ -235,9 +235,18 @@ def test_a_lease_that_a_lost_process_granted_is_taken_in() -> None:
     (grant,) = grants(one.reconnect(1.0, A, (held,)))
     assert (grant.lease_id, grant.attempt, one.queued) == (held.lease_id, 7, 0)
     assert revoked(one.reconnect(2.0, B, (held,))) == [held.lease_id], "the lost process granted it as well"
+
+    def is_refused(attempt: int, named_as: int) -> bool:
+        said = le.HeldLease(le.lease_id_of(GroupId("g"), named_as), GroupId("g"), attempt, 10.0)
+        return revoked(one.reconnect(2.0, B, (said,))) == [said.lease_id]
+
+    assert is_refused(9, 9), "another has it"
+    one.lose(2.0, A, "gone")
+    assert is_refused(7, 7) and is_refused(9, 8), "its time is over; it was never granted"
+    assert not is_refused(8, 8)
     again = book()
     again.restore(one.groups.values(), ())  # what was saved names a lease that was not
-    assert [grant.attempt for grant in ready(again, B)] == [8]
+    assert [grant.attempt for grant in ready(again, B)] == [9]
 
 
 def test_a_recalled_lease_that_its_worker_still_holds_when_it_comes_back_goes_on_like_any() -> None:
@@ -272,9 +281,10 @@ def test_a_refused_group_pauses_and_a_recalled_one_moves_once_it_was_handed_back
         (second,) = grants(one.tick(now))
     assert (second.worker_id, second.attempt) == (A, 4)
     assert revoked(one.recall(now, second.lease_id, "a faster worker is free")) == [second.lease_id]
-    assert ready(one, B, now=now) == []
-    moved = grants(ends(one, second, EndReason.HANDED_BACK, now + 1))
-    assert [(grant.worker_id, grant.is_continuation) for grant in moved] == [(B, True)]
+    assert one.recall(now, second.lease_id, "and another", C) == [], "it is on its way"
+    assert ready(one, A, now=now) == []
+    assert grants(ends(one, second, EndReason.HANDED_BACK, now + 1)) == [], "not to the one that was asked for it"
+    assert [grant.is_continuation for grant in ready(one, B, now=now + 1)] == [True]
 
 
 def test_leases_that_stand_still_are_told_by_worker_the_longest_first() -> None:
@@ -549,8 +559,13 @@ def test_whoever_is_through_with_its_questions_counts_no_more_and_others_take_wh
 def test_everybody_evaluates_where_nothing_is_open_to_train_on_and_a_fast_worker_is_enough_alone() -> None:
     _, found = fleet_with(*exams(20))
     assert len(at_it(found)) == len(FLEET)
-    chosen = Evaluators().chosen(Version(3), FLEET, FLEET, lambda worker: 9.0 if worker == FLEET[0] else 1.0)
+    evaluators = Evaluators()
+    chosen = evaluators.chosen(Version(3), FLEET, FLEET, lambda worker: 9.0 if worker == FLEET[0] else 1.0)
     assert chosen == [FLEET[0]]
+    evaluators.on_grant(le.Lease(LeaseId("l"), GroupId("e"), FLEET[0], 1, 0.0, 30.0, 0.0), exam("e", 3))
+    for slow in FLEET[:2]:
+        evaluators.on_overtake(slow, Version(3))
+    assert evaluators.chosen(Version(3), FLEET, FLEET, lambda worker: 1.0) == FLEET[2:5], "both were too slow for it"
 
 
 def test_a_question_held_far_longer_than_leases_take_goes_to_another(
@@ -566,6 +581,15 @@ def test_a_question_held_far_longer_than_leases_take_goes_to_another(
             for grant in ready(one, B, version_of_other, 4, now):
                 if grant.group.group_id == "e":
                     assert grant.is_continuation and held.lease_id not in one.leases
+                    one.lose(now, B, "gone")
+                    assert GroupId("e") not in {each.group_id for each in one.leases_of(A)}, "it was taken from it"
+                    for lease in one.leases_of(A):
+                        one.end(now, A, lease.lease_id, EndReason.HANDED_BACK, "it idles")
+                    one.offer(now, (exam("next", 3),))
+                    one.allow(now, B, True)
+                    one.wanting |= {worker: LeaseRequest(8, Version(3), now) for worker in (A, B)}
+                    given = grants(one.tick(now))
+                    assert {each.worker_id for each in given if each.group.group_id == "next"} == {B}, "A is slow"
                     return now
                 now += 5.0
                 heard = (le.WorkerDelivery(A, 1, 0.0), le.WorkerDelivery(B, 4, 4.0))
@@ -578,6 +602,22 @@ def test_a_question_held_far_longer_than_leases_take_goes_to_another(
 
     assert 30.0 <= takes_s(3) <= 30.0 + 5.0, "once that is longer than four leases and a lease's time-out"
     assert takes_s(4) == float("inf"), "a slow worker alone at its version keeps its questions"
+
+
+def test_after_a_restart_the_question_that_is_held_longest_is_still_the_first_that_goes_to_another() -> None:
+    """What is read comes by name: the oldest was hidden behind a newer one."""
+    one = book(exam("z", 3))
+    (oldest,) = ready(one, A, 3)
+    one.on_progress(20.0, A, oldest.lease_id, 0, 1)
+    one.offer(25.0, (exam("a", 3),))
+    ready(one, B, 3, now=25.0)
+    again = LeaseBook(one.rules)
+    again.restore((one.groups[GroupId(name)] for name in "az"), one.leases.values())
+    again.offer(25.0, tuple(spec(name, 3) for name in "cdef"))
+    again.on_delivered(25.0, (le.WorkerDelivery(C, 16, 16.0),))
+    for grant in ready(again, C, 3, 16, 25.0):
+        ends(again, grant, now=26.0)
+    assert [grant.group.group_id for grant in ready(again, C, 3, 4, 31.0)] == ["z"]
 
 
 # ---- stragglers move to fast workers when the model says that it pays, and only then
@@ -627,18 +667,30 @@ def test_a_straggler_moves_when_that_ends_it_sooner_and_the_reason_says_by_how_m
     reads_slowly = {**SPEEDS, FAST: WorkerPace(50.0, 4.0)}
     assert moves(straggler(100, 20.0), reads_slowly, HAND_OVER_S, {}) == [], "403 tokens at 4 a second take longer"
     assert found(straggler(tokens=0, now=20.0)) == [FAST], "before its first report its worker's mean counts"
+    two = straggler(tokens=100, now=20.0)
+    two.request(20.0, FAST, 0, Version(0))
+    two.offer(20.0, (long_group("h"),))
+    assert len(ready(two, SLOW, free=SIZE, now=20.0)) == 1
+    two.request(20.0, FAST, SIZE, Version(0))
+    assert found(two) == [FAST], "it has room for one"
 
 
 @pytest.mark.parametrize(
-    "why", ["nearly done", "as fast where it is", "no faster worker", "evaluation", "queued group", "only its own room"]
-)
+    "why",
+    [
+        "nearly done", "as fast where it is", "no faster worker", "evaluation", "queued group", "queued evaluation",
+        "only its own room", "too old",
+    ],
+)  # fmt: skip
 def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(why: str) -> None:
     exam = replace(long_group("e"), work=Work.EVALUATE, exact_version=Version(0))
     tokens, now = {"nearly done": (780, 156.0), "as fast where it is": (700, 14.0)}.get(why, (100, 20.0))
     book = straggler(tokens, now, exam if why == "evaluation" else None)
-    if why == "queued group":
+    if why == "too old":  # the slow one has made it with a newer version
+        book.offer(now, (long_group("g", step=5),))
+    if why in ("queued group", "queued evaluation"):
         book.request(now, FAST, 0, Version(0))
-        book.offer(now, (long_group("h"),))
+        book.offer(now, (exam if why == "queued evaluation" else long_group("h"),))
         book.wanting[FAST] = LeaseRequest(SIZE, Version(0), now)  # between the word of its room and the next match
     if why == "only its own room":
         book.request(now, FAST, 0, Version(0))

@@ -206,6 +206,9 @@ async def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_o
     hub.membership.on_heartbeat(PeerId("w0"), beat(), None, fleet.clock.now())
     snapshot = await snapshot_of(hub)
     assert snapshot is not None and snapshot.spent_usd == pytest.approx(4.5), "two hours of 2 and one of 0.5"
+    token.peers.add(PeerId("w1"))
+    bills = [hub.money.bill_of(hub.membership.members[PeerId(name)]) for name in ("w0", "w1")]
+    assert bills == pytest.approx([2.0, 2.0]), "they share the machine's bill"
 
 
 def test_what_the_model_leaves_out_is_learned_by_plans_and_bounded_and_rewards_that_are_due_are_not_it() -> None:

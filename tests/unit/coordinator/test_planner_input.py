@@ -147,6 +147,11 @@ def test_no_plan_counts_on_a_worker_that_is_drained_measured_or_not() -> None:
     members[0].setting = members[2].setting = OperatorSetting.DRAINING
     told = fleet_snapshot(board(10.0), members, 2.0, {})
     assert told is not None and plan(told, PlanConfig(4)).pool == ("w1",)
+    members[0].setting, members[1].setting = OperatorSetting.ACTIVE, OperatorSetting.AUTOMATIC
+    told = fleet_snapshot(board(10.0), members, 2.0, {})
+    assert told is not None and [one.is_pinned for one in told.workers] == [True, False, False], (
+        "the operator's choice is"
+    )
 
 
 def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
@@ -175,9 +180,10 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
         made.on_publish(published, 3.0, pool, 100.0 * version)
         made.on_live(one, Version(version), 100.0 * version + took_s)
 
-    broadcast(1, 60.0, None)  # a keyframe is fetched by those who need it: it says nothing
+    for version in range(1, 6):
+        broadcast(version, 60.0, None)  # a keyframe is fetched by those who need it: it says nothing
     assert made.broadcast_efficiency == 0.8
-    for version in range(2, 32):
+    for version in range(6, 32):
         broadcast(version, 6.0, version - 1)
     assert telemetry.plan_config(config, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
     for version in range(32, 36):
@@ -187,6 +193,25 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
     for version in range(36, 66):
         broadcast(version, 1000.0, version - 1)
     assert made.broadcast_efficiency == 0.25
+
+
+def test_a_version_is_complete_with_the_last_that_has_it_or_leaves_and_an_older_one_is_never_the_newest() -> None:
+    made, one, two = board(10.0), PeerId("w0"), PeerId("w1")
+    for version in (1, 2, 3):
+        made.on_publish(pb.VersionPublished(version=version, has_parent=True), 3.0, [one, two], 10.0)
+    rows = made.versions
+    made.on_live(one, Version(2), 12.0)
+    assert made.newest_complete is None, "the other lacks it"
+    rows[Version(1)].waiting.add(three := PeerId("w2"))
+    made.on_leave(two, 15.0)
+    assert made.newest_complete is rows[Version(2)] and rows[Version(2)].complete_s == 5.0
+    made.on_live(three, Version(1), 20.0)
+    assert rows[Version(1)].complete_s == 10.0 and made.newest_complete is rows[Version(2)]
+    made.on_leave(one, 21.0)
+    assert rows[Version(3)].complete_s is None, "nobody has it"
+    for version in range(4, 3 * telemetry.VERSIONS_KEPT):
+        made.on_publish(pb.VersionPublished(version=version), 3.0, [], 30.0)
+    assert len(rows) == telemetry.VERSIONS_KEPT and made.newest is rows[Version(3 * telemetry.VERSIONS_KEPT - 1)]
 
 
 def test_predictions_stand_next_to_what_happened() -> None:

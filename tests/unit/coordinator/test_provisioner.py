@@ -34,7 +34,7 @@ from echo2.coordinator.money.provisioning import (
 from echo2.coordinator.operator import Commands
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.cost_model.plan import Limit, Plan
-from echo2.trust.identity import Identity
+from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, options
@@ -142,7 +142,12 @@ async def test_what_costs_money_or_bars_outlives_a_power_cut(tmp_path: Path, mon
     written.clear()
     one.hub.set_worker(worker, OperatorSetting.BANNED, "it lies")
     assert any(changes.must_last and "members" in kinds(changes) for changes in written)
-    token, _ = one.commands.create_token("worker", "", 60.0, 1)
+    token, link = one.commands.create_token("worker", "", 60.0, 1)
+    one.hub.tokens.redeem(JoinLink.parse(link).token, "worker", PeerId("w2"), one.clock.now())
+    one.hub.flush_now()
+    assert kinds(written[-1]) >= {"token_peers"}
+    one.hub.flush_now()
+    assert not written[-1].rows, "what was written is not written again"
     written.clear()
     one.commands.revoke_token(token.token_id)
     assert written[0].must_last
@@ -261,9 +266,13 @@ async def test_what_takes_long_goes_on_and_failures_are_free(tmp_path: Path, mon
     assert machine.state is MachineState.WANTED, "its provider is still being asked"
     with pytest.raises(LimitExceeded, match="still busy"):
         await run.provisioner.release(machine.machine_id, "")
+    preempted = await run.provisioner.rent("gpu", "", "because")
+    run.provisioner.preempted(preempted.machine_id, "the spot price rose")
     run.cloud.answers.set()
-    while machine.state is MachineState.WANTED:
+    while machine.state is MachineState.WANTED or len(run.cloud.there) < 2:
         await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    assert preempted.state is MachineState.ENDING, "it ends, though its rental has only now come to its end"
 
 
 async def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for(tmp_path: Path) -> None:

@@ -181,10 +181,11 @@ def test_a_proven_worker_that_falls_silent_is_given_as_long_as_a_lease_and_then_
     run.offer(40)
     assert len(run.asks(A)) == 20
     lost: list[LeaseId] = []
+    heard_at = TIMEOUT_S - 1
     while not lost:
         run.now += 1.0
-        lost = revoked(run.hears((B, 4, 1.0)))
-    assert len(lost) == 20 and run.now == TIMEOUT_S
+        lost = revoked(run.hears((B, 4, 1.0), *([(A, 4, 1.0)] if run.now == heard_at else [])))
+    assert len(lost) == 20 and run.now == heard_at + TIMEOUT_S, "since it was last heard of"
     run.now += run.one.records.first_word_s + 1
     for group in run.one.groups.values():
         group.avoid.clear()
