@@ -139,3 +139,6 @@ async def test_a_run_that_the_operator_stopped_stays_stopped_over_a_restart(tmp_
     assert "stopped by the operator" in run.hub.ending.text, "its steps are all still to be made"
     run.commands.resume()
     assert run.hub.ending.finish is None
+    run.hub.ending.finish_run("its data is used up")
+    run.commands.resume()
+    assert "its data is used up" in run.hub.ending.text, "that is no stop"

@@ -40,6 +40,7 @@ from echo2.coordinator.planning.telemetry import (
     RATIO_LEAST,
     CurrentPlan,
     LearnerBoard,
+    Totals,
     broadcast_nodes,
     is_settled,
     needs_of,
@@ -522,6 +523,7 @@ async def test_what_was_paid_and_delivered_is_known_after_a_stop_and_but_for_hal
     fleet = Fleet(tmp_path, 36.0, 36.0, 36.0)
     first, second, third = fleet.everybody
     fleet.hub.set_worker(third, OperatorSetting.STANDBY, "")
+    fleet.hub.learner.on_publish(pb.VersionPublished(version=1, artifact_bytes=9, full_snapshot_bytes=20))
     fleet.hub.handle(fleet.hub.book.on_delivered, tuple(WorkerDelivery(peer, 1, 1.0) for peer in (first, second)))
     for _ in range(2 * MEMBERS_KEPT_TICKS):
         fleet.passes(0.5, 1)
@@ -534,6 +536,7 @@ async def test_what_was_paid_and_delivered_is_known_after_a_stop_and_but_for_hal
     lost_usd = 2 * 0.3 if is_killed else 1e-5  # of 0.01 USD a second and worker
     assert 0 <= paid.usd_spent - fleet.hub.money.sums().usd_spent + 1e-5 <= lost_usd + 2e-5
     assert fleet.hub.money.sums().usd_chosen > 0.5
+    assert fleet.hub.board.totals == Totals(9, 20, 1)
     fleet.hub.handle(fleet.hub.book.on_delivered, (WorkerDelivery(first, 1, 1.0),))
     assert [member.is_newcomer for member in fleet.hub.membership.members.values()] == [False, False, True]
 
@@ -570,6 +573,9 @@ async def test_a_bound_that_is_lowered_holds_from_the_next_version_on(tmp_path: 
         return run.hub.book.groups[group.group_id].lease_id is not None
 
     assert takes(3, 0)
+    run.hub.plan.adopt(replace(plan([peer]), kappa=4), is_acted_on=True)
+    run.hub.learner.on_publish(pb.VersionPublished(version=0))
+    assert takes(4, 0), "this plan publishes too seldom for the lower bound"
     run.hub.plan.adopt(plan([peer]), is_acted_on=True)
     run.hub.learner.on_publish(pb.VersionPublished(version=4))
     assert takes(6, 4) and not takes(7, 4)

@@ -202,6 +202,8 @@ def test_a_version_is_complete_with_the_last_that_has_it_or_leaves_and_an_older_
     rows = made.versions
     made.on_live(one, Version(2), 12.0)
     assert made.newest_complete is None, "the other lacks it"
+    made.on_publish(rows[Version(2)].published, 3.0, [one, two], 13.0)  # as a learner that reconnects tells again
+    assert made.totals.versions == 3
     rows[Version(1)].waiting.add(three := PeerId("w2"))
     made.on_leave(two, 15.0)
     assert made.newest_complete is rows[Version(2)] and rows[Version(2)].complete_s == 5.0

@@ -307,6 +307,7 @@ async def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_
     run.cloud.there[machine.machine_id] = ObservedMachine(MachineState.ENDING, "spot price rose")
     await run.look(3600)
     member = run.hub.membership.members[peer]
+    await run.look(5)  # which is told once
     assert (machine.state, member.setting) == (MachineState.ENDING, OperatorSetting.DRAINING)
     assert all(lease.is_recalled for lease in run.hub.book.leases_of(peer))
     del run.cloud.there[machine.machine_id]
