@@ -181,10 +181,8 @@ class LearnerStream:
     def _check_alone(self, peer_id: PeerId, hello: pb.LearnerHello) -> None:
         """LimitExceeded, after which it tries again, for a process at another address while the learner is heard: a copy of its
         folder, as of a backup that is tried out, would take the run from it."""
-        board, silent_s = self._hub.board, self._hub.clock.now() - self._hub.board.heard_at
-        is_heard = (
-            self.session is not None and silent_s <= HEARD_BEATS * self._hub.config.coordinator.heartbeat_interval
-        )
+        board, beat_s = self._hub.board, self._hub.config.coordinator.heartbeat_interval
+        is_heard = self.session is not None and self._hub.clock.now() - board.heard_at <= HEARD_BEATS * beat_s
         if is_heard and board.hello is not None and board.peer_id == peer_id and board.hello.address != hello.address:
             raise LimitExceeded(
                 f"learner {peer_id} at {hello.address}: expected one process of it, another is at work at {board.hello.address}: "

@@ -172,11 +172,13 @@ class _RowForm:
         read = {
             name: (_read_as(hints[name]), ... if default is MISSING else default) for name, default in saved.items()
         }
-        self._model = pydantic.create_model("Row", **read)  # type: ignore[call-overload]
+        # Bytes as hex digits: parts of a stop string may be no UTF-8.
+        as_hex = pydantic.ConfigDict(val_json_bytes="hex")
+        self._model = pydantic.create_model("Row", __config__=as_hex, **read)  # type: ignore[call-overload]
 
     def to_json(self, row: object) -> str:
         values = {name: getattr(row, name) for name in self._names}
-        return pydantic_core.to_json(values, fallback=lambda message: message.SerializeToString().hex()).decode()
+        return pydantic_core.to_json(values, bytes_mode="hex", fallback=lambda m: m.SerializeToString().hex()).decode()
 
     def from_json(self, text: str) -> Any:
         read = self._model.model_validate_json(text)

@@ -62,7 +62,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield from _postgres(tmp_path)
 
 
-SPEC = GroupSpec(GroupId("g"), (1, 2), 4, SamplingParams(max_new_tokens=8), 3)
+STOP = "。".encode()  # of which a token may have a part, no UTF-8
+SAMPLING = SamplingParams(max_new_tokens=8, stop_strings=(STOP,), stop_piece_ids=(5,), stop_pieces=(STOP[:2],))
+SPEC = GroupSpec(GroupId("g"), (1, 2), 4, SAMPLING, 3)
 GROUP = OpenGroup(SPEC, GroupPhase.LEASED, 5.0, attempts=2, refusals=1, lease_id=LeaseId("l"), expected_tokens=9.0)
 LEASE = Lease(LeaseId("l"), GroupId("g"), PeerId("w"), 2, 5.0, 35.0, 6.0, 1, 40, is_recalled=True)
 MEMBER = Member(

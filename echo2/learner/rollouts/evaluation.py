@@ -27,15 +27,7 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed
 from echo2.config.run import RunConfig
 from echo2.learner.metrics import number_in, past_evaluations
-from echo2.learner.rollouts.groups import (
-    Group,
-    Prompt,
-    TrainGroup,
-    evaluated_version,
-    is_driven,
-    is_later_turn,
-    root_of,
-)
+from echo2.learner.rollouts.groups import Group, Prompt, TrainGroup, evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.journal import is_as_recorded
 from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld
 from echo2.outside import monotonic, unix_now
@@ -331,7 +323,7 @@ class Evaluations:
     def asks(self, group: Group) -> bool:
         """Whether the group of an earlier start is what would be asked now: sets and sampling may have changed."""
         version = group.spec.exact_version
-        if version is None or self.is_driven or is_driven(group.spec.group_id) or is_later_turn(group.spec.group_id):
+        if version is None or self.is_driven or is_later_turn(group.spec.group_id):
             return False
         if (drawn := self.draw(version, group.cursor)) is None:
             return False
