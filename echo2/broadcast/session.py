@@ -300,7 +300,7 @@ class BroadcastSession:
         waiting: set[PeerId] = set()
         children = self._relaying.children_in(route)
         for child in children:
-            if child.peer_id != parent and self._queue(ref, child, route, now):
+            if self._queue(ref, child, route, now):
                 waiting.add(child.peer_id)
         self._acknowledge(self._relaying.begin(ref, parent, waiting, children))
 
@@ -380,7 +380,7 @@ class BroadcastSession:
             ref, tree = assigned
             children = tree.children
             if tree.route.tree < 0:  # no tree of the plan is available
-                children = tuple(Child(peer.peer_id, False) for peer in self.peers.values() if not peer.is_late)
+                children = tuple(Child(peer.peer_id, False) for peer in self.peers.values())
             for child in children:
                 self._queue(ref, child, tree.route, now)
 

@@ -201,7 +201,6 @@ class VersionPublisher:
         """Publishes the newest version at a start. `cut_off`: the previous version and its weights, if a kill may have cut off
         the delta from it; that delta is then sent again. A keyframe follows for newcomers if none was sent, and, with `base`,
         the weights of version 0, a delta from that version; the coder keeps version 0 until then."""
-        self.of_base.at = Version(0) if version == 0 else None
         if cut_off is None:
             self.hold(tensors, version)
         else:

@@ -63,11 +63,12 @@ CHAIN = "0>1 1>2 2>3 3>4 4>5 5>6 6>7 7>8"
         (None, (*STEPS, KEYFRAME), BASE, "base+chain", CHAIN),
         (None, (offer(None, 0, 6e8),), BASE, "keyframe", "None>0"),
         (None, (), BASE, None, ""),
-        (6, ALL, BASE, "chain", "6>7 7>8"),
+        (6, (*STEPS, offer(0, 8, 1e5), offer(None, 0, 1)), BASE, "chain", "6>7 7>8"),  # on from what it has
         (None, (offer(0, 8, 7e8), KEYFRAME), BASE, "keyframe", "None>8"),
         # what comes by itself, or was begun, is left only for a clear gain: its bytes are on their way in any case
         (0, (*TWO, offer(0, 2, 1.1e6)), None, "chain", "0>1 1>2"),
         (0, (*TWO, offer(0, 2, 0.2e6)), None, "merged", "0>2"),
+        (0, (offer(0, 2, 1e6), offer(2, 4, 1e6), offer(0, 4, 2.05e6)), None, "merged", "0>4"),  # each is asked for
         (0, (*STEPS, offer(0, 8, 3.9e6, begun=True), offer(0, 4, 1.9e6), offer(4, 8, 1.9e6)), None, "merged", "0>8"),
     ],
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,7 +33,7 @@ from echo2.broadcast.artifact import (
     store_bytes_min,
 )
 from echo2.broadcast.catch_up import ArtifactReader, BlockArrived, CatchUpPlanner
-from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, SealSeen
+from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, PeerUp, Request, SealSeen
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import Library, RecentChunks, restored
 from echo2.broadcast.pace import Meter
@@ -234,7 +235,7 @@ def test_a_file_that_is_gone_before_it_is_taken_over_is_not_taken_for_held(tmp_p
 
 
 def test_what_is_new_is_of_use_and_costs_its_bringer_none_of_the_loops_time_and_what_is_forged_is_refused(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk may take long to make a file, in which the link would be read no more."""
     held, header = library(tmp_path), header_of(1)
@@ -242,6 +243,7 @@ def test_what_is_new_is_of_use_and_costs_its_bringer_none_of_the_loops_time_and_
     exchange.trust(LEARNER.peer_id)
     (made,) = signed_chunks(1000, LEARNER, header.key, 0, bytes(500))
     seal = Seal(header.key, 1, 500, root_of([made[1]]), "").signed(LEARNER)
+    asks = Request(PeerId("a"), header.key, (0,))
 
     async def scene() -> list[bool]:
         frames = [wire.header_to_bytes(header), wire.seal_to_bytes(seal)]
@@ -252,6 +254,15 @@ def test_what_is_new_is_of_use_and_costs_its_bringer_none_of_the_loops_time_and_
                 exchange.on_frame(PeerId("c"), frame)
         for frame in (frames[1], wire.chunk_to_bytes(made[0])):
             told += [exchange.on_frame(PeerId(name), frame) for name in ("a", "b")]
+        link = exchange.links[PeerId("a")] = Mock()
+        for event in (PeerUp(PeerId("a")), *[asks] * 2):
+            exchange.act(event)
+        (sent,) = link.send_chunk.call_args.args
+        exchange.on_sent(sent, None)
+        later = exchange.now() + 5.0
+        monkeypatch.setattr(Exchange, "now", lambda _: later)
+        exchange.act(asks)
+        assert link.send_chunk.call_count == 2, "the disk did not give it, so it is not on its way"
         held.drop(header.key)
         told.append(exchange.on_frame(PeerId("a"), frames[0]))
         exchange.stop_timer()

@@ -30,6 +30,7 @@ from echo2.broadcast.events import (
     SendHeader,
     SendSeal,
     UplinkSeen,
+    Wanted,
     Woken,
 )
 from echo2.broadcast.pace import REPLAYS_MAX, REQUESTS_HELD_MAX, SLOTS_PER_PEER
@@ -248,6 +249,11 @@ def test_a_header_and_the_first_seal_go_on_to_whoever_has_not_told_of_them() -> 
     sent = [(type(action), action.peer) for action in actions if isinstance(action, SendHeader | SendSeal)]
     assert sent == [(SendHeader, PeerId("b")), (SendHeader, PeerId("c")), (SendSeal, PeerId("b"))]
     assert session.artifacts[told.key].chunk_count == 1, "the first was verified"
+    session.handle(PeerUp(PeerId("d")), 0.0)
+    invented = Have(PeerId("d"), told.key, 0b111, is_sealed=False)
+    assert SendSeal(PeerId("d"), told.key) in session.handle(invented, 0.1)
+    asked = [action.indices for action in session.handle(Woken(), 30.0) if isinstance(action, Request)]
+    assert asked == [(0,)]
 
 
 def test_what_the_disk_lost_is_asked_for_again_at_once() -> None:
@@ -257,6 +263,7 @@ def test_what_the_disk_lost_is_asked_for_again_at_once() -> None:
         session.handle(event, 0.1)
     asked = [action.indices for action in session.handle(Emptied(KEY), 0.2) if isinstance(action, Request)]
     assert asked == [(0, 1)]
+    assert Cancel(peer, KEY, (0, 1)) in session.handle(Wanted(KEY, False), 0.3)
 
 
 def test_what_only_a_peer_that_left_had_keeps_no_other_chunk_from_being_asked_for() -> None:
@@ -323,8 +330,20 @@ def test_a_childs_lie_about_its_backlog_makes_no_message_that_our_parent_cannot_
     for index in range(4):
         session.handle(ChunkSeen(PeerId("seed"), KEY, index, 1000, Route(1, 0)), 0.1)
     taken = session.handle(ChunkSent(PeerId("liar"), KEY, 0), 0.2)
+    taken += session.handle(PeerDown(PeerId("liar")), 0.3)
     acks += [action for action in taken if isinstance(action, RelayAck)]
-    assert acks and all(wire.control_from(wire.parse(wire.control_frame(ack), "me"), ack.peer) == ack for ack in acks)
+    assert [ack.index for ack in acks] == [0, 1, 2, 3], "who is gone is not waited for"
+    assert all(wire.control_from(wire.parse(wire.control_frame(ack), "me"), ack.peer) == ack for ack in acks)
+
+
+def test_a_late_node_is_pushed_nothing_that_it_need_not_relay_whether_it_or_the_plan_came_first() -> None:
+    nodes = tuple(NodeLink(PeerId(n), n, (n,), 1e6, 1e6, 0.1, is_late=n in ("a", "c")) for n in ("me", "a", "b", "c"))
+    for trees in ((), (Tree(1.0, (0, 0, 0)),)):
+        session = publishing()
+        for event in (PlanSet(BroadcastPlan(1, nodes, trees)), PeerUp(PeerId("b")), PeerUp(PeerId("c"))):
+            session.handle(event, 0.0)
+        fresh = session.handle(ChunkSeen(None, KEY, 0, 1000, is_fresh=True), 0.1)
+        assert [action.peer for action in fresh if isinstance(action, SendChunk)] == ["b"]
 
 
 def test_a_plan_of_a_coordinator_whose_clock_went_back_is_followed() -> None:
@@ -420,7 +439,8 @@ def test_of_what_a_peer_asks_for_so_much_waits_and_no_more() -> None:
     session, asked, sent = publishing(), tuple(range(2 * REQUESTS_HELD_MAX)), list[int]()
     for index in asked:
         session.handle(ChunkSeen(None, KEY, index, 1000), 0.0)
-    actions = session.handle(Request(PeerId("a"), KEY, asked), 10.0)
+    once = session.handle(Request(PeerId("a"), KEY, asked[: REQUESTS_HELD_MAX // 2]), 10.0)
+    actions = once + session.handle(Request(PeerId("a"), KEY, asked), 10.0)  # what waits counts once
     while chunks := [action for action in actions if isinstance(action, SendChunk)]:
         sent += [chunk.index for chunk in chunks]
         actions = [
