@@ -389,6 +389,8 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
             if node is learner:  # it goes on as long as it is heard
                 hub.board.heard_at = hub.clock.now() + WAIT_S
                 assert "at work at 127.0.0.1:9" in await refusal_of(elsewhere, "LimitExceeded", address="127.0.0.1:8")
+                other = await Node.join(daemon, Role.LEARNER)
+                assert "has a learner already" in await refusal_of(other, "NotAllowed", address="127.0.0.1:8")
                 hub.board.heard_at -= 2 * WAIT_S
                 assert (await elsewhere.hello(address="127.0.0.1:8")).WhichOneof("kind") == "welcome"
                 assert (await copy.until("refusal")).code == "NotAllowed"

@@ -83,10 +83,10 @@ def test_the_most_urgent_group_goes_first_and_a_worker_that_is_too_old_for_it_is
     assert [grant.worker_id for grant in new] == [C, C, C], "B has more room, but is too old"
 
 
-def test_a_group_of_a_learner_with_a_new_folder_takes_the_place_of_its_namesake() -> None:
+@pytest.mark.parametrize("anew", [spec("g", prompt=9), spec("g", limit=4), spec("g", rollouts=3)])
+def test_a_group_of_a_learner_with_a_new_folder_takes_the_place_of_its_namesake(anew: GroupSpec) -> None:
     one = book(spec("g"), spec("h"))
     first, second = ready(one, A, free=8)
-    anew = replace(spec("g", prompt=9), sampling=SamplingParams(max_new_tokens=8, seed=1))
     synced = one.sync(1.0, (anew, spec("h")))
     assert revoked(synced) == [first.lease_id] and {second.lease_id} == one.leases.keys()
     (again,) = ready(one, B)

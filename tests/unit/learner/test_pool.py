@@ -888,6 +888,17 @@ def test_questions_of_sets_that_changed_meanwhile_are_asked_again_and_no_others(
     assert row["eval/held_out/reward"] == 0.25 and row["eval/rollouts"] == 1 + 2 * count
 
 
+def test_a_prompt_of_a_pass_that_is_not_made_any_more_is_not_drawn_again() -> None:
+    stage = Stage()
+    before = set(stage.offered)
+    stage.prompts.sampling = replace(stage.prompts.sampling, max_new_tokens=4)
+    has, gone = stage.prompts.split.has, max(int(name[1:]) for name in before)
+    stage.prompts.split.has = lambda cursor: has(cursor) and cursor != gone
+    stage.start()
+    names = {int(name[1:].partition("r")[0]) for name in stage.pool.groups.roots}
+    assert names == {*range(gone), gone + 1}
+
+
 @pytest.mark.parametrize("too_long", [set(), {1}])
 @pytest.mark.parametrize("changed", [{}, {"temperature": 0.7}, {"max_new_tokens": 4}])
 def test_groups_begun_with_other_sampling_than_the_run_s_now_are_drawn_again(
