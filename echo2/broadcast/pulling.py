@@ -111,14 +111,13 @@ def choose(
 
 def scattered(wanted: list[int], haves: list[int], most: int, rng: random.Random) -> list[int]:
     """Of what is pushed to nobody and one peer alone holds, each node asks for other chunks: those who come together then have them
-    of each other, and not all of the publisher. Up to `most` of these, and of the others."""
+    of each other, and not all of the publisher. Up to `most` of these, and all others."""
     once, several, span = 0, 0, all_of(max(wanted, default=-1) + 1)
     for have in haves:
         several |= once & have
         once |= have & span
-    shared = those_in(several, wanted)
-    alone = list(set(wanted).difference(shared))
-    return rng.sample(alone, min(most, len(alone))) + shared[:most]
+    alone = those_in(once & ~several, wanted)
+    return rng.sample(alone, min(most, len(alone))) + those_in(several, wanted)
 
 
 def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,10 +35,10 @@ from echo2.broadcast.events import (
     Wanted,
     Woken,
 )
-from echo2.broadcast.pace import REPLAYS_MAX, REQUESTS_HELD_MAX, SLOTS_PER_PEER
-from echo2.broadcast.peer import KNOWN_MAX, Outgoing, Peer
+from echo2.broadcast.pace import PULL_CHUNKS_MAX, REPLAYS_MAX, REQUESTS_HELD_MAX, SLOTS_PER_PEER
+from echo2.broadcast.peer import KNOWN_MAX, Artifact, OpenRequest, Outgoing, Peer
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree, fluid_bound
-from echo2.broadcast.pulling import CANDIDATES_MAX
+from echo2.broadcast.pulling import CANDIDATES_MAX, choose, window_chunks
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
 from echo2.wire import broadcast as wire
@@ -273,6 +275,18 @@ def test_what_only_a_peer_that_left_had_keeps_no_other_chunk_from_being_asked_fo
     session.handle(Have(b, KEY, 1 << 2 * CANDIDATES_MAX, False), 0.1)
     asked = [action for action in session.handle(Woken(), 30.0) if isinstance(action, Request)]
     assert asked == [Request(b, KEY, (2 * CANDIDATES_MAX,))]
+
+
+def test_a_peer_with_a_full_window_keeps_no_other_from_being_asked() -> None:
+    """The first chunks are its own and the publisher's, who is asked for none that others have."""
+    artifact = Artifact(KEY, True, missing_since=dict.fromkeys(range(CANDIDATES_MAX), 9.0))
+    full, free, publisher = (Peer(PeerId(name)) for name in "abc")
+    full.haves[KEY], publisher.haves[KEY] = all_of(CANDIDATES_MAX - 20), all_of(CANDIDATES_MAX)
+    free.haves[KEY] = publisher.haves[KEY] ^ full.haves[KEY]
+    full.requests = {(KEY, 1000 + number): OpenRequest(0.0, 99.0) for number in range(PULL_CHUNKS_MAX)}
+    peers = {peer.peer_id: peer for peer in (full, free, publisher)}
+    chosen = choose(artifact, peers, publisher.peer_id, PeerId("me"), [PeerId("me")], random.Random(0), 10.0)
+    assert list(chosen) == [free.peer_id] and len(chosen[free.peer_id]) == window_chunks(free, artifact)
 
 
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:
