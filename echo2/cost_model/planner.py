@@ -179,11 +179,18 @@ def _within_budget(fleet: FleetModel, busy: Evaluation, spare: float) -> _PoolCh
 
 
 def _could_use_more(fleet: FleetModel, pool: Evaluation) -> bool:
-    """Whether two of each of the pool's machines would keep the learner busy, or make it clearly busier."""
-    if not pool.chosen.any():
-        return True
-    twice = rehearse(rehearsal_of(fleet, pool, of_each=2))
-    return twice >= _goal(fleet.config) or twice > pool.utilisation * (1 + fleet.config.add_margin)
+    """Whether twice as many machines, like the pool's or like those of it that deliver first, would keep the learner busy, or make
+    it clearly busier."""
+    enough = min(_goal(fleet.config), pool.utilisation * (1 + fleet.config.add_margin))
+    rows, of_each = np.flatnonzero(pool.chosen), 2
+    _, transfer_s = fleet.links_s(pool.kappa, rows)
+    rows = rows[np.argsort(transfer_s + fleet.latency_s[rows] + fleet.group_s[rows], kind="stable")]
+    while rows.size:
+        first = replace(pool, chosen=np.isin(np.arange(len(fleet)), rows))
+        if rehearse(rehearsal_of(fleet, first, of_each)) > enough:
+            return True
+        rows, of_each = rows[: rows.size // 2], 2 * of_each
+    return not pool.chosen.any()
 
 
 def _keep_small(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_small: bool) -> _PoolChoice | None:
@@ -195,7 +202,7 @@ def _keep_small(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_small
     if is_small and choice.evaluation.utilisation <= stayed.utilisation * (1 + margin):
         return _PoolChoice(stayed, "unchanged: the budget pays for it, and for no clearly faster pool")
     since_s = previous.short_since_s or now_s
-    if now_s - since_s >= _lasting_s(fleet):
+    if now_s - since_s >= _lasting_s(fleet) or np.count_nonzero(stayed.chosen) < len(previous.pool):
         return None
     reason = "unchanged for now: the budget pays for a faster pool, but not for long enough"
     return _PoolChoice(stayed, reason, short_since_s=since_s)

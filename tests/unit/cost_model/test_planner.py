@@ -327,6 +327,10 @@ def test_at_the_edge_of_a_budget_and_with_a_price_that_changes_the_pool_stays(lo
         made = plan(dataclasses.replace(fleet, now_s=now_s), PlanConfig(4, usd_budget=edge * budget), made)
         assert made.usd_to_finish <= edge * budget
         pools.append(made.pool)
+        if second == 3:  # its machines are lost: others work at once
+            lost = tuple(dataclasses.replace(w, state=WorkerState.UNAVAILABLE) for w in fleet.workers[: len(made.pool)])
+            left = dataclasses.replace(fleet, now_s=now_s, workers=lost + fleet.workers[len(lost) :])
+            assert plan(left, PlanConfig(4, usd_budget=10 * edge), made).pool
     assert len(set(pools[:5])) == 1 and len(pools[5]) > len(pools[4]) and made is not None and made.is_feasible
 
 
@@ -339,6 +343,9 @@ def test_where_more_machines_would_not_make_the_learner_busier_none_are_asked_fo
     bound = plan(snapshot(workers), PlanConfig(0))
     assert not bound.is_feasible and not bound.could_use_more and shortage_rollouts_per_s(bound) == 0
     assert bound.binding is Limit.STALENESS and "add workers" not in bound.reason
+    mixed = worker("slow", 0.85, rollout_s_mean=60.0, rollout_s_tail=150.0), worker("fast", 0.85, rollout_s_mean=20.0)
+    few = plan(snapshot(mixed, learner=learner(train_s=200.0)), PlanConfig(1))
+    assert not few.is_feasible and few.could_use_more, "more of the faster kind would"
     for rate in (0.5, 3.8):  # of 3.92
         few = plan(snapshot((worker("w", rate),)), PlanConfig(4))
         assert few.could_use_more and shortage_rollouts_per_s(few) > 0 and few.terms[0].remedy.startswith("add workers")
