@@ -302,13 +302,14 @@ def _kept_link(text: str | None, path: Path, commands: Commands, now: float) -> 
 
 
 async def _tick(hub: Hub, collect: Callable[[], None]) -> None:
+    ended = hub.clock.now()
     while True:
-        began = hub.clock.now()
         await asyncio.sleep(TICK_S / 2)
         collect()  # between two ticks, so that their pauses do not add up
         await asyncio.sleep(TICK_S / 2)
         with noting("a tick"):  # an error caused by one peer must not stop the ticks for all others
-            hub.stood_still(hub.clock.now() - began)
+            began, ended = ended, hub.clock.now()  # so that a tick's own time counts
+            hub.stood_still(ended - began)
             hub.tick()
             consolidate(hub)
 

@@ -7,11 +7,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError
 from echo2.base.ids import PeerId, RunId
+from echo2.coordinator import coordinator
 from echo2.coordinator.fleet.members import Activation, Liveness
 from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.provisioner import DEFAULT_OFFERS, LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
@@ -27,7 +29,7 @@ from echo2.coordinator.money.provisioning import (
 from echo2.coordinator.operator import Commands
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.patience import WAIT_S
-from tests.unit.coordinator.test_provisioner import NOW, OFFER, Cloud, Scene, ask, plan_of
+from tests.unit.coordinator.test_provisioner import NOW, OFFER, Clock, Cloud, Scene, ask, plan_of
 
 DEAR = MachineOffer("dear", "cloud", "H200", usd_per_hour=4.0, rollouts_per_s=3.0, machines_max=3)
 
@@ -510,3 +512,20 @@ async def test_a_machine_that_a_person_ends_is_on_the_bill_until_its_worker_is_g
     other = await run.provisioner.rent("hand", "", "because")
     await run.provisioner.release(other.machine_id, "nobody has joined from it")
     assert not other.is_open
+
+
+async def test_each_tick_says_first_how_long_the_last_one_and_the_loop_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "TICK_S", 0.0)
+    monkeypatch.setattr(coordinator, "consolidate", lambda hub: None)
+    hub, stood = MagicMock(), list[float]()
+    hub.clock, hub.stood_still = Clock(), stood.append
+
+    def passes(seconds: float) -> None:
+        hub.clock.time += seconds
+
+    hub.tick = lambda: passes(10.0)
+    ticks = asyncio.create_task(coordinator._tick(hub, lambda: passes(7.0)))
+    while len(stood) < 2:
+        await asyncio.sleep(0)
+    ticks.cancel()
+    assert stood[:2] == [7.0, 17.0]
