@@ -206,6 +206,8 @@ class VersionPublisher:
         else:
             self.hold(cut_off[1], cut_off[0])
             await self._publish(version, tensors)
+            self.merges = MergeSchedule()  # counted from here, so that one continues the delta from the base
+            self._plain.clear()
         if not self.schedule.keyframe_bytes or self._is_something_lost:
             await self.publish_keyframe()
         self._is_taken_up = True  # from now on what is lost is replaced at once

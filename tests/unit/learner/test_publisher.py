@@ -221,6 +221,28 @@ def test_newcomers_reach_the_newest_version(seed: int, tmp_path_factory: pytest.
     assert learning.with_base > 0
 
 
+@pytest.mark.parametrize("is_cut_off", [False, True])
+async def test_the_delta_from_the_base_is_renewed_also_after_a_kill_as_a_version_left(
+    tmp_path: Path, is_cut_off: bool
+) -> None:
+    learning, schedule = Learning(0, tmp_path), schedule_of(2, 1)
+    learning.is_calm, learning.is_poor, before, newest = True, False, Version(1), Version(2)
+    for version in range(1, 2 + BASE_REACH + 1):
+        learning.weights[Version(version)] = learning.newest = learning.moved()
+    weights, schedule.newest = learning.weights, newest
+    here = before if is_cut_off else newest
+    learning.broadcaster.host = HostWeights.from_tensors(weights[here], here, 7)
+    publisher = VersionPublisher(learning.broadcaster, learning.journal, schedule, Port(), 7)
+    cut_off = (before, weights[before]) if is_cut_off else None
+    await publisher.take_up(weights[newest], newest, cut_off, learning.base)
+    await publisher.settled()
+    for version in range(newest + 1, newest + BASE_REACH + 1):
+        await publisher.publish_soon(Version(version), weights[Version(version)])
+        await publisher.settled()
+    learning.journal.close()
+    assert [target for parent, target in learning.broadcaster.kept if parent == 0] == [newest, newest + BASE_REACH]
+
+
 @given(bound=st.integers(0, 16), fixed=st.integers(0, 16), planned=st.none() | st.integers(1, 16))
 def test_versions_are_admissible_until_the_next(bound: int, fixed: int, planned: int | None) -> None:
     schedule = schedule_of(bound, min(fixed, max(1, bound)), planned_kappa=planned)
