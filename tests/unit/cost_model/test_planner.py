@@ -16,8 +16,8 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.coordinator.money.provisioning import shortage_rollouts_per_s
 from echo2.cost_model.machines import gpu_of, parse_catalogue, worker_prior
-from echo2.cost_model.plan import Limit, Plan
-from echo2.cost_model.planner import plan
+from echo2.cost_model.plan import Limit, Plan, usd_to_finish
+from echo2.cost_model.planner import _usd_least, plan
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, advise, billions_in, parse_what_if
 from echo2.cost_model.relations import FleetModel
 from echo2.cost_model.sizing import RunLengths
@@ -314,6 +314,25 @@ def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
         slow = snapshot((worker("slow", 1.3, 0.1), *dear), steps_left=200)
         paid = plan(slow, PlanConfig(bound, usd_budget=3.0))
         assert paid.pool == ("slow",) and paid.usd_to_finish < 3.0 and "finishes for" in paid.reason
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_pool_costs_less_than_the_bound_of_its_pace_and_of_those_that_must_stay(seed: int) -> None:
+    workers = tuple(
+        dataclasses.replace(w, is_pinned=i in (1, 4), price_usd_per_hour=i % 3 * w.price_usd_per_hour)
+        for i, w in enumerate(random_workers(6, seed))
+    )
+    fleet = FleetModel.of(snapshot(workers, steps_left=50, learner=learner(start_s=60.0)), PlanConfig(4))
+    least = [_usd_least(fleet, share) for share in (0.1, 0.3, 0.9)]
+    assert least == sorted(least)
+    for number in range(64):
+        chosen = np.array([number >> i & 1 for i in range(6)], dtype=np.bool_) | fleet.is_must
+        pool, made = fleet.evaluate(1, chosen), float(fleet.rate[chosen].sum())
+        assert usd_to_finish(fleet.snapshot, pool) >= _usd_least(fleet, made / fleet.rate_needed * (1 - 1e-9)) * (
+            1 - 1e-6
+        )
+    musts = float(fleet.period(4).price[fleet.is_must].sum() / fleet.rate[fleet.is_must].sum())
+    assert least[0] <= (musts * 50 * 256 + float(fleet.price[fleet.is_must].sum()) * 60) / 3600 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.995, 1.005), (0.5, 1.3)])
