@@ -583,6 +583,16 @@ async def test_a_bound_that_is_lowered_holds_from_the_next_version_on(tmp_path: 
     assert takes(8, 4), "a higher one holds at once"
 
 
+async def test_what_a_heartbeat_says_is_known_wherever_it_counts(tmp_path: Path) -> None:
+    fleet, one = Fleet(tmp_path, 1.0), PeerId("w0")
+    hub, stream = fleet.hub, WorkerStream(fleet.hub, "203.0.113.1")
+    hub.board.on_publish(pb.VersionPublished(version=1, has_parent=True), 3.0, [one], fleet.clock.now())
+    fleet.passes(5.0)
+    told = pb.Heartbeat(has_version=True, version=1, rollouts_per_s=3.0)
+    stream.on_message(one, pb.WorkerMessage(heartbeat=told))
+    assert hub.book.rates[one] == 3.0 and hub.plan.mean_error("broadcast_s") == pytest.approx(5.0 - 3.0)
+
+
 async def test_each_change_of_fleet_or_limits_is_planned_for_at_once(tmp_path: Path) -> None:
     """Not at the next interval: whoever joins a run costs money until then, and nobody works after a resume."""
     fleet = Fleet(tmp_path, 1.0, 1.0)

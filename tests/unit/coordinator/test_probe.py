@@ -98,7 +98,8 @@ async def test_only_the_callers_own_address_is_dialled_and_the_nonce_is_read(tmp
 async def test_transfers_take_turns_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enrolment, "TRANSFER_S", 0.2)
     monkeypatch.setattr(enrolment, "TURN_S", 0.1)
-    monkeypatch.setattr(enrolment, "CALLS_BURST", 7)
+    monkeypatch.setattr(enrolment, "CALLS_BURST", 8)
+    monkeypatch.setattr(enrolment, "WAITING_MAX", 1)
 
     async def stalling(token: str) -> AsyncIterator[pb.UploadBlock]:
         yield pb.UploadBlock(token=token, data=b"x")
@@ -115,6 +116,9 @@ async def test_transfers_take_turns_and_are_bounded(tmp_path: Path, monkeypatch:
             assert "other machines were measured" in str(second)
             reply = await asyncio.wait_for(first, WAIT_S)
             assert isinstance(reply, pb.UploadReply) and reply.received_bytes == 1000
+            gone = stub.Upload(stalling(link.token))
+            await asyncio.sleep(0.05)
+            gone.cancel()  # in its turn, which the next one has
             sent = sum([len(b.data) async for b in stub.Download(pb.DownloadRequest(token=link.token))])
             assert 0 < sent <= reachability.TRANSFER_BYTES
             with pytest.raises(grpc.aio.AioRpcError, match="does not know"):

@@ -160,6 +160,13 @@ def test_leases_of_which_nothing_comes_go_to_others_and_their_worker_waits_twice
         run.now = run.record(A).barred_until
         run.one.groups[grant.group.group_id].avoid.clear()
     assert pauses == [10.0, 20.0, 40.0]
+    run.ends(run.given(A), EndReason.FINISHED)  # it says
+    while not run.is_barred(A):
+        run.hears()
+        run.now += 1.0
+    run.now = run.record(A).barred_until
+    run.hears()
+    assert run.given(A), "what it never delivered is not held against it for ever"
     for _ in range(30):
         longest = run.one.records.bar(C, "", 10.0, run.record(C).barred_until)
     assert longest == BAR_S_MAX
