@@ -441,6 +441,28 @@ def test_a_clock_that_is_set_back_gives_nothing_back_and_charges_no_second_again
         assert bill.fleet.members[OWN].usd_spent == spent
 
 
+async def test_a_cap_that_is_lowered_counts_for_workers_that_are_there_and_one_edited_in_the_config_is_the_last_word(
+    tmp_path: Path,
+) -> None:
+    fleet = Fleet(tmp_path, 1.0, usd_per_hour_cap=10.0)
+
+    def asks_too_much() -> bool:
+        return fleet.hub.membership.members[fleet.everybody[0]].asks_too_much
+
+    for cap, is_beyond in ((0.5, True), (10.0, False), (0.5, True)):
+        fleet.commands.change_settings({"usd_per_hour_cap": cap}, {})
+        assert asks_too_much() is is_beyond
+    fleet.hub.flush_now()
+    fleet.begin()
+    assert fleet.hub.config.coordinator.usd_per_hour_cap == 0.5, "the config is as it was"
+    for number, settings in enumerate(({"usd_per_hour_cap": 0.5}, {"staleness_bound": 1})):
+        fleet.commands.change_settings(settings, {})
+        fleet.hub.flush_now()
+        fleet.options = options(tmp_path, usd_per_hour_cap=20.0 + number)
+        fleet.begin()
+        assert fleet.hub.config.coordinator.usd_per_hour_cap == 20.0 + number
+
+
 async def test_a_price_that_was_raised_is_not_approved_by_a_restart(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 1.0)
     (peer,) = fleet.everybody

@@ -320,9 +320,10 @@ async def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_
     run.provisioner.preempted(by_hand.machine_id, "the owner said so")
     assert by_hand.state is MachineState.ENDING
     run.provisioner.preempted(peer, "again")
-    run.cloud.problem = Unreachable("the cloud is away")
+    run.cloud.problem, other = Unreachable("the cloud is away"), run.join(by_hand, "w2")
     with pytest.raises(Unreachable):
         await run.provisioner.release(by_hand.machine_id, "enough")
+    assert run.hub.membership.members[other].setting is OperatorSetting.DRAINING, "before its machine ends"
     run.provisioner.preempted(by_hand.machine_id, "again")
     assert by_hand.state is MachineState.RELEASING, "it is given back once the cloud is there again"
     with pytest.raises(MalformedMessage, match="a machine or a worker"):
