@@ -394,6 +394,11 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
                 hub.board.heard_at -= 2 * WAIT_S
                 assert (await elsewhere.hello(address="127.0.0.1:8")).WhichOneof("kind") == "welcome"
                 assert (await copy.until("refusal")).code == "NotAllowed"
+                await elsewhere.close()
+                while hub.learner.session is not None:
+                    await asyncio.sleep(0.01)
+                hub.board.heard_at, elsewhere = hub.clock.now() + WAIT_S, Node(node.credentials)
+                assert (await elsewhere.hello()).WhichOneof("kind") == "welcome", "whose stream has ended is gone"
             await elsewhere.close()
             await copy.close()
         await worker.hello()
