@@ -35,8 +35,8 @@ class ArtifactOffer:
 
     @property
     def is_unrequested(self) -> bool:
-        """Whether it arrives without a request."""
-        return self.is_begun or self.is_pushed
+        """Whether it arrives without a request. A keyframe not begun yet was pushed before this node joined."""
+        return self.is_begun or (self.is_pushed and not self.artifact.is_keyframe)
 
 
 @dataclass(frozen=True, slots=True)
