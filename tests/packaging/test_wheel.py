@@ -119,7 +119,7 @@ def test_the_demo_from_the_wheel_is_stopped_and_goes_on_to_its_end(whole: Enviro
         tail, stop = (begun(whole, word, str(run)) for word in ("tail", "stop"))
         said, stopped, followed = (process.communicate(timeout=WAIT_S)[0] for process in (demo, stop, tail))
         assert (stop.returncode, tail.returncode) == (0, 0) and "the same `echo2 run` goes on from" in stopped
-        assert all(re.match(r"\S+ +\d\d:\d\d:\d\d ", line) for line in followed.splitlines())
+        assert all(re.match(r"\S+ +\d\d \w+ \d\d:\d\d:\d\d ", line) for line in followed.splitlines())
         assert re.search("learner .*stopped after step", followed), "it follows until the last process has ended"
         assert demo.returncode == 130 and "dashboard http://127.0.0.1:" in said
     assert "what was trained is saved in" in said and "the same command with --name wheel goes on from there" in said
