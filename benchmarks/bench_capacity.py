@@ -33,7 +33,14 @@ from echo2.config.load import read_toml
 from echo2.cost_model.planner import plan
 from echo2.cost_model.rehearsal import confirmed
 from echo2.cost_model.relations import FleetModel
-from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, LinkEstimate, PlanConfig, WorkerEstimate
+from echo2.cost_model.snapshot import (
+    ROLLOUTS_MAX,
+    FleetSnapshot,
+    LearnerEstimate,
+    LinkEstimate,
+    PlanConfig,
+    WorkerEstimate,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "capacity.json"
@@ -275,7 +282,7 @@ def planning_time() -> list[Row]:
             ("infeasible", 60.0, 1.2e9),
         ):
             fleet = random_fleet(count, 1)
-            batch = int(train_s * 0.55 * count) // 16 * 16
+            batch = min(int(train_s * 0.55 * count), ROLLOUTS_MAX) // 16 * 16
             seat = replace(fleet.learner, train_s=train_s, rollouts_per_step=batch, delta_bytes=delta)
             fleet, took = replace(fleet, learner=seat), []
             for _ in range(9):
