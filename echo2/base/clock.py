@@ -50,6 +50,9 @@ class _Wait:
     told_at: float
 
 
+NO_REQUESTS = "requests of trainers"  # what a serving learner waits for where nobody asks; the page tells it apart
+
+
 @dataclass(slots=True)
 class Waits:
     """Current waits by waiter. The oldest one is what blocks the rest."""

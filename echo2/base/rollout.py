@@ -29,7 +29,6 @@ from echo2.base.ids import GroupId, Version
 #
 # Shapes: N rows, L routers, K experts chosen.
 
-NO_REQUESTS = "requests of trainers"  # what a learner that serves waits for, in words, where nobody asks
 ROUTING_KEY = "echo2_routing"  # key in the learner's model config that asks workers to record routing
 ROW_BYTES_MAX = 1 << 11  # limit per row; 48 routers that choose 8 of 128 experts take 336 bytes
 PROMPT_ROUTING_BYTES_MAX = 2 << 20  # the rows of a longer prompt are not sent: the trainer's own router chooses there

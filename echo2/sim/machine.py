@@ -111,7 +111,7 @@ class _Clock:
     def monotonic(self) -> float:
         return 1000.0 + self._loop.time() * self._machine.drift
 
-    since_boot = monotonic  # a virtual machine that sleeps is none that stands still for others
+    since_boot = monotonic  # virtual machines do not sleep
 
 
 ANSWER_S = (0.1, 6.0)  # shortest and longest answer time; the longest exceeds the caller's timeout

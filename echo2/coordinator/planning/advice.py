@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from echo2.base.clock import NO_REQUESTS
 from echo2.base.ids import PeerId
-from echo2.base.rollout import NO_REQUESTS
 from echo2.base.units import counted, format_seconds
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.leases.book import LeaseBook

@@ -206,8 +206,6 @@ class VersionPublisher:
         else:
             self.hold(cut_off[1], cut_off[0])
             await self._publish(version, tensors)
-            self.merges = MergeSchedule()  # counted from here, so that one continues the delta from the base
-            self._plain.clear()
         if not self.schedule.keyframe_bytes or self._is_something_lost:
             await self.publish_keyframe()
         self._is_taken_up = True  # from now on what is lost is replaced at once
@@ -219,7 +217,8 @@ class VersionPublisher:
         training continues; the next version waits for it."""
         version, tensors = self.newest_version, self.newest_tensors
         fingerprint = f"{self.newest_fingerprint:016x}"
-        self.of_base.at = version
+        # Merges are counted from here, so that one continues this delta.
+        self.of_base.at, self.merges = version, MergeSchedule()
         try:
             parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
             header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)

@@ -323,7 +323,7 @@ class Evaluations:
     def asks(self, group: Group) -> bool:
         """Whether the group of an earlier start is what would be asked now: sets and sampling may have changed."""
         version = group.spec.exact_version
-        if version is None or self.is_driven or is_later_turn(group.spec.group_id):
+        if version is None or self.is_driven:
             return False
         if (drawn := self.draw(version, group.cursor)) is None:
             return False

@@ -16,9 +16,10 @@ import heapq
 import itertools
 from dataclasses import dataclass, field, replace
 
+from echo2.base.clock import NO_REQUESTS
 from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import NO_REQUESTS, GroupSpec, Rollout, SamplingParams, Work
+from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, Work
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts.admission import STEPS_REMEMBERED

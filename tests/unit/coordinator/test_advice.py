@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.rollout import NO_REQUESTS
+from echo2.base.clock import NO_REQUESTS
 from echo2.coordinator.planning.advice import Act, RunNow, advise
 from echo2.cost_model.plan import Limit, Term
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

@@ -245,6 +245,13 @@ async def test_a_coordinator_that_runs_for_months_shows_a_certificate_and_links_
         assert await asyncio.to_thread(ssl.get_server_certificate, at) != before
         assert [role for role, link in daemon.links.items() if link != links[role]] == ["worker"], "the others hold"
         assert (tmp_path / "links" / "worker.link").read_text().strip() == daemon.links["worker"]
+        monkeypatch.setattr("echo2.coordinator.coordinator.LOOK_S_MAX", 100.0)
+        for left_s, holds in ((300.0, True), (150.0, False)):
+            before = daemon.links["learner"]
+            (link,) = [token for token in daemon.hub.tokens.tokens.values() if token.label == "learner.link"]
+            link.expires_at = daemon.hub.clock.now() + left_s
+            daemon._write_links()
+            assert (daemon.links["learner"] == before) is holds, "renewed before it expires, two looks before"
 
 
 async def test_a_certificate_is_renewed_for_the_key_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

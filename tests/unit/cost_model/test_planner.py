@@ -17,7 +17,7 @@ from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.coordinator.money.provisioning import shortage_rollouts_per_s
 from echo2.cost_model.machines import gpu_of, parse_catalogue, worker_prior
 from echo2.cost_model.plan import Limit, Plan, usd_to_finish
-from echo2.cost_model.planner import _usd_least, plan
+from echo2.cost_model.planner import _usd_least, _within_budget, plan
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, advise, billions_in, parse_what_if
 from echo2.cost_model.relations import FleetModel
 from echo2.cost_model.sizing import RunLengths
@@ -333,6 +333,15 @@ def test_no_pool_costs_less_than_the_bound_of_its_pace_and_of_those_that_must_st
         )
     musts = float(fleet.period(4).price[fleet.is_must].sum() / fleet.rate[fleet.is_must].sum())
     assert least[0] <= (musts * 50 * 256 + float(fleet.price[fleet.is_must].sum()) * 60) / 3600 * (1 + 1e-6)
+
+
+def test_what_the_budget_pays_without_any_to_spare_is_said_to_finish() -> None:
+    workers = snapshot(tuple(worker(f"w{i}", 0.9, 0.1 * 1.5**i) for i in range(8)), steps_left=200)
+    least_usd = plan(workers, PlanConfig(4, usd_budget=0.001)).usd_to_finish
+    for budget, told in ((1.02, "this pool finishes for"), (0.98, "the budget cannot finish the run")):
+        fleet = FleetModel.of(workers, PlanConfig(4, usd_budget=least_usd * budget))
+        choice = _within_budget(fleet, fleet.evaluate(1, fleet.is_available), 1.05)
+        assert told in choice.reason
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.995, 1.005), (0.5, 1.3)])

@@ -253,10 +253,13 @@ def test_history_holds_what_was_neither_trained_nor_dropped_and_who_sent_it() ->
     assert groups.groups[GroupId("g0")].senders == {0: (), 1: SENDERS}
     (anew,) = restored([*RECORDS[:2], RECORDS[3], records.closed(GroupId("g0")), RECORDS[1]])[0].groups.values()
     assert not anew.is_begun, "what it had is dropped"
-    again_groups, _ = restored([BEGAN, opened("g1", 1, retry=2)], segment=9)
-    (again,) = again_groups.groups.values()
-    assert (again.cursor, again.retry) == (1, 2), "a restart gives its prompt no further tries"
-    assert again.min_version == min(9, again.spec.consume_step) - again_groups.bound, "as when it was opened"
+    of_step_5 = opened("g1", 1, retry=2)
+    of_step_5.opened.group.consume_step = 5
+    for segment in (1, 9):
+        again_groups, _ = restored([BEGAN, of_step_5], segment=segment)
+        (again,) = again_groups.groups.values()
+        assert (again.cursor, again.retry) == (1, 2), "a restart gives its prompt no further tries"
+        assert again.min_version == min(segment, 5) - again_groups.bound, "as when it was opened"
 
 
 def problem(root: GroupId, cursor: int) -> tuple[list[GroupId], list[Record]]:

@@ -74,6 +74,9 @@ def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path
     (tmp_path / "samples.jsonl").write_text('{"step": 0}\n{"ste')
     assert past_evaluations(tmp_path, 0) == {}
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 0}\n', "else the next one follows in the same line"
+    anew = JsonLines(tmp_path / "metrics.jsonl", -1)
+    assert anew.last_step == -1 and not (tmp_path / "metrics.jsonl").read_text(), "all of them came later"
+    anew.close()
 
 
 @pytest.mark.parametrize("step", range(4))

@@ -888,6 +888,18 @@ def test_questions_of_sets_that_changed_meanwhile_are_asked_again_and_no_others(
     assert row["eval/held_out/reward"] == 0.25 and row["eval/rollouts"] == 1 + 2 * count
 
 
+def test_a_question_in_its_second_turn_goes_on_after_a_restart() -> None:
+    stage = begun(0, (QuestionSet("held_out", 1, 1),))
+    (only,) = stage.questions
+    assert stage.report(piece(only, 0, [9, STOP])) == [Verdict.ADMITTED]
+    stage.reward(0.0, said=(7,))
+    (later,) = set(stage.questions) - {only}
+    stage.start()
+    assert stage.questions == [later]
+    stage.answer(later, 1.0)
+    assert [*stage.evaluations.rewards.values()] == [1.0]
+
+
 def test_a_prompt_of_a_pass_that_is_not_made_any_more_is_not_drawn_again() -> None:
     stage = Stage()
     before = set(stage.offered)

@@ -252,6 +252,9 @@ async def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_l
         assert bench.holds(LeaseId("l1"))
         tell("a" * 64, 40, run.learner_credentials.peer_id)
         assert not bench.leases.lease_ids and bench.ended == [(LeaseId("l1"), EndReason.HANDED_BACK)]
+        bench.grant("2", 1)
+        tell("a" * 64, 40, run.learner_credentials.peer_id)
+        assert bench.holds(LeaseId("l2")), "it is known by now"
         tell("a" * 64, 30)
         tell("a" * 64, 40)  # for which memory is laid out, whatever came between
         with pytest.raises(EngineError, match="expected 40 tokens, .* it is now 41; start this worker anew"):
