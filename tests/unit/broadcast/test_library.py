@@ -32,11 +32,12 @@ from echo2.broadcast.artifact import (
     store_bytes_for,
     store_bytes_min,
 )
-from echo2.broadcast.catch_up import ArtifactReader, BlockArrived, CatchUpPlanner
+from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactReader, BlockArrived, CatchUpPlanner
 from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, PeerUp, Request, SealSeen
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import Library, RecentChunks, restored
 from echo2.broadcast.pace import Meter
+from echo2.broadcast.route import STALL_S, BaseCheckpoint
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import SLOW_CLOSE_BYTES, ChunkStore, LeftFile
 from echo2.config.run import StalenessSection
@@ -97,6 +98,43 @@ def test_a_chunk_that_the_consumer_does_not_wait_for_brings_it_nothing(tmp_path:
             assert is_awaited
             blocks += [step.payload] if isinstance(step, BlockArrived) else []
     assert blocks == data and idle > 10
+
+
+@pytest.mark.parametrize("why", ["replaced", "switched", "faster"])
+def test_what_a_consumer_has_begun_and_gives_up_is_said_and_the_next_begins_with_its_first_byte(
+    tmp_path: Path, why: str
+) -> None:
+    held = library(tmp_path)
+    reader = ArtifactReader(held, CatchUpPlanner(ME, held, Meter(), LinkShape()))
+    first, again = header_of(1), header_of(2 if why == "faster" else 1)
+    if why == "replaced":
+        again = replace(again, published_unix_s=2.0).signed(LEARNER)
+    held.add_header(first)
+    held.add_chunk(*signed_chunks(1000, LEARNER, first.key, 0, bytes(2500))[0])
+    assert reader.next() == ArtifactBegun(first) and reader.next() is None, "half of a block"
+    if why == "replaced":
+        held.drop(first.key)
+    if why == "switched":
+        reader.restart_from(None)
+    added(held, again, 2300)
+    steps = list(iter(reader.next, None))
+    assert isinstance(steps[0], ArtifactDropped) and steps[0].artifact == first.artifact
+    assert steps[1] == ArtifactBegun(again) and steps[2] == BlockArrived(again.artifact, bytes(2300))
+    assert len(steps) == 4 and reader.version == again.artifact.version and reader.artifact is None
+
+
+def test_a_way_is_chosen_anew_when_a_base_is_found_and_when_it_stalls(tmp_path: Path) -> None:
+    held = library(tmp_path)
+    planner = CatchUpPlanner(ME, held, Meter(), LinkShape())
+    keyframe, delta, of_base = added(held, header_of(1), 500), header_of(2, 1), header_of(2, 0)
+    for header in (delta, of_base):
+        held.add_header(header)
+    assert planner.path(None) == (keyframe, delta.key)
+    planner.base = BaseCheckpoint(Version(0), 0.0)
+    assert planner.path(None) == (of_base.key,)
+    assert planner.look(None, True, 0.0) is None and planner.look(None, True, STALL_S) == [of_base.key]
+    assert planner.path(None) == (keyframe, delta.key)
+    assert planner.look(None, True, STALL_S) is None and planner.look(None, True, 2 * STALL_S) == [delta.key]
 
 
 @pytest.mark.parametrize("part", ["payload", "signature"])

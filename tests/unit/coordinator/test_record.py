@@ -13,6 +13,7 @@ from echo2.coordinator.fleet.record import (
     BAR_S_MIN,
     CLAIM_MARGIN,
     EXPIRED,
+    FINISHED_PER_PICK,
     GROWTH,
     HANDED_BACK,
     LOST,
@@ -125,11 +126,16 @@ def test_room_grows_with_what_is_delivered_and_newcomers_hold_a_share_together()
     later.hears((A, 4, 4.0))
     later.offer(12)
     later.tell(later.one.allow, A, True)
-    assert [len(later.asks(PeerId(f"n{number}"))) for number in range(6)] == [1, 1, 1, 0, 0, 0]
-    assert TRIAL_SHARE * 12 == 3
-    later.tell(later.one.request, PeerId("n5"), ROOM, Version(0))
+    new = [PeerId(f"n{number}") for number in range(6)]
+    given = [later.asks(worker) for worker in new]
+    assert list(map(len, given)) == [1, 1, 1, 0, 0, 0] and TRIAL_SHARE * 12 == 3
+    later.tell(later.one.request, new[5], ROOM, Version(0))
     assert "must deliver what they hold" in lease_waits(later.one, 1.0)[0][0]
     assert len(later.asks(A)) == 2 == GROWTH * 4 / 4, "twice what it was heard of at once"
+    later.ends(given[0][0])
+    assert later.one.lease_count(new[5]) == 1, "the share of one that gave its own back is free"
+    later.hears((A, 4, 4.0), (new[1], 4, 1.0))
+    assert [len(later.asks(worker)) for worker in new[3:5]] == [1, 0], "and of one that has delivered"
 
     grows = Run()
     grows.offer(200)
@@ -257,6 +263,18 @@ def test_a_worker_that_gives_up_every_other_prompt_is_held_back_for_twice_as_lon
             run.passes(pauses[-1] + 1)
     assert pauses == [min(BAR_S_MAX, BAR_S_MIN * 2.0**number) for number in range(8)]
     assert any("is given no leases for 30 s" in note and "finished of" in note for note in run.notes)
+    worst = Run(A, B)
+    kept, *many = [worst.given(A, ALL) for _ in range(6 * int(PICKS_MAX))]
+    for grant in many:
+        worst.ends(grant, closed="cancelled")
+    worst.passes()
+    worst.ends(kept, EndReason.FINISHED, "complete")
+    worst.passes(worst.record(A).barred_until - worst.now)
+    for _ in range(FINISHED_PER_PICK):
+        worst.ends(worst.given(A, ALL), EndReason.FINISHED, "complete")
+    worst.ends(worst.given(A, ALL), closed="cancelled")
+    worst.passes()
+    assert not worst.is_barred(A), "the bar was for all that it gave up"
 
 
 @pytest.mark.parametrize("way", [HANDED_BACK, REFUSED, EXPIRED, MISSING, UNFINISHED])
@@ -286,6 +304,8 @@ def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: str) -
 
 def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes_too_often() -> None:
     run = Run(A, B)
+    run.now = STOPS_MAX * STOP_EVERY_S  # into the run
+    run.passes(1.0)
     for _ in range(int(STOPS_MAX)):
         held = [run.given(A, ALL) for _ in range(12)]
         for grant in held[:6]:
@@ -307,6 +327,7 @@ def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes
         run.passes()
         assert run.is_barred(A) == is_soon, "machines are taken now and then"
         assert "all at once, again and again" in run.record(A).why
+        assert run.record(A).stops <= STOPS_MAX, "the bar was for it"
 
 
 def test_a_prompt_that_many_workers_give_up_is_at_fault_itself_until_somebody_finishes_it() -> None:
@@ -317,9 +338,11 @@ def test_a_prompt_that_many_workers_give_up_is_at_fault_itself_until_somebody_fi
         run.passes()
     assert [run.record(worker).picks for worker in WORKERS] == [0.0, 0.0, 0.0], "six each, and nobody's fault"
     assert any("3 workers gave up prompt" in note for note in run.notes)
+    run.ends(run.given(B, prompt=6), closed="stale")
+    run.passes()
     for prompt in range(1, 7):
         run.ends(run.given(C, prompt=prompt), EndReason.FINISHED, "complete")
-    assert run.record(A).picks == 6.0 == run.record(B).picks, "they could be done after all"
+    assert (run.record(A).picks, run.record(B).picks) == (6.0, 7.0), "they could be done after all"
     run.ends(run.given(A))
     run.passes()
     assert run.is_barred(A)
