@@ -24,7 +24,7 @@ from echo2.base.errors import BadToken, ConfigError, LimitExceeded, MalformedMes
 from echo2.base.ids import PeerId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, REPLACED_MAX, EnrolmentService, RenewalService
-from echo2.coordinator.fleet.members import Activation, OperatorSetting
+from echo2.coordinator.fleet.members import Activation, Liveness, OperatorSetting
 from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFAULT, TokenBook
 from echo2.coordinator.money.providers import fetch_wheel, machine_setup
 from echo2.coordinator.money.providers.machine_setup import SetupService
@@ -237,6 +237,11 @@ async def test_a_rented_machine_that_lost_its_identity_joins_again_and_its_link_
         (kept,) = hub.state.store.load().machines
         assert kept.replaced == (first.credentials.peer_id,), "what it worked stays on the machine's bill"
         assert len(hub.money.workers_of(rented)) == 2 and hub.money.sums().usd_spent - spent < 0.01
+        second.call.cancel()
+        while hub.membership.members[second.credentials.peer_id].last_liveness is Liveness.ALIVE:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unreachable, match="it is suspect"):
+            await join()
         hub.set_worker(second.credentials.peer_id, OperatorSetting.QUARANTINED, "it cheats")
         hub.part_with(second.credentials.peer_id, "it comes back as another")
         with pytest.raises(BadToken, match="used 1 of 1 times"):
