@@ -229,13 +229,15 @@ class VersionPublisher:
         except EchoError as error:
             _log.warning("no delta from the base to %d: %s", version, error)
             self.of_base.at = None
-            return
+        else:
+            self.bytes.merged += size
+            _log.info("newcomers who have the base fetch %d bytes to version %s", size, self.of_base.at)
+            self.of_base.left(size, self.schedule.keyframe_bytes)
         finally:
             self._coder.keep(None)
             await asyncio.to_thread(self._coder.forget_before, version)
-        self.bytes.merged += size
-        _log.info("newcomers who have the base fetch %d bytes to version %s", size, self.of_base.at)
-        self.of_base.left(size, self.schedule.keyframe_bytes)
+        if self._is_something_lost:  # meanwhile: the next version may wait for newcomers who wait for that
+            await self.publish_keyframe()
 
     def replace_lost(self, what: str) -> None:
         """Publishes a keyframe to replace an artifact that the disk damaged; workers waiting for it take the newest version."""

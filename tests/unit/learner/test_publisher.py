@@ -109,6 +109,11 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
         assert out == [2], "a version that is leaving is not out yet"
         await publisher.publish_soon(Version(4), weights(4))
         await publisher.settled()
+        again = VersionPublisher(broadcaster, journal, schedule_of(2), port, 7)
+        await again.take_up(weights(4), Version(4), None, weights(0))
+        broadcaster.meanwhile.append(lambda: again.replace_lost("a chunk"))
+        await again.settled()
+        assert broadcaster.versions[-2:] == [(4, None)] * 2, "also what is lost while the delta from the base leaves"
 
     asyncio.run(scene())
     journal.close()
