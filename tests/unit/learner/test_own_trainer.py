@@ -238,6 +238,8 @@ def test_what_was_published_last_is_exported(model_path: Path, tmp_path: Path) -
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     weights = {name: tensor.detach() + 1 for name, tensor in published_tensors(base).items()}
     store.save(take_published(store, Step(5), weights, Version(4), {"journal_from": 0}))
-    assert export_run(tmp_path / "run", tmp_path / "out") == 4
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "chat_template.jinja").write_text("of another model, whose export was killed")
+    assert export_run(tmp_path / "run", tmp_path / "out") == 4 and not (tmp_path / "out/chat_template.jinja").exists()
     exported = published_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16))
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
