@@ -402,14 +402,14 @@ def test_who_sends_what_no_honest_worker_sends_is_barred_and_told_to_the_coordin
     assert restored.accused == [], "the learner has been restored from a backup, and who was ahead of it follows"
 
 
-def test_a_stop_ends_the_wait_for_a_batch() -> None:
-    stage = Stage()
+def test_a_stop_ends_the_wait_for_a_batch_and_for_evaluations() -> None:
+    stage = begun()
 
     async def wait_and_stop() -> None:
-        waiting = asyncio.create_task(stage.pool.next_batch())
+        waiting = asyncio.gather(stage.pool.next_batch(), stage.pool.evaluations_ended())
         await asyncio.sleep(0)
         stage.pool.stop()
-        assert await waiting is None
+        assert await asyncio.wait_for(waiting, 1.0) == [None, None]
 
     stage.loop.run_until_complete(wait_and_stop())
 
@@ -650,8 +650,10 @@ def test_it_is_answered_by_its_version_alone_and_no_batch_is_drawn_of_it() -> No
     assert len(stage.questions) == 5
     publish(stage, 1)
     assert stage.report(piece(first, 0, [9, STOP], version=1)) == [Verdict.REFUSED], "a token of another version"
+    waiting = stage.loop.create_task(stage.pool.evaluations_ended())
     for number, group_id in enumerate(stage.questions):
         stage.answer(group_id, float(number % 2))
+    stage.loop.run_until_complete(asyncio.wait_for(waiting, 1.0))
     (row,) = stage.evaluations.rows
     assert row["eval/held_out/reward"] == pytest.approx(1 / 3) and row["eval/hard/pass@1"] == 0.5
     assert row["eval/rollouts"] == 11 and row["eval/tokens"] == 22 and len(stage.answered) == 5
