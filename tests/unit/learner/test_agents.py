@@ -469,7 +469,8 @@ def test_agents_play_again_after_a_restart_under_other_names() -> None:
     before = problems(stage)
     end(stage, before[0], {play(stage, before[0]): 2}, 1.0)
     open_call = play(stage, before[1], calls=1)
-    stage.start()
+    for _ in range(2):
+        stage.start()
     assert len(problems(stage)) == 3 and not set(problems(stage)) & set(before)
     assert stage.report(piece(f"{before[1]}.{open_call}.1", 0, [9, STOP])) == [Verdict.CLOSED]
     for root in problems(stage):
