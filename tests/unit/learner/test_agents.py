@@ -336,11 +336,14 @@ def test_a_journal_gives_the_same_batch_again_and_unfinished_episodes_are_drawn_
     (group,) = batch.groups
     assert before.draw_batch() == batch and stage.restored()[0].next_step == 1
     assert batch_from_bytes(batch_to_bytes(batch)).groups[0].insertions == group.insertions
-    stage = played_stage()
-    ends = [number for number, (_, record) in enumerate(stage.journal.records) if record.HasField("scored")]
-    del stage.journal.records[ends[-1]]
-    stage.start()
-    assert PROBLEM not in stage.pool.groups.groups and f"{PROBLEM}r1" in stage.driven
+    for is_lost in (True, False):  # or another episode has its seat
+        stage = played_stage()
+        *_, last = (pair for pair in stage.journal.records if pair[1].HasField("scored"))
+        last[1].scored.is_restarted = True
+        if is_lost:
+            stage.journal.records.remove(last)
+        stage.start()
+        assert PROBLEM not in stage.pool.groups.groups and f"{PROBLEM}r1" in stage.driven
 
 
 def test_chains_without_a_common_beginning_train(model_path: Path) -> None:

@@ -4,14 +4,17 @@ import errno
 import random
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from echo2.base.errors import DiskFull, StateError, TrainingError
+from echo2.base.errors import ConfigError, DiskFull, StateError, TrainingError
 from echo2.base.ids import Step, Version
+from echo2.base.rollout import AdamStep, ClientLoss, Example
 from echo2.learner.options import LearnerLimits
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.rollouts.groups import Batch
@@ -265,6 +268,70 @@ def test_a_named_version_is_scored_while_another_one_is_written(model_path: Path
     assert len(team.scored(Version(1), (3, 4, 5))) == 2, "from its file: the fleet has newer ones"
     store.save(checkpoint)
     assert store.steps() == [1, 7]
+
+
+IDS = np.array([3, 4, 5, 6, 7], np.int64)
+EXAMPLE = Example(IDS[:-1], IDS[1:, None], {"weights": np.ones((4, 1), np.float32)})
+SAVED = "0123456789:train:0/x"
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_client_goes_on_from_what_it_saved_and_versions_only_grow(
+    model_path: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    pytest.importorskip("tinker", reason="needs Tinker's SDK: pip install '.[tinker]'")
+    from echo2.learner.driven import DrivenTeam
+
+    def team_of() -> DrivenTeam:
+        return DrivenTeam(new_trainer(model_path, lora_rank=lora_rank), options_for(tmp_path, model_path))
+
+    def learnt(team: DrivenTeam, steps: int) -> list[torch.Tensor]:
+        for _ in range(steps):
+            team.trainer.forward_backward([EXAMPLE], ClientLoss("cross_entropy"))
+            assert team.optim_step(AdamStep(1e-2, 0.9, 0.99, 1e-8))["update_made"]
+        return [master.detach().clone() for master in team.model.masters]
+
+    def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(map(torch.equal, one, other))
+
+    team = team_of()
+    published = CheckpointStore(tmp_path / "checkpoints", LearnerLimits(free_bytes_min=0))
+    first = learnt(team, 1)
+    store, state = team.take_to_save(SAVED, overwrites=False)
+    further = learnt(team, 2)  # while the state is written
+    store.save(state)
+    with pytest.raises(ConfigError, match="which is there"):
+        team.take_to_save(SAVED, overwrites=False)
+    assert team.is_changed
+    team.put(Version(3), team.snapshot())
+    published.save(team.take(published, team.snapshot(), Version(3), {"journal_from": 0}))
+    team.is_changed = False  # as when it is on its way
+    before = team.scored(Version(3), (3, 4, 5))
+    infinite = replace(EXAMPLE, columns={"weights": np.full((4, 1), np.inf, np.float32)})
+    team.trainer.forward_backward([infinite], ClientLoss("cross_entropy"))
+    assert not team.optim_step(AdamStep(1e-2, 0.9, 0.99, 1e-8))["update_made"] and not team.is_changed
+    learnt(team, 1)
+    assert team.is_changed and np.allclose(team.scored(Version(3), (3, 4, 5)), before, atol=1e-3)
+    for saved, with_optimiser, expected in ((SAVED, True, further), ("", False, first), (SAVED, False, None)):
+        team.trainer.forward_backward([EXAMPLE], ClientLoss("cross_entropy"))  # of which no step was made
+        store, other = team.take_to_save("0123456789:train:0/y", overwrites=True)
+        was = [master.detach().clone() for master in team.model.masters]
+        team.begin(saved, with_optimiser=with_optimiser)
+        store.save(other)
+        kept = store.load_newest(None)
+        assert kept is not None and are_equal([kept.masters[name] for name in team.model.names], was)
+        assert team.trainer.step_count == 3 and team.is_changed, "versions only grow"
+        found = learnt(team, 1 if saved == "" else 2)
+        assert are_equal(found, further if expected is None else expected) == (expected is not None)
+    again = team_of()
+    kept = again.load_newest(published)
+    assert kept is not None and again.trainer.step_count == 3 and again.is_changed, "the fleet has a later version"
+    again.begin(SAVED, with_optimiser=True)
+    assert are_equal(learnt(again, 2), further)
+    again.is_changed = False
+    again.begin("", with_optimiser=False)
+    assert again.is_changed, "what trains is not the newest version any more"
 
 
 def test_rot_in_an_old_one_costs_no_journal(model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -135,7 +135,9 @@ def test_a_new_segment_begins_once_the_old_is_on_disk(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         os, "fsync", lambda file: (begun.setdefault(os.fstat(file).st_ino, new.exists()), real(file))[1]
     )
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
     journal.begin(records.began("run", Step(2), 0, ()))
+    assert journal.segment == 2 and len(list(Path("/proc/self/fd").iterdir())) == open_files
     journal.close()
     assert not begun[path.stat().st_ino], "a power cut in between would leave a torn end before the newest segment"
     assert begun[new.stat().st_ino] and begun[tmp_path.stat().st_ino], "it has its name before a commit counts on it"
@@ -144,6 +146,10 @@ def test_a_new_segment_begins_once_the_old_is_on_disk(tmp_path: Path, monkeypatc
     with pytest.raises(StateError, match="found a broken record .* and remove the later segments"):
         read(tmp_path)
     assert read_journal(tmp_path, Step(2))[1] == 2
+    again = Journal(tmp_path)
+    again.go_on(Step(2))
+    assert again.segment == 2, "a checkpoint says from which one on a restart reads: those before are gone"
+    again.close()
     with pytest.raises(StateError, match="segment of step 1"):
         read_journal(tmp_path, Step(1))
 
