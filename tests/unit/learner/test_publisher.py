@@ -32,7 +32,8 @@ from echo2.learner.publishing.schedule import (
 )
 from echo2.learner.rollouts.journal import Journal, began, read_journal
 from echo2.staleness.rule import is_admissible
-from echo2.weights import CodecSetting, HostWeights
+from echo2.weights import CodecSetting, HostWeights, fingerprint
+from echo2.wire.gen.echo2.v1.coordinator_pb2 import VersionPublished
 from tests.unit.learner.fleet import FollowerBroadcaster
 
 
@@ -41,13 +42,14 @@ def schedule_of(bound: int, kappa: int = 0, **more: Any) -> PublicationSchedule:
 
 
 class Watching(FollowerBroadcaster):
-    """Notes whether all of the journal was on the disk as an artifact left. `meanwhile`: called once, as one leaves."""
+    """Notes whether all of the journal was on the disk as an artifact left. `meanwhile`: called once, as one leaves. `is_sealed`:
+    an earlier process has sealed it."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
         self.journal, self.was_kept = journal, list[bool]()
         self.meanwhile: list[Callable[[], None]] = []
-        self.is_busy = False
+        self.is_busy = self.is_sealed = False
 
     async def publish(self, *arguments: Any, **named: Any) -> int:
         assert not self.is_busy, "one replaces the other if they are the same"
@@ -58,19 +60,21 @@ class Watching(FollowerBroadcaster):
             for _ in range(9):
                 await asyncio.sleep(0)
         self.is_busy = False
-        return await super().publish(*arguments, **named)
+        return 100 if self.is_sealed else await super().publish(*arguments, **named)
 
 
 class Port:
-    """Keeps the versions that workers may sample with."""
+    """Keeps the versions that workers may sample with, and what the coordinator is told."""
 
     def __init__(self) -> None:
         self.versions: list[Version] = []
+        self.told: list[VersionPublished] = []
 
     def on_version(self, version: Version) -> None:
         self.versions.append(version)
 
-    def on_artifact(self, artifact: object) -> None: ...
+    def on_artifact(self, artifact: VersionPublished) -> None:
+        self.told.append(artifact)
 
     def fail(self, error: BaseException) -> None:
         raise error
@@ -107,21 +111,28 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
         await publisher.settled()
         assert publisher._task.done(), "also what took the place of something lost as that ended"
         assert out == [2], "a version that is leaving is not out yet"
-        await publisher.publish_soon(Version(4), weights(4))
+        for version in (4, 5):
+            await publisher.publish_soon(Version(version), weights(version))
         await publisher.settled()
+        assert [version for version, parent in broadcaster.versions if parent is not None] == [1, 2, 3, 4, 5]
+        broadcaster.is_sealed = True
+        await publisher.publish_soon(Version(6), weights(6))
+        await publisher.settled()
+        broadcaster.is_sealed = False
+        assert publisher.newest_fingerprint == fingerprint(weights(6), 7) == int(port.told[-1].fingerprint, 16)
         again = VersionPublisher(broadcaster, journal, schedule_of(2), port, 7)
-        await again.take_up(weights(4), Version(4), None, weights(0))
+        await again.take_up(weights(6), Version(6), None, weights(0))
         broadcaster.meanwhile.append(lambda: again.replace_lost("a chunk"))
         await again.settled()
-        assert broadcaster.versions[-2:] == [(4, None)] * 2, "also what is lost while the delta from the base leaves"
+        assert broadcaster.versions[-2:] == [(6, None)] * 2, "also what is lost while the delta from the base leaves"
 
     asyncio.run(scene())
     journal.close()
-    assert port.versions == [1, 2, 3, 4]
+    assert port.versions == [1, 2, 3, 4, 5, 6]
     records, _ = read_journal(tmp_path, Step(0))
     told = [record.published for _, record in records if record.HasField("published")]
     assert [(one.version, bool(one.fingerprint)) for one in told] == [
-        (n, is_out) for n in (1, 2, 3, 4) for is_out in (False, True)
+        (n, is_out) for n in port.versions for is_out in (False, True)
     ]
 
 
