@@ -76,7 +76,6 @@ class DrivenTeam(Team):
         newest = store.newest()
         if newest is None:
             return None
-        self.is_changed = True  # the trainer has the base, the fleet a later version
         self.trainer.step_count = int(newest)
         return store.load(newest, None)
 
