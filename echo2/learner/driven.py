@@ -76,7 +76,7 @@ class DrivenTeam(Team):
         newest = store.newest()
         if newest is None:
             return None
-        self.trainer.step_count = int(newest)
+        self.is_changed = True  # the trainer has the base, the fleet a later version
         return store.load(newest, None)
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:

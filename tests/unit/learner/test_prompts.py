@@ -562,6 +562,9 @@ def test_a_run_learns_its_conversations_before_anything_is_asked_of_workers(chat
             again.team.step(again.conversations.batch(again.team.step_count))
         masters = again.model.masters  # type: ignore[attr-defined]
         assert all(map(torch.equal, images[step], masters)), f"killed after step {step}"
+    stopped = Run(options_of(tmp_path / "stopped", chat_model, rows))
+    stopped.at_step[1] = stopped.daemon.stop
+    assert go(stopped.finish(worker_count=0)).steps == 1 and not stopped.coordinator.offers
 
 
 def test_a_run_that_began_without_a_warm_start_or_a_teacher_gets_none(chat_model: Path, tmp_path: Path) -> None:
