@@ -77,9 +77,7 @@ def choose(
         return {}
     asked = {ref[1] for peer in peers.values() for ref in peer.requests if ref[0] == key}
     wanted = [index for index in due if index not in asked]
-    if is_pushed:
-        wanted = wanted[: 2 * left]
-    else:
+    if not is_pushed:
         wanted = scattered(wanted, [peer.haves.get(key, 0) for peer in peers.values()], 2 * left, rng)
     holders: dict[int, list[PeerId]] = {index: [] for index in wanted}
     for peer_id, peer in peers.items():

@@ -488,7 +488,8 @@ class Hub:
         if seconds >= self.config.coordinator.suspect_after:
             self.note("start", f"the coordinator stood still for {format_seconds(seconds)}, or its machine slept")
             for member in self.membership.living():
-                member.heard_at = self.clock.now()
+                member.heard_at += seconds  # not now: one that is gone is found so however often this happens
+                member.cut_at = None if member.cut_at is None else member.cut_at + seconds
             self._extend(self.book.leases.values(), self.clock.now())
 
     def tick(self) -> None:

@@ -44,7 +44,6 @@ from echo2.worker.machine import Finding, clock_finding
 if TYPE_CHECKING:
     from echo2.worker.heartbeat import WorkerStatus
 
-RENEW_BEFORE_S = 3 * 86400.0  # a weekend without the coordinator
 ADDRESS_CHARS_MAX = 300  # a host name has 253 at most, then the port
 _log = logging.getLogger("echo2.worker")
 
@@ -52,8 +51,8 @@ _log = logging.getLogger("echo2.worker")
 
 
 async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> Credentials:
-    """Credentials for the run that the link names; enrols if there are none or they expire within `RENEW_BEFORE_S`. Raises
-    ResourceError if the folder cannot hold them, StateError if it belongs to another run."""
+    """Credentials for the run that the link names; enrols if there are none, or they have expired. Raises ResourceError if the
+    folder cannot hold them, StateError if it belongs to another run."""
     try:
         identity = load_or_create_identity(folder)
     except OSError as error:
@@ -64,7 +63,7 @@ async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> 
             f"{folder}: it belongs to run {credentials.run_id} of coordinator {credentials.coordinator_peer_id}, the "
             f"link names {link.peer_id}; give this run a folder of its own"
         )
-    if credentials is not None and credentials.certificate.not_after_unix_s >= unix_now() + RENEW_BEFORE_S:
+    if credentials is not None:  # about to expire, too: the link's token may have been used up since
         return credentials
     credentials = await enrolled(link, identity, Role.WORKER, waits, backoff)
     save_credentials(folder, credentials)

@@ -277,9 +277,11 @@ def test_what_only_a_peer_that_left_had_keeps_no_other_chunk_from_being_asked_fo
     assert asked == [Request(b, KEY, (2 * CANDIDATES_MAX,))]
 
 
-def test_a_peer_with_a_full_window_keeps_no_other_from_being_asked() -> None:
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_a_peer_with_a_full_window_keeps_no_other_from_being_asked(is_pushed: bool) -> None:
     """The first chunks are its own and the publisher's, who is asked for none that others have."""
-    artifact = Artifact(KEY, True, missing_since=dict.fromkeys(range(CANDIDATES_MAX), 9.0))
+    artifact = Artifact(KEY, True, missing_since=dict.fromkeys(range(CANDIDATES_MAX), 8.0))
+    artifact.pushed_at = 10.0 if is_pushed else artifact.pushed_at
     full, free, publisher = (Peer(PeerId(name)) for name in "abc")
     full.haves[KEY], publisher.haves[KEY] = all_of(CANDIDATES_MAX - 20), all_of(CANDIDATES_MAX)
     free.haves[KEY] = publisher.haves[KEY] ^ full.haves[KEY]

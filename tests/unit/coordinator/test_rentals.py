@@ -452,6 +452,12 @@ async def test_while_the_coordinator_stands_still_workers_go_on_costing_money_an
     run.hub.tick()
     assert own.last_liveness is Liveness.ALIVE and run.hub.book.leases
     assert run.hub.money.sums().usd_spent == pytest.approx(6 * (machine.usd_per_hour + 1.0), rel=0.01)
+    stall_s, between_s = 60.0, run.hub.config.coordinator.suspect_after / 2
+    for _ in range(8):  # which heard nothing of it in between
+        run.clock.time += between_s + stall_s
+        run.hub.stood_still(stall_s)
+        run.hub.tick()
+    assert own.last_liveness is Liveness.GONE
     run.hub.flush_now()
     run.clock.time += 3600
     run.begin()

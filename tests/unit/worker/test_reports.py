@@ -19,14 +19,15 @@ from echo2.base.rollout import EndReason, FinishReason, GroupSpec, SamplingParam
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.control.session import ControlSession
 from echo2.outside import SteadyClock
-from echo2.trust.identity import Role
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority
+from echo2.trust.tls import load_or_create_identity, save_credentials
 from echo2.wire import rollout as wire
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.rollout import Ticket, sign_ticket
 from echo2.worker import links as links_module
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
-from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports
+from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports, join
 from echo2.worker.worker import Worker
 from tests.certificates import issued
 from tests.patience import WAIT_S
@@ -261,3 +262,17 @@ async def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_l
             tell("a" * 64, 41)
         with pytest.raises(VersionMismatch, match="the learner's model: expected .* it now trains .*ffff"):
             tell("f" * 64, 40)
+
+
+async def test_a_certificate_that_is_about_to_expire_needs_no_token_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is renewed without one: the link's may have been used up or revoked since."""
+    authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+    kept = issued(authority, identity=load_or_create_identity(tmp_path))
+    save_credentials(tmp_path, kept)
+    monkeypatch.setattr(links_module, "unix_now", lambda: kept.certificate.not_after_unix_s - 3600)
+    link = JoinLink("127.0.0.1", 1, authority.identity.peer_id, "used up")
+    async with asyncio.timeout(WAIT_S):
+        again = await join(link, tmp_path, Waits(SteadyClock()), Backoff(random.Random(0)))
+    assert again.certificate == kept.certificate
