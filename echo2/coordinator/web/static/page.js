@@ -27,7 +27,7 @@ function drawTiles() {
   const tokens = workers.reduce((sum, w) => sum + (w.running ? w.tokens_per_s || 0 : 0), 0);
   const end = toTheEnd(), unmeasured = r.finished ? "not measured" : "not yet";
   $("tiles").replaceChildren(
-    tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", r.finished ? "the run is finished" : l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
+    tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", r.finished ? "the run is finished" : l.train_s ? `${seconds(l.train_s)} a step` : l.step ? "its time is not known yet" : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
     tile("Reward", number(l.reward), "", l.is_known && !l.step_limit ? "its trainer computes it" : l.eval_reward == null ? `held out: ${unmeasured}` : `held out: ${number(l.eval_reward)}`),
     tile("Utilisation", state.advice.is_measured ? percent(state.advice.utilisation) : unmeasured, "", r.finished ? state.advice.is_measured ? "of the last steps" : "too few steps" : p.is_known && p.utilisation ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.is_measured ? state.advice.utilisation : 0 }),
     tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", r.finished ? "" : p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.open + l.buffered)} of at most ${count(p.cap, "rollout")} in flight` : "no plan yet"),
