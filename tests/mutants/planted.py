@@ -420,7 +420,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("half handshakes of one host are not bounded", "broadcast/transport.py",
            "        if len(shaking) >= BULK.strangers_per_host:", "        if False:", ("tests/contract/test_connections.py::test_of_too_many_half_handshakes_of_one_host_the_oldest_gives_way",)),
     Mutant("a rent that failed is owed until it is told", "coordinator/money/provisioner.py",
-           "now if was_there else machine.rented_at", "now",
+           "max(now, billed_until) if was_there else machine.rented_at", "now",
            (_UNIT + "coordinator/test_provisioner.py::test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for",)),
     Mutant("a worker whose price nobody agreed to is billed", "coordinator/money/costs.py",
            "    is_agreed = is_working(member) or not member.asks_too_much\n", "    is_agreed = True\n",

@@ -425,8 +425,10 @@ class Provisioner:
 
     def _ended(self, machine: RentedMachine, action: str, reason: str, was_there: bool = True) -> None:
         """`was_there`: else it costs nothing, unless its provider lists it later: then it is billed since it was asked for."""
-        now = self._hub.clock.now()
-        machine.state, machine.ended_at = MachineState.GONE, now if was_there else machine.rented_at
+        now, offer = self._hub.clock.now(), self.offers.get(machine.offer)
+        billed_until = machine.rented_at + 3600 * (offer.hours_least if offer is not None else 0.0)
+        machine.state = MachineState.GONE
+        machine.ended_at = max(now, billed_until) if was_there else machine.rented_at
         self._known_at[machine.machine_id] = now
         vain, until = self._resting.get(machine.offer, (0, 0.0))
         if self._hub.money.workers_of(machine):

@@ -96,7 +96,8 @@ _GIVEN_BACK = (MachineState.STARTING, MachineState.RUNNING, MachineState.ENDING)
 @dataclass(slots=True)
 class RentedMachine:
     """`command`: what a person has to run on it; empty if the provider has done so. `replaced`: workers that it had before the
-    one of now, each lost with its identity; of a machine that was found, the worker of its name."""
+    one of now, each lost with its identity; of a machine that was found, the worker of its name. `ended_at`: until when it is
+    billed."""
 
     machine_id: str
     offer: str

@@ -224,6 +224,9 @@ async def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Pat
     assert [one.reason for one in run.hub.state.paid] == ["because", "enough", "enough"]
     assert run.hub.tokens.tokens[machine.token_id].is_revoked
     assert run.cloud.there == {}
+    run.hub.money.offers = (replace(OFFER, hours_least=3.0),)
+    await run.provisioner.release((await run.provisioner.rent("gpu", "", "")).machine_id, "at once")
+    assert run.journal()[-1] == ("released", 6.0), "three hours are billed in any case"
     with pytest.raises(MalformedMessage, match="expected one of gpu"):
         await run.provisioner.rent("tpu", "", "")
     with pytest.raises(MalformedMessage, match="expected one of this run"):
