@@ -166,6 +166,21 @@ DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "g
 """Families whose parameters a formula counts, for a planner without torch; tests compare it with the models."""
 
 
+def exact_positions(positions: int, rope: object, model_type: str) -> int:
+    """How many of a model's positions learner and engines rotate alike, by its rotary embeddings (one, or one a kind of layer):
+    beyond them a longrope's factors depend on the sequence. ConfigError where no engine does; Hunyuan calls dynamic what is fixed
+    by its alpha."""
+    rotary = rope if isinstance(rope, Mapping) else {}
+    ropes = [each for each in rotary.values() if isinstance(each, Mapping)] or [rotary]
+    is_fixed = model_type.startswith("hunyuan")
+    if any(each.get("rope_type") == "dynamic" and not (is_fixed and each.get("alpha")) for each in ropes):
+        raise ConfigError(
+            f"model_type {model_type}, rope_type: dynamic rotates cached keys again, which no engine here does"
+        )
+    longropes = [each for each in ropes if each.get("rope_type") == "longrope"]
+    return min([positions, *(int(each["original_max_position_embeddings"]) for each in longropes)])
+
+
 def model_size(config: Mapping[str, object]) -> ModelSize:
     """A model's size: the learner's count in its config, or by formula. Raises ConfigError, naming the field or the family."""
     size = config.get(SIZE_KEY)

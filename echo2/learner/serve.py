@@ -82,7 +82,8 @@ class ServedModel(DeclaredModel):
         """Loads the tensors of a model folder, in the published dtype. Raises `ConfigError` unless they are this model's."""
         tensors = published_tensors(load_whole(folder, self.dtype))
         self.check_table(tensors)
-        return {name: tensors[name].detach() for name in sorted(self.shapes)}
+        given = {name: tensors[name].detach() for name in sorted(self.shapes)}
+        return {name: t if name in self.kept else t.to(self.dtype) for name, t in given.items()}
 
 
 class ServedWeights(OwnTrainer):

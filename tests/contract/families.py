@@ -86,7 +86,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "GLM-4": ("glm4", {}),
     "Seed-OSS": ("seed_oss", {}),
     "EXAONE 4": ("exaone4", WINDOWED),
-    "Hunyuan": ("hunyuan_v1_dense", {}),
+    "Hunyuan": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 1e3, "factor": 1.0, "rope_theta": 1e4}},
+    ),
     "ERNIE 4.5": ("ernie4_5", {}),
     "Nemotron": ("nemotron", {}),
     "Qwen3-MoE": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True}),

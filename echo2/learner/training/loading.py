@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from echo2.base.errors import ConfigError
-from echo2.cost_model.sizing import SIZE_KEY, ModelSize
+from echo2.cost_model.sizing import SIZE_KEY, ModelSize, exact_positions
 from echo2.learner.training.model_files import INDEX, ONE_FILE, checked_path, naming
 from echo2.weights.precision import linear_layers
 
@@ -178,13 +178,15 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    if (folder / INDEX).is_file():
-        listed = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {str(name): folder / str(file) for name, file in listed.items()}
-    if not (folder / ONE_FILE).is_file():
-        return {}
-    with safe_open(folder / ONE_FILE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / ONE_FILE)
+    """Which file holds each tensor, by the files that transformers reads."""
+    names = [ONE_FILE] if (folder / ONE_FILE).is_file() else []
+    if not names and (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    found: dict[str, Path] = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            found.update(dict.fromkeys(file.keys(), folder / name))
+    return found
 
 
 def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], buffers: list[str]) -> str:
@@ -232,6 +234,13 @@ def size_of(config: Any) -> ModelSize:
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     width = int(getattr(text, "head_dim", None) or hidden // heads)
+    positions = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
+    context = exact_positions(positions, getattr(text, "rope_parameters", None), config.model_type)
+    if context < positions:
+        _log.warning(
+            "model_type %s: sequences have at most %d tokens of its context of %d, beyond which its rotary embeddings (longrope) "
+            "depend on the sequence's length", config.model_type, context, positions,
+        )  # fmt: skip
     kinds = [str(kind) for kind in getattr(text, "layer_types", None) or ["full_attention"] * layers]
     attending = sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in kinds)
     latent = int(getattr(text, "kv_lora_rank", None) or 0)
@@ -247,7 +256,7 @@ def size_of(config: Any) -> ModelSize:
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         kv_values_per_token=max(1, attending * each),
-        context_tokens=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        context_tokens=context,
         head_count=heads,
         kv_head_count=kv_heads,
         layer_count=layers,

@@ -288,7 +288,7 @@ class PolicyModel:
                 f"{self.ranks.count}"
             )
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
-        check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
+        check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path, self.ranks.count)
         self.parameter_count = sum(int(p.numel()) for p in self.parameters)
         # A forward pass and gradients of inputs take 2 FLOPs per parameter at work each, gradients of weights 2 per trained one.
         base, adapter = self.size.active_parameters, self.parameter_count if lora_rank else 0
@@ -481,9 +481,10 @@ def _add_gradient_of(model: weakref.ref[PolicyModel], number: int, _: Tensor) ->
         policy_model._add_gradient(number)
 
 
-def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
-    """Raises `ConfigError` unless all trained tensors share one floating-point dtype; otherwise the published weights would differ
-    from those the learner computes with."""
+def check_dtypes(parameters: Mapping[str, Tensor], path: str, rank_count: int = 1) -> None:
+    """Raises `ConfigError` unless all trained tensors have one floating-point dtype; otherwise the published weights would differ
+    from those the learner computes with. Without ranks, which shard one dtype, those that transformers keeps in float32, as
+    routers, may hold the values of bf16."""
     first = ""
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
@@ -492,7 +493,8 @@ def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
                 "model? train the one that it was made from)"
             )
         first = first or name
-        if parameter.dtype != parameters[first].dtype:
+        dtypes = {parameter.dtype, parameters[first].dtype}
+        if len(dtypes) > 1 and (rank_count > 1 or dtypes != {torch.bfloat16, torch.float32}):
             raise ConfigError(
                 f"model {path}: expected tensors of one dtype, got {parameters[first].dtype} in {first} and "
                 f"{parameter.dtype} in {name}"

@@ -49,7 +49,7 @@ def checked_path(path: str, *, has_weights: bool = False) -> str:
     if quantised := config.get("quantization_config"):
         how = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ConfigError(f"model {path}: {_original(f'quantised ones ({how})')}")
-    if has_weights and INDEX in contents:
+    if has_weights and INDEX in contents and ONE_FILE not in contents:  # else transformers reads that one
         _check_index(local / INDEX, contents[INDEX])
     if has_weights and not any(name.endswith(_WEIGHTS) for name in contents):
         raise ConfigError(f"model {path}: expected its weights, found neither *.safetensors nor *.bin there")

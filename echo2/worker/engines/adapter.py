@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -72,9 +73,10 @@ def load_base(path: str, spec: AdapterSpec) -> AdapterBase:
         )
     from transformers import AutoModelForCausalLM
 
+    local = Path(path).expanduser()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=PRECISIONS[spec.dtype])
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(local if local.is_dir() else path, dtype=PRECISIONS[spec.dtype])
+    except Exception as error:  # noqa: BLE001 - anything, by what a file holds
         raise ConfigError(f"model.path {path}: cannot be loaded as a causal LM: {error}") from None
     round_parameters(model, spec.dtype)
     dtype = PRECISIONS[spec.dtype]  # also of those that transformers keeps in float32

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from echo2.base.errors import ConfigError, EngineError
+from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import NO_ROUTING, FinishReason, Routing, SamplingParams
 from echo2.base.staged import StagedVersion, TensorUpdate
@@ -57,19 +57,6 @@ def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_coun
     is_ended = bool(request.token_ids) and request.token_ids[-1] in request.sampling.stop_token_ids
     if is_ended or len(request.token_ids) >= request.sampling.max_new_tokens:
         raise EngineError(f"{where}: expected an unfinished completion, got one that has ended")
-
-
-def exact_positions(positions: int, rope: object, model_type: str) -> int:
-    """How many of a model's positions learner and engines rotate alike, by its rotary embeddings (one, or one a kind of layer):
-    beyond them a longrope's factors depend on the sequence. ConfigError where no engine does."""
-    rotary = rope if isinstance(rope, Mapping) else {}
-    ropes = [each for each in rotary.values() if isinstance(each, Mapping)] or [rotary]
-    if any(each.get("rope_type") == "dynamic" for each in ropes):
-        raise ConfigError(
-            f"model_type {model_type}, rope_type: dynamic rotates cached keys again, which no engine here does"
-        )
-    longropes = [each for each in ropes if each.get("rope_type") == "longrope"]
-    return min([positions, *(int(each["original_max_position_embeddings"]) for each in longropes)])
 
 
 @dataclass(frozen=True, slots=True)

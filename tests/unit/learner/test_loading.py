@@ -14,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo2.base.errors import ConfigError
 from echo2.learner.own_trainer import DeclaredModel
 from echo2.learner.rollouts.prompts import load_tokenizer
+from echo2.learner.serve import ServedModel
 from echo2.learner.startup import export
 from echo2.learner.training.loading import load_whole, read_ends, size_of, skeleton_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.model_files import checked_path
+from echo2.worker.engines.adapter import adapter_spec, load_base
 from echo2.worker.engines.embedded.live_weights import read_shape
 from tests.contract.families import COMMON, LATENT, save_tiny
 from tests.unit.learner.tiny import make_tiny_model
@@ -71,6 +73,39 @@ def test_an_export_keeps_what_lies_beside_the_weights_with_an_adapter_too(tmp_pa
         found = load_file(tmp_path / str(rank) / WEIGHTS)
         kept = {name: tensor for name, tensor in load_file(tmp_path / "base" / WEIGHTS).items() if "bias" in name}
         assert kept and all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+    served = ServedModel(str(tmp_path / "base"), "bfloat16", records_routing=False)
+    dtypes = {name: tensor.dtype for name, tensor in served.read(served.path).items()}
+    assert {name for name in dtypes if dtypes[name] is not torch.bfloat16} == served.kept == kept.keys()
+
+
+def test_a_folder_may_be_named_from_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_tiny_model(tmp_path / "model")
+    spec = adapter_spec(json.loads(PolicyModel("~/model", "bfloat16", CPU, 1.0, lora_rank=2).config_json()))
+    assert spec is not None and load_base("~/model", spec).layers and load_tokenizer("~/model").eos_token_id == 1
+    (tmp_path / "model" / WEIGHTS).write_bytes(b"cut")
+    with pytest.raises(ConfigError, match="~/model: cannot be loaded as a causal LM"):
+        load_base("~/model", spec)
+
+
+@pytest.mark.parametrize("listed", ["kept beside one file", "of the wrong files"])
+def test_tensors_are_read_from_the_files_that_transformers_reads(tmp_path: Path, listed: str) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    tensors = load_file(folder / WEIGHTS)
+    names, parts = [*tensors], ["a.safetensors", "b.safetensors"]
+    if listed == "of the wrong files":
+        (folder / WEIGHTS).unlink()
+        for part, own in zip(parts, (names[:5], names[5:]), strict=True):
+            save_file({name: tensors[name] for name in own}, folder / part, {"format": "pt"})
+    where = dict(zip(names, [*parts[::-1], *parts * len(names)], strict=False))
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert checked_path(str(folder), has_weights=True)
+    skeleton = skeleton_of(str(folder), torch.float32, CPU)
+    assert skeleton is not None
+    skeleton.fill(skeleton.hf_model)
+    whole = load_whole(str(folder), torch.float32)
+    pairs = zip(skeleton.hf_model.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(own, other) for own, other in pairs)
 
 
 def test_a_model_whose_layers_differ_in_width_has_a_size() -> None:
@@ -167,9 +202,26 @@ def test_a_context_extended_by_yarn_is_as_long_as_the_factor_says(tmp_path: Path
     assert PolicyModel(str(folder), "bfloat16", CPU, 1.0).context_tokens == 2048, "it says more already"
 
 
+def test_a_learner_says_what_no_engine_rotates_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    rope: dict[str, object] = {"rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    longrope = rope | {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    fields = COMMON | {"rope_parameters": longrope, "original_max_position_embeddings": 64}
+    assert size_of(AutoConfig.for_model("phi3", **fields)).context_tokens == 64
+    assert "at most 64 tokens of its context of 256" in caplog.text
+    growing = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "alpha": 2.0}
+    with pytest.raises(ConfigError, match="rope_type: dynamic"):
+        size_of(AutoConfig.for_model("llama", **(COMMON | {"rope_parameters": growing})))
+
+
 def written(name: str, content: bytes | str) -> Callable[[Path], object]:
     data = content.encode() if isinstance(content, str) else content
     return lambda folder: (folder / name).write_bytes(data)
+
+
+def listing(index: str) -> Callable[[Path], object]:
+    return lambda folder: (
+        (folder / WEIGHTS).rename(folder / "0.safetensors") and written(f"{WEIGHTS}.index.json", index)(folder)
+    )
 
 
 def cut(count: int) -> Callable[[Path], object]:
@@ -198,8 +250,8 @@ NO_TORCH: list[tuple[Callable[[Path], object], str]] = [
     (cut(60), r"model\.safetensors: expected whole safetensors"),
     (cut(-100), r"model\.safetensors: expected whole safetensors, got something else \(\d+ bytes instead of \d+\)"),
     (lambda folder: (folder / WEIGHTS).unlink(), "expected its weights, found neither"),
-    (written(WEIGHTS + ".index.json", "{}"), r"index\.json: expected a weight_map"),
-    (written(WEIGHTS + ".index.json", '{"weight_map": {"a": "1.safetensors"}}'), "1 files .* 1 are missing, first 1.safetensors"),
+    (listing("{}"), r"index\.json: expected a weight_map"),
+    (listing('{"weight_map": {"a": "1.safetensors"}}'), "1 files .* 1 are missing, first 1.safetensors"),
     (written("config.json", '{"model_type"'), r"config\.json: expected whole json"),
     (written("config.json", "[]"), "expected a model's config, got list"),
     (written("generation_config.json", "{"), r"generation_config\.json: expected whole json"),

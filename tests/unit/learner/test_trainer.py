@@ -209,7 +209,10 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
         PolicyModel(str(tmp_path), "float32", CPU, 1.0)
     mixed = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
     with pytest.raises(ConfigError, match="one dtype, got torch.bfloat16 in a and torch.float32 in b"):
-        check_dtypes(mixed, "model")
+        check_dtypes(mixed, "model", 2)
+    check_dtypes(mixed, "model")  # a router that transformers keeps in float32
+    with pytest.raises(ConfigError, match="torch.float16 in b"):
+        check_dtypes(mixed | {"b": torch.zeros(2, dtype=torch.float16)}, "model")
     with pytest.raises(ConfigError, match="floating-point tensors to train, got torch.int8 in q"):
         check_dtypes({"q": torch.zeros(2, dtype=torch.int8)}, "model")
 

@@ -25,15 +25,16 @@ from transformers import AttentionInterface, DynamicCache
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import packed
 from echo2.base.staged import TensorUpdate
+from echo2.cost_model.sizing import exact_positions
 from echo2.weights.elements import published_tensors
 from echo2.weights.routers import Routers
 from echo2.worker.engines.adapter import Adapter
 from echo2.worker.engines.embedded.live_weights import LiveTensors, library_config
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, Copy, Fill, blocks_for
-from echo2.worker.engines.engine import exact_positions
 
 ATTENTION = "echo2_blocks"  # the name under which transformers finds the attention over a cache in blocks
-_WINDOWS = ("full_attention", "sliding_attention")
+_SLIDING = "sliding_attention"
+_WINDOWS = ("full_attention", _SLIDING)
 
 
 class ModuleWeights(LiveTensors):
@@ -197,6 +198,7 @@ class _Sizes:
     heads: int = 0
     width: int = 0
     layers: list[int] = field(default_factory=list)
+    has_windows: bool = False
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: _How
@@ -204,6 +206,7 @@ class _Sizes:
         self.heads = max(self.heads, key.shape[1])
         self.width = max(self.width, key.shape[3], value.shape[3])
         self.layers.append(layer)
+        self.has_windows |= how.window > 0
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -302,6 +305,11 @@ class GeneralDecoder:
         if sorted(sizes.layers) != list(range(len(sizes.layers))) or not sizes.layers:
             raise ConfigError(
                 f"{self._name}: expected attention once a layer, through transformers' interface, found layers {sizes.layers}"
+            )
+        text = self._model.config.get_text_config(decoder=True)
+        if _SLIDING in (getattr(text, "layer_types", None) or []) and not sizes.has_windows:
+            raise ConfigError(
+                f"{self._name}: expected attention that says its window, it does not (use_sliding_window)"
             )
         return sizes
 

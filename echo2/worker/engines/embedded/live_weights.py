@@ -138,8 +138,8 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> tuple[np.ndarray, float]:
     rope = config["rope_parameters"]
     rope_type = rope.get("rope_type", "default")
     if rope_type == "default":
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        return (1.0 / np.float32(rope["rope_theta"]) ** exponents).astype(np.float32), 1.0
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return (1.0 / rope["rope_theta"] ** exponents).numpy(), 1.0  # to the bit, which far positions multiply
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](library_config(config), torch.device("cpu"))

@@ -26,14 +26,13 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import ROUTING_KEY, FinishReason, Routing, RoutingShape
 from echo2.base.staged import StagedVersion
-from echo2.cost_model.sizing import Fit, Quantisation
+from echo2.cost_model.sizing import Fit, Quantisation, exact_positions
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
 from echo2.worker.engines.engine import (
     EngineStats,
     GenerateRequest,
     SwapMode,
     TokenChunk,
-    exact_positions,
     refuse_bad_request,
 )
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
@@ -208,12 +207,13 @@ class VllmEngine:
     ) -> None:
         refuse_unsupported(config, quantisation, adapter)
         self._config, self._quantisation = config, quantisation
-        positions, rope = int(str(config.get("max_position_embeddings", 0))), config.get("rope_parameters")
-        limit = exact_positions(positions, rope, str(config.get("model_type")))
+        fields = _language_part(config)  # GPT-2 has its own word for its positions
+        positions = int(str(fields.get("max_position_embeddings") or fields.get("n_positions", 0)))
+        limit = exact_positions(positions, fields.get("rope_parameters"), str(config.get("model_type")))
         self._context_tokens = context_tokens or limit
         if not 2 <= self._context_tokens <= limit:
             raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
-        self._vocab_count = int(str(self._config["vocab_size"]))
+        self._vocab_count = int(str(fields["vocab_size"]))
         self.version: Version | None = None
         if config.get(ROUTING_KEY) and draft_tokens:
             raise ConfigError(

@@ -55,6 +55,7 @@ def test_names_shapes_and_forward_agree_with_transformers(name: str) -> None:
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     weights = LiveWeights(read_shape(CONFIGS[name]))
+    assert np.array_equal(weights.shape.rope_frequencies, model.model.rotary_emb.inv_freq.numpy())
     assert {n: t.shape for n, t in weights.tensors.items()} == {n: t.shape for n, t in model.named_parameters()}
     for tensor_name, parameter in model.named_parameters():
         weights.tensors[tensor_name].copy_(parameter.detach())
@@ -202,6 +203,7 @@ def test_forward_agrees_with_transformers_for_sequences_of_several_lengths(confi
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "nonsense"}, "nonsense"),
         (tiny_config("gemma2", rope_parameters=GROWING_ROPE), "rope_type"),
+        (tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=80, max_window_layers=1), "says its window"),
         ({"model_type": "bloom", "vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "bloom"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -134,9 +134,12 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
 def test_what_vllms_kernels_for_cpus_do_not_compute_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.worker.engines.vllm.vllm_engine.is_cpu", lambda: True)
     base = BaseOfAdapter(AdapterSpec(4, 1.0, "bfloat16", "0123456789abcdef"), "/nowhere")
-    for more in ({"text_config": {"layer_types": ["linear_attention"]}}, {"attn_logit_softcapping": 3.0}):
+    linear, capped = {"layer_types": ["linear_attention"]}, {"attn_logit_softcapping": 3.0}
+    with_images = {"model_type": "gemma3", "text_config": CONFIG | linear}
+    gpt2 = {"model_type": "gpt2", "n_positions": 64, "vocab_size": 96}
+    for config in (with_images, CONFIG | capped, gpt2 | capped):
         with pytest.raises(ConfigError, match="vLLM's CPU kernels .*expected a GPU, or --worker.engine embedded"):
-            asyncio.run(started(VllmEngine(CONFIG | more, adapter=base)))
+            asyncio.run(started(VllmEngine(config, adapter=base)))
 
 
 async def started(engine: VllmEngine) -> None:
