@@ -429,7 +429,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "    if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:\n        return\n", "",
            (_UNIT + "coordinator/test_limits.py::test_the_bill_is_what_each_second_costs",)),
     Mutant("calls of an agent's dropped problem come back", _JOURNAL,
-           "{group_id, root} & absent or", "group_id in absent or", (_UNIT + "learner/test_journal.py::test_of_a_problem_that_has_ended_no_call_comes_back_and_of_another_all",)),
+           "{group_id, root} & self.dropped or", "group_id in self.dropped or", (_UNIT + "learner/test_journal.py::test_of_a_problem_that_has_ended_no_call_comes_back_and_of_another_all",)),
     Mutant("groups too old to train stay open after a replay", "learner/startup.py",
            "    groups.drop_stale()\n", "", (_UNIT + "learner/test_replay.py::test_groups_too_old_after_a_replay_are_not_offered_again",)),
     Mutant("rollouts far off are believed", "learner/training/loss.py",

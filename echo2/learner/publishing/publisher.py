@@ -206,7 +206,7 @@ class VersionPublisher:
         else:
             self.hold(cut_off[1], cut_off[0])
             await self._publish(version, tensors)
-        if not self.schedule.keyframe_bytes or self._is_something_lost:
+        if not self.schedule.keyframe_bytes:
             await self.publish_keyframe()
         self._is_taken_up = True  # from now on what is lost is replaced at once
         if base is not None:
@@ -228,7 +228,6 @@ class VersionPublisher:
             )
         except EchoError as error:
             _log.warning("no delta from the base to %d: %s", version, error)
-            self.of_base.at = None
         else:
             self.bytes.merged += size
             _log.info("newcomers who have the base fetch %d bytes to version %s", size, self.of_base.at)

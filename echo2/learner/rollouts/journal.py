@@ -167,11 +167,10 @@ class History:
         """Adds every group that is in no recorded batch and may be needed, and forgets those that nothing needs; `groups` must be
         at the checkpoint's step."""
         groups.published = sorted({*groups.published, *self.published})
-        drawn = {GroupId(each.group_id): step for step, batch in self.drawn.items() for each in batch.groups}
-        absent = self.dropped.union(root for root, step in drawn.items() if step < groups.next_step)
+        drawn = {GroupId(each.group_id) for batch in self.drawn.values() for each in batch.groups}
         for group_id in list(self.groups):
             root = root_of(group_id)
-            if {group_id, root} & absent or groups.ledger.is_trained(root):
+            if {group_id, root} & self.dropped or groups.ledger.is_trained(root):
                 del self.groups[group_id]
                 self.finished.pop(group_id, None)
             elif root not in drawn:
