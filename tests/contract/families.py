@@ -68,6 +68,10 @@ LINEAR: dict[str, object] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 
+GEMMA4: dict[str, object] = {
+    "global_head_dim": 64, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 16,
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "Llama": ("llama", {}),
     "Qwen2, Qwen2.5": ("qwen2", {}),
@@ -78,6 +82,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "Starcoder2": ("starcoder2", WINDOWED),
     "Gemma 2": ("gemma2", WINDOWED | {"query_pre_attn_scalar": 16}),
     "Gemma 3": ("gemma3_text", WINDOWED | {"query_pre_attn_scalar": 16}),
+    "Gemma 4": ("gemma4_text", MIXED | GEMMA4),
     "Granite": ("granite", {}),
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", WINDOWED),

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from echo2.base.errors import ConfigError
 from echo2.cost_model.sizing import SIZE_KEY, ModelSize, exact_positions
-from echo2.learner.training.model_files import INDEX, ONE_FILE, checked_path, naming
+from echo2.learner.training.model_files import INDEX, ONE_FILE, checked_path, naming, refuse_quantised, told
 from echo2.weights.precision import linear_layers
 
 _log = logging.getLogger("echo2.learner")
@@ -74,6 +75,9 @@ def read_config(path: str) -> Any:
     with naming(path):
         # A model's own code is never run, nor does anything ask on the terminal whether it may be.
         config = AutoConfig.from_pretrained(checked_path(path), trust_remote_code=False)
+        refuse_quantised(
+            path, getattr(config, "quantization_config", None)
+        )  # of a hub id, whose files are not here yet
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         kind = rope.get("rope_type", rope.get("type"))
         if kind == "yarn":
@@ -90,10 +94,9 @@ def read_config(path: str) -> Any:
 def read_generation_config(path: str) -> Any:
     from transformers import GenerationConfig
 
-    try:
+    with naming(path, "its generation_config.json cannot be used"), suppress(OSError):
         return GenerationConfig.from_pretrained(checked_path(path))
-    except OSError:
-        return None
+    return None
 
 
 def as_base_holds(path: str, policy: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], torch.dtype]:
@@ -227,13 +230,12 @@ def size_of(config: Any) -> ModelSize:
             model = AutoModelForCausalLM.from_config(config)
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"model_type {config.model_type}: transformers cannot make a causal LM of it: {error}"
+            f"model_type {config.model_type}: transformers cannot make a causal LM of it: {told(error)}"
         ) from None
     text, embedding = config.get_text_config(decoder=True), model.get_input_embeddings().weight
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
-    heads = int(getattr(text, "num_attention_heads", None) or 1)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    width = int(getattr(text, "head_dim", None) or hidden // heads)
+    shapes = [_heads_of(part, hidden) for part in getattr(text, "per_layer_config", None) or [text] * layers]
+    heads, kv_heads, width = map(max, zip(*shapes, strict=True))
     positions = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
     context = exact_positions(positions, getattr(text, "rope_parameters", None), config.model_type)
     if context < positions:
@@ -242,10 +244,11 @@ def size_of(config: Any) -> ModelSize:
             "depend on the sequence's length", config.model_type, context, positions,
         )  # fmt: skip
     kinds = [str(kind) for kind in getattr(text, "layer_types", None) or ["full_attention"] * layers]
-    attending = sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in kinds)
+    attending = [("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in kinds]
     latent = int(getattr(text, "kv_lora_rank", None) or 0)
     nope = int(getattr(text, "qk_nope_head_dim", None) or 0)
-    each = latent + int(text.qk_rope_head_dim) if latent else 2 * kv_heads * width
+    rotated = int(text.qk_rope_head_dim) if latent else 0
+    kept = [latent + rotated if latent else 2 * keys * each for _, keys, each in shapes]
     experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
     count, chosen = _experts_of(experts), _chosen_of(text)
     idle = sum(p.numel() for p in experts.values()) * max(0, count - chosen) // max(1, count)
@@ -255,7 +258,7 @@ def size_of(config: Any) -> ModelSize:
     width_max = max(widths) if isinstance(widths, list) else int(widths)
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
-        kv_values_per_token=max(1, attending * each),
+        kv_values_per_token=max(1, sum(each for each, attends in zip(kept, attending, strict=False) if attends)),
         context_tokens=context,
         head_count=heads,
         kv_head_count=kv_heads,
@@ -265,10 +268,17 @@ def size_of(config: Any) -> ModelSize:
         idle_parameters=idle,
         mlp_width=chosen * expert_width if experts else width_max,
         has_head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-        head_width=nope + int(text.qk_rope_head_dim) if latent else width,
+        head_width=nope + rotated if latent else width,
         # With quantisation, vLLM workers refuse models with experts.
         linear_parameters=0 if experts else sum(each.weight.numel() for each in linear_layers(model).values()),
     )
+
+
+def _heads_of(layer: Any, hidden: int) -> tuple[int, int, int]:
+    """How many heads a layer has, how many for keys and values, and their width, which may differ by layer (Gemma 4)."""
+    heads = int(getattr(layer, "num_attention_heads", None) or 1)
+    kv_heads = int(getattr(layer, "num_key_value_heads", None) or heads)
+    return heads, kv_heads, int(getattr(layer, "head_dim", None) or hidden // heads)
 
 
 def _experts_of(experts: Mapping[str, Tensor]) -> int:

@@ -13,6 +13,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin")
 _FETCHED, _POINTER = (*_WEIGHTS, ".json", ".model"), b"version https://git-lfs."
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # others are numbers of a quantised model, or no weights
+TOLD_MAX = 1000  # letters of an error: a dozen lines
 _HEADER_BYTES_MAX = 100_000_000  # as the format's own library has it
 
 
@@ -24,8 +25,13 @@ def naming(path: str, wanted: str = "cannot be loaded as a causal LM") -> Iterat
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - anything, by what a file holds
-        text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"model {path}: {wanted}: {text}") from None
+        raise ConfigError(f"model {path}: {wanted}: {told(error)}") from None
+
+
+def told(error: Exception) -> str:
+    """What an error says; of a long text, as a list of all that transformers knows, the first line."""
+    text = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+    return text if len(text) <= TOLD_MAX else text.splitlines()[0]
 
 
 def checked_path(path: str, *, has_weights: bool = False) -> str:
@@ -46,14 +52,18 @@ def checked_path(path: str, *, has_weights: bool = False) -> str:
     config = contents.get("config.json")
     if not isinstance(config, dict):
         raise ConfigError(f"model file {local / 'config.json'}: expected a model's config, got {type(config).__name__}")
-    if quantised := config.get("quantization_config"):
-        how = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
-        raise ConfigError(f"model {path}: {_original(f'quantised ones ({how})')}")
+    refuse_quantised(path, config.get("quantization_config"))
     if has_weights and INDEX in contents and ONE_FILE not in contents:  # else transformers reads that one
         _check_index(local / INDEX, contents[INDEX])
     if has_weights and not any(name.endswith(_WEIGHTS) for name in contents):
         raise ConfigError(f"model {path}: expected its weights, found neither *.safetensors nor *.bin there")
     return str(local)
+
+
+def refuse_quantised(path: str, quantised: object) -> None:
+    if quantised:
+        how = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise ConfigError(f"model {path}: {_original(f'quantised ones ({how})')}")
 
 
 def _original(odd: str) -> str:

@@ -16,6 +16,7 @@ from echo2.learner.own_trainer import DeclaredModel
 from echo2.learner.rollouts.prompts import load_tokenizer
 from echo2.learner.serve import ServedModel
 from echo2.learner.startup import export
+from echo2.learner.training import loading
 from echo2.learner.training.loading import load_whole, read_ends, size_of, skeleton_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.model_files import checked_path
@@ -269,6 +270,7 @@ BY_LOADING: list[tuple[Callable[[Path], object], str]] = [
     (rope(type="yarn", factor=-1.0), "rope_scaling: expected a number from 1 on as its factor, got -1.0"),
     (rope(type="yarn"), "cannot be loaded as a causal LM: .*factor"),
     (rope(factor=4.0), "rope_scaling: expected a type beside the factor"),
+    (written("generation_config.json", '{"max_new_tokens": -1}'), "generation_config.json|than 0"),
     (written("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id: expected token ids .* got '</s>'"),
     (written("generation_config.json", '{"eos_token_id": true}'), "eos_token_id: expected token ids .* got True"),
     (written("generation_config.json", '{"eos_token_id": [[1], 5]}'), r"eos_token_id: expected token ids .* got \[1\]"),
@@ -290,6 +292,20 @@ def test_what_only_loading_shows_is_refused(tmp_path: Path, damage: Callable[[Pa
     damage(folder)
     with pytest.raises(ConfigError, match=said):
         _ = PolicyModel(str(folder), "float32", CPU, 1.0).stop_token_ids
+    if "generation" in said or "eos_token_id" in said:
+        with pytest.raises(ConfigError, match=said):
+            DeclaredModel(str(folder), "float32")
+
+
+def test_a_hub_id_is_refused_as_a_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "checked_path", lambda path, **_: path)  # there are no files to look at
+    folder = changed(make_tiny_model(tmp_path / "model"), quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ConfigError, match=r"got quantised ones \(mxfp4\)"):
+        PolicyModel(str(folder), "float32", CPU, 1.0)
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(ConfigError, match="this kind of AutoModel: AutoModelForCausalLM") as refused:
+        load_whole(str(folder), torch.float32)
+    assert len(str(refused.value)) < 500, "not each of the two hundred that it knows"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"version": "1.0"}'])

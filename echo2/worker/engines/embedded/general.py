@@ -67,7 +67,7 @@ class ModuleWeights(LiveTensors):
         try:
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(known, dtype=torch.float32, **attention)
-        except (ImportError, ValueError) as error:
+        except Exception as error:
             raise ConfigError(
                 f"model_type {self.model_type}: transformers cannot make a causal LM of it: {error}"
             ) from error
@@ -307,10 +307,10 @@ class GeneralDecoder:
                 f"{self._name}: expected attention once a layer, through transformers' interface, found layers {sizes.layers}"
             )
         text = self._model.config.get_text_config(decoder=True)
-        if _SLIDING in (getattr(text, "layer_types", None) or []) and not sizes.has_windows:
-            raise ConfigError(
-                f"{self._name}: expected attention that says its window, it does not (use_sliding_window)"
-            )
+        kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None) or 0
+        is_windowed = _SLIDING in kinds if kinds else getattr(text, "use_sliding_window", True)
+        if is_windowed and 0 < window < self._context_tokens and not sizes.has_windows:
+            raise ConfigError(f"{self._name}: expected attention that says its window of {window}, it does not")
         return sizes
 
     def _called(self, module: Any, token_ids: Sequence[int], positions_T: np.ndarray, attending: _Pass | _Sizes) -> Any:

@@ -203,7 +203,15 @@ def test_forward_agrees_with_transformers_for_sequences_of_several_lengths(confi
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "nonsense"}, "nonsense"),
         (tiny_config("gemma2", rope_parameters=GROWING_ROPE), "rope_type"),
-        (tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=80, max_window_layers=1), "says its window"),
+        (
+            tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=20, max_window_layers=1),
+            "says its window of 20",
+        ),
+        (tiny_config("phimoe", sliding_window=20, num_local_experts=2), "says its window of 20"),
+        (
+            tiny_config("gpt_neo", num_heads=4, num_layers=3, attention_types=[[["local"], 3]]),
+            "gpt_neo: transformers cannot",
+        ),
         ({"model_type": "bloom", "vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "bloom"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
