@@ -30,7 +30,7 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put
 from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
 from echo2.learner.serve import HandedIn, NoPrompts, VersionServer
 from echo2.learner.startup import Prepared, new_team, prepare_with
-from echo2.learner.training.loading import load_whole
+from echo2.learner.training.loading import check_finite, load_whole
 from echo2.learner.training.model import Policy, PolicyModel, without_adapter
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.scoring import VersionScorer, rows_by_name
@@ -218,6 +218,7 @@ class DrivenTrainer:
         async with self._publishing:
             if self.team.is_changed:
                 weights = await self._loop.in_trainer(self.team.snapshot)
+                await self._loop.in_trainer(lambda: check_finite(weights, "publish"))
                 version = Version(self.team.trainer.step_count + 1)
                 await self._server.hand_in(HandedIn(version, weights))
                 self.team.is_changed = False  # the client's next operation waits for this one

@@ -27,6 +27,7 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, sta
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.training.loading import (
     as_base_holds,
+    check_finite,
     config_json_of,
     digest_of,
     read_config,
@@ -85,7 +86,7 @@ class DeclaredModel:
         return digest_of(self.config_json(), self.shapes.items(), str(self.dtype).removeprefix("torch."))
 
     def check_table(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `ConfigError` unless `tensors` have the model's names and shapes."""
+        """Raises `ConfigError` unless `tensors` have the model's names and shapes, and a float dtype."""
         missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or odd:
             how = ", a buffer: publish echo2.published_tensors(model)" if missing <= self.kept else ""
@@ -98,8 +99,10 @@ class DeclaredModel:
                 )
             )
         for name, shape in self.shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ConfigError(f"publish: expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
+            tensor = tensors[name]
+            if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+                got = f"{tuple(tensor.shape)} of {tensor.dtype}"
+                raise ConfigError(f"publish: expected {name} of shape {shape} and a float dtype, got {got}")
 
     def gathered(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
         """Copies the weights to host memory: parameters in the published dtype, buffers in their own; with several ranks a
@@ -111,6 +114,7 @@ class DeclaredModel:
             if ranks.is_leader:
                 dtype = tensor.dtype if name in self.kept else self.dtype
                 copies[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+        check_finite(copies, "publish")
         return copies
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:

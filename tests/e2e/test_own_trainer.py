@@ -58,7 +58,8 @@ def test_a_stranger_to_the_model_is_refused_before_anything_is_sent(tmp_path: Pa
         with pytest.raises(ConfigError, match=r"publish: expected the \d+ tensors of .*, got other\.weight"):
             echo2.Publisher(run).publish(0, [*skeleton(run), ("other.weight", torch.zeros(1))])
         with pytest.raises(
-            ConfigError, match=r"publish: expected model\.embed_tokens\.weight of shape \(.*\), got \(1,\)"
+            ConfigError,
+            match=r"publish: expected model\.embed_tokens\.weight of shape \(.*\) and a float dtype, got \(1,\)",
         ):
             echo2.Publisher(run).publish(0, [*skeleton(run), ("model.embed_tokens.weight", torch.zeros(1))])
         echo2.Publisher(run).publish(0, skeleton(run))

@@ -55,8 +55,7 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
             "model %s: its files hold %d tensors that a %s does not have, first %s: neither trained nor written back",
             path, len(unexpected), type(model).__name__, unexpected[0],
         )  # fmt: skip
-    if damaged := next((name for name, p in model.named_parameters() if not p.detach().isfinite().all()), ""):
-        raise ConfigError(f"model {path}: expected finite weights, {damaged} holds NaN or infinity: damaged files?")
+    check_finite(dict(model.named_parameters()), f"model {path}", ": damaged files?")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
         _log.warning(
@@ -65,6 +64,13 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
         )  # fmt: skip
         model.config.tie_word_embeddings = False
     return model
+
+
+def check_finite(weights: Mapping[str, Tensor], whose: str, hint: str = "") -> None:
+    """Raises `ConfigError` for weights that nobody can sample by: published, they would end every worker."""
+    for name, tensor in weights.items():
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():  # makes no copy
+            raise ConfigError(f"{whose}: expected finite weights, {name} holds NaN or infinity{hint}")
 
 
 def read_config(path: str) -> Any:

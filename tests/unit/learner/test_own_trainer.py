@@ -94,6 +94,22 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path)
         assert not thread.is_alive() and not failures
 
 
+@pytest.mark.parametrize(
+    ("value", "told"), [(float("nan"), "holds NaN or infinity"), (1, "a float dtype, got .* of torch.int")]
+)
+def test_weights_that_nobody_can_sample_by_are_refused_and_the_step_may_be_handed_in_again(
+    model_path: Path, value: float, told: str
+) -> None:
+    own, weights = trainer_of(model_path)
+    thread = stepping(own, 0, [])
+    assert own.next_batch() is not None
+    name = sorted(weights)[-1]
+    with pytest.raises(ConfigError, match=f"publish: expected .*{name}.* {told}"):
+        own.hand_in(1, weights | {name: torch.full(weights[name].shape, value)})
+    assert own.hand_in(1, weights)
+    thread.join(WAIT_S)
+
+
 def test_the_examples_step_takes_a_group_of_which_one_reward_is_left(model_path: Path) -> None:
     train = runpy.run_path(str(ROOT / "examples" / "own_trainer.py"))["train"]
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
