@@ -147,7 +147,16 @@ class TinkerApi:
         self, kind: type[Kind], answer: Callable[[Kind], BaseModel]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            return _json(answer(await self._bodies.parsed(request, MASTER, lambda body: _parsed(kind, body))))
+            body: dict[str, object] = {}
+
+            def parse(told: Mapping[str, object]) -> Kind:
+                body.update(told)
+                return _parsed(kind, told)
+
+            try:
+                return _json(answer(await self._bodies.parsed(request, MASTER, parse)))
+            except (MalformedMessage, CallRefused) as refused:
+                return _json(self._refused_in_turn(body, refused))
 
         return endpoint
 
@@ -264,6 +273,18 @@ class TinkerApi:
         self.operations.begin(request_id, work)
         return types.UntypedAPIFuture(request_id=request_id, model_id=client.model_id)
 
+    def _refused_in_turn(self, body: Mapping[str, object], refused: Exception) -> BaseModel:
+        """Refuses a numbered operation in its turn: those behind a number that never has one would wait for ever."""
+        client, number = self._client, body.get("seq_id")
+        is_to_retry = isinstance(refused, CallRefused) and refused.retry_after_s
+        if client is None or body.get("model_id") != client.model_id or type(number) is not int or is_to_retry:
+            raise refused
+
+        async def run(_: TrainingClient) -> BaseModel:
+            raise refused
+
+        return self._in_turn(client.model_id, number, run)
+
     async def _forward_backward(self, request: Request) -> Response:
         async with self._bodies.read(request, MASTER) as data:
             try:
@@ -371,8 +392,9 @@ class TinkerApi:
         if request_id in self.operations:
             return future
         token_ids = _tokens(asked.prompt, self._driven.terms)
-        # A scoring of the prompt needs no worker: the SDK ignores the one token that it has to ask for.
-        is_scoring = bool(asked.prompt_logprobs) and asked.sampling_params.max_tokens == 1
+        # A scoring of the prompt needs no worker: the SDK's `compute_logprobs` ignores the one token that it has to ask for.
+        is_plain = asked.num_samples == 1 and asked.sampling_params == types.SamplingParams(max_tokens=1)
+        is_scoring = bool(asked.prompt_logprobs) and is_plain
         oldest = self._fleet.newest_version - self._driven.terms.staleness_bound
         if not is_scoring and version < oldest:
             text = f"of version {oldest} or newer, which workers may hold, got version {version}"

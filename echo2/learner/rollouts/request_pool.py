@@ -144,7 +144,8 @@ class RequestPool(RolloutPool):
             piece_ids, pieces = self.prompts.stop_strings.pieces_of(request.stops)
             ends = () if request.ignores_end else run.stop_token_ids
             return SamplingParams(
-                request.temperature, request.top_p, request.top_k, min(request.max_tokens or run.max_new_tokens, room),
+                request.temperature, request.top_p, request.top_k,
+                min(run.max_new_tokens if request.max_tokens is None else request.max_tokens, room),
                 tuple(sorted({*ends, *request.stop_token_ids})),
                 self.prompts.secret_seed(f"request/{number}") if request.seed is None else request.seed,
                 tuple(text.encode() for text in request.stops), piece_ids, pieces,

@@ -165,6 +165,37 @@ async def test_a_sampling_that_cannot_be_is_refused_before_anything_is_made(chan
         assert driven.told == ["asked", "asked", "left", "left"][: 4 * (answer.status_code == 429)]
 
 
+@pytest.mark.parametrize("more", [{"num_samples": 2}, {"sampling_params": {"max_tokens": 1, "temperature": 0.5}}])
+async def test_one_token_is_sampled_where_more_than_a_scoring_is_asked_for(more: dict[str, Any]) -> None:
+    asked = {"prompt": tokens([5]), "sampling_params": {"max_tokens": 1}, "base_model": "tiny", "prompt_logprobs": True}
+    async with played() as (post, driven):
+        driven.newest_version = 0
+        for changed, told in (({}, []), (more, ["asked"])):
+            assert (await post("asample", {**asked, **changed})).status_code == 200 and driven.told == told
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": None}}, "learning_rate: Input should be a valid number"),
+        (
+            "load_weights",
+            {"path": "tinker://x/sampler_weights/a", "optimizer": True},
+            "expected tinker://CLIENT/weights",
+        ),
+    ],
+)
+async def test_an_operation_that_is_refused_keeps_none_behind_it_waiting(path: str, body: Any, told: str) -> None:
+    async with played() as (post, driven):
+        model_id = await model_of(post)
+        await post(path, body | {"model_id": model_id, "seq_id": 1})
+        await post("forward_backward", passed(model_id, 2, [datum([5, 6], target_tokens=[1, 2])]))
+        refused = (await post("retrieve_future", {"request_id": f"{model_id}:1"})).json()
+        assert told in refused["error"] and refused["category"] == "user"
+        assert (await post("retrieve_future", {"request_id": f"{model_id}:2"})).status_code == 200
+        assert len(driven.told) == 2
+
+
 async def test_a_training_client_whose_place_was_taken_is_not_made_again_under_its_number() -> None:
     async with played() as (post, _):
         first = await model_of(post)

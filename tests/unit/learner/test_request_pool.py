@@ -204,6 +204,7 @@ def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, m
     [
         ({"token_ids": tuple(range(2, 18))}, "expected at most 15 tokens, got 16"),
         ({"token_ids": (50,)}, "expected ids from 0 to below 50, got 50"),
+        ({"max_tokens": 0}, "max_new_tokens: expected 1 to"),
         ({"max_tokens": 9}, "expected at most 8, for which workers keep room"),
         ({"token_ids": (-1,)}, "expected ids from 0 to below 50, got -1"),
         *(({name: number}, "expected") for name, number in (("seed", -1), ("seed", 1 << 64), ("top_k", 1 << 32))),
