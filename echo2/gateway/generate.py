@@ -39,7 +39,7 @@ from echo2.gateway.app import (
     sampled_anew,
 )
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.requests import CHOICES_MAX, shown, stop_texts, whole_number
+from echo2.gateway.requests import CHOICES_MAX, is_set, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
 VERSION_MAX = (1 << 53) - 1  # numbers up to it are exact in JSON and in float64, as of artifacts
@@ -53,7 +53,7 @@ _REQUEST = frozenset({
 })  # fmt: skip
 """Fields of a body that are read, or change no token."""
 _OBEYED = frozenset({
-    "n", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+    "n", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos",
     "routed_experts_prompt_start",
 })  # fmt: skip
 """Sampling parameters that workers sample by."""
@@ -63,7 +63,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "skip_special_tokens": (True, False), "spaces_between_special_tokens": (True, False), "detokenize": (True, False),
     "include_stop_str_in_output": (True, False), "truncate_prompt_tokens": (), "output_kind": (0, 1, 2),
     "return_token_ids": (True, False), "extra_args": ({},), "flat_logprobs": (False,), "return_sampling_mask": (False,),
-    "skip_clone": (True, False), "skip_reading_prefix_cache": (True, False), "thinking_token_budget": (),
+    "skip_clone": (True, False), "skip_reading_prefix_cache": (True, False), "thinking_token_budget": (), "logprobs": (0, 1),
 }  # fmt: skip
 """Sampling parameters of vLLM that echo2 takes with these values alone, which change nothing of the tokens; or with none."""
 
@@ -229,12 +229,10 @@ class GenerateApp:
 
     async def _publish(self, request: Request) -> Response:
         body = await self._bodies.parsed(request, MASTER, dict)
-        version, folder, is_last = body.get("version"), body.get("folder"), body.get("is_last", False)
+        version, folder = body.get("version"), body.get("folder")
         if not isinstance(folder, str) or not 1 <= len(folder) <= _PATH_CHARS_MAX or not folder.startswith("/"):
             raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
-        if not isinstance(is_last, bool):
-            raise MalformedMessage(f"is_last: expected true or false, got {shown(is_last)}")
-        await self._sampler.publish(whole_number(version, "version", VERSION_MAX), folder, is_last)
+        await self._sampler.publish(whole_number(version, "version", VERSION_MAX), folder, is_set(body, "is_last"))
         return JSONResponse(self._sampler.status(), status_code=201)
 
     async def _status(self, request: Request) -> Response:
@@ -287,10 +285,10 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
         seed=None if seed is None else whole_number(seed, "sampling_params.seed", SEED_MAX, 0),
         stops=stop_texts(params.get("stop")),
         stop_token_ids=tuple(stop_ids),
-        ignores_end=params.get("ignore_eos") is True,
+        ignores_end=is_set(params, "ignore_eos", "sampling_params."),
         routes_from=whole_number(routes_from, "sampling_params.routed_experts_prompt_start", len(token_ids) - 1, 0),
         wants_logprobs=params.get("logprobs") is not None,
-        is_streamed=body.get("stream") is True,
+        is_streamed=is_set(body, "stream"),
         priority=whole_number(body.get("priority") or 0, "priority", PRIORITY_MAX, -PRIORITY_MAX),
         min_version=least,
         exact_version=exact,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, cast
@@ -31,6 +31,8 @@ _TAKEN = frozenset({
     "model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
     "stream_options", "logprobs", "return_token_ids", "user", "metadata", "store",
 })  # fmt: skip
+_READ = frozenset({"role", "content", "tool_calls", "tool_call_id"})
+"""Fields of a message that reach the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def chat_call(body: Mapping[str, object]) -> CallRequest:
     if body.get("tool_choice") == "none":
         tools = []
     messages = tuple(_message(item, place) for place, item in enumerate(items))
-    return _call(body, messages=messages, tools=tuple(cast(Sequence[Message], tools)))
+    unread = {f"messages.{name}" for item in items for name, told in item.items() if name not in _READ and told}
+    return _call(body, unread, messages=messages, tools=tuple(cast(Sequence[Message], tools)))
 
 
 def text_call(body: Mapping[str, object]) -> CallRequest:
@@ -128,6 +131,7 @@ def text_call(body: Mapping[str, object]) -> CallRequest:
 
 def _call(
     body: Mapping[str, object],
+    unread: Iterable[str] = (),
     messages: tuple[Message, ...] = (),
     tools: tuple[Message, ...] = (),
     prompt: str | tuple[int, ...] | None = None,
@@ -136,7 +140,7 @@ def _call(
     options = body.get("stream_options")
     logprobs = body.get("logprobs")
     taken = _TAKEN | {"tool_choice"} if body.get("tool_choice") in ("auto", "none") else _TAKEN
-    ignored = sorted(name for name, item in body.items() if name not in taken and item is not None)
+    ignored = sorted([*(name for name, item in body.items() if name not in taken and item is not None), *unread])
     call = CallRequest(
         messages=messages,
         tools=tools,
@@ -144,10 +148,10 @@ def _call(
         max_tokens=None if tokens is None else whole_number(tokens, "max_tokens", 1 << 20),
         stops=stop_texts(body.get("stop")),
         choices=whole_number(1 if body.get("n") is None else body["n"], "n", CHOICES_MAX),
-        is_streamed=body.get("stream") is True,
+        is_streamed=is_set(body, "stream"),
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
-        wants_ids=body.get("return_token_ids") is True,
+        wants_logprobs=is_set(body, "logprobs") if prompt is None else logprobs is not None and logprobs is not False,
+        wants_ids=is_set(body, "return_token_ids"),
         temperature=_temperature(body.get("temperature")),
         ignored=tuple(ascii(name)[1:-1][:40] for name in ignored[:32]),  # ASCII, since they go into a header
     )
@@ -247,6 +251,14 @@ def stop_texts(value: object) -> tuple[str, ...]:
 def _temperature(value: object) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 <= value <= TEMPERATURE_MAX else None  # type: ignore[operator, arg-type]
+
+
+def is_set(body: Mapping[str, object], name: str, where: str = "") -> bool:
+    """Whether the field is true; missing is false."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise MalformedMessage(f"{where}{name}: expected true or false, got {shown(value)}")
+    return value is True
 
 
 def whole_number(value: object, name: str, high: int, low: int = 1) -> int:

@@ -513,6 +513,13 @@ async def test_calls_of_all_episodes_together_have_a_limit() -> None:
         ({"messages": [{"role": "user", "content": "x"}], "n": 99}, "n: expected a whole number from 1 to 16"),
         ({"messages": [{"role": "user", "content": "x"}], "stop": ["y" * 65]}, "stop: expected"),
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": "9"}, "max_tokens: expected"),
+        *(
+            (
+                {"messages": [{"role": "user", "content": "x"}], name: odd},
+                f"{name}: expected true or false, got {odd!r}",
+            )
+            for name, odd in (("stream", "true"), ("logprobs", 5), ("return_token_ids", 1))
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls: expected"),
     ],
 )
@@ -558,6 +565,11 @@ async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_
     assert chat("x", temperature=0.1, seed=4, model="m").ignored == ("seed", "temperature")
     assert chat("x", tool_choice="required", top_logprobs=2).ignored == ("tool_choice", "top_logprobs")
     assert chat("x", tool_choice="auto").ignored == () and text_call({"prompt": "x", "echo": True}).ignored == ("echo",)
+    said = [
+        {"role": "user", "content": "x", "name": "bob", "refusal": None},
+        {"role": "assistant", "content": "y", "audio": {}},
+    ]
+    assert chat_call({"messages": said}).ignored == ("messages.name",)
     assert chat("x", max_completion_tokens=None, max_tokens=3).max_tokens == 3
     assert chat("x", **{"\u6e29\n": 1}).ignored == (r"\u6e29\n",), "in a header"
     assert len(chat("x", **{f"f{number}": 1 for number in range(40)}).ignored) == 32
