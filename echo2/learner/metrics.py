@@ -1,7 +1,7 @@
 """The learner's metrics: the row of each step, and the sinks that take it (metrics.jsonl, TensorBoard, Prometheus, ...).
 
-Guarantees: a row is one complete line; after a restart, a step that already has its row gets no second one. Every number of the
-last row is a Prometheus gauge, whose name follows from the row's name by rule. docs/learner.md lists names and meanings; a test
+Guarantees: a row is one complete line; after a restart, a step that already has its row gets no second one. The newest number of
+each field is a Prometheus gauge, whose name follows from the field's by rule. docs/learner.md lists names and meanings; a test
 compares.
 """
 
@@ -28,6 +28,7 @@ from echo2.base.ids import PeerId
 from echo2.gateway.app import GatewayPort
 from echo2.learner.rollouts.groups import Batch
 from echo2.outside import unix_now
+from echo2.outside.guard import noting
 from echo2.staleness.rule import lag_of
 from echo2.trust.ports import HttpLimits
 
@@ -329,6 +330,21 @@ class Tracker:
         self._run.finish()
 
 
+class FurtherSink:
+    """A sink beside metrics.jsonl. What it raises is logged: a tracker's service that dies ends no run."""
+
+    def __init__(self, name: str, sink: Sink) -> None:
+        self._name, self._sink = f"sink {name}", sink
+
+    def write(self, row: Row) -> None:
+        with noting("a row", self._name):
+            self._sink.write(row)
+
+    def close(self) -> None:
+        with noting("the end", self._name):
+            self._sink.close()
+
+
 def _no_package(name: str, error: ImportError) -> ConfigError:
     return ConfigError(f"sink {name}: expected the package {name} (pip install {name}), got: {error}")
 
@@ -341,10 +357,10 @@ def open_sinks(folder: Path, run_id: str, names: Sequence[str], step: int) -> li
         "wandb": lambda: Tracker("wandb", run_id, id=run_id, dir=str(folder)),
         "trackio": lambda: Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False),
     }
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", step), *(makers[name]() for name in names)]
-    if links := [sink.link for sink in sinks if isinstance(sink, Tracker)]:
+    rows, others = JsonLines(folder / "metrics.jsonl", step), {name: makers[name]() for name in names}
+    if links := [sink.link for sink in others.values() if isinstance(sink, Tracker)]:
         (folder / "trackers.json").write_text(json.dumps(links))  # for the run's report
-    return sinks
+    return [rows, *(FurtherSink(name, sink) for name, sink in others.items())]
 
 
 def past_evaluations(folder: Path, step: int) -> dict[int, float]:
@@ -365,8 +381,9 @@ METRICS = HttpLimits("metrics", 0.02, 16, strangers_per_host=16, handshakes_per_
 
 
 class PrometheusEndpoint(Collector):
-    """A sink that serves its last row, and what `now` returns at each request, at /metrics; on loopback only, because plain HTTP
-    authenticates nobody. Construct it on the event loop that serves it, and `stop` it there."""
+    """A sink that serves the newest value of each field, of rows of steps and of evaluations, and what `now` returns at each
+    request, at /metrics; on loopback only, because plain HTTP authenticates nobody. Construct it on the event loop that serves
+    it, and `stop` it there."""
 
     def __init__(self, port: int, now: Callable[[], Mapping[str, float]]) -> None:
         self._now, self._row = now, dict[str, object]()
@@ -380,15 +397,15 @@ class PrometheusEndpoint(Collector):
         self._serving = asyncio.get_running_loop().create_task(self._port.run(make_asgi_app(registry)))
 
     def write(self, row: Row) -> None:
-        self._row = dict(row)
+        self._row = {**self._row, **row}
 
     def collect(self) -> Iterator[Metric]:
         for name, value in {**self._row, **self._now()}.items():
             match value:
                 case bool() | int() | float():
-                    yield GaugeMetricFamily(gauge_name(name), f"{name} of the last step", value=float(value))
+                    yield GaugeMetricFamily(gauge_name(name), f"newest {name}", value=float(value))
                 case list():
-                    family = GaugeMetricFamily(gauge_name(name), f"{name} of the last step", labels=["lag"])
+                    family = GaugeMetricFamily(gauge_name(name), f"newest {name}", labels=["lag"])
                     for lag, count in enumerate(value):
                         family.add_metric([str(lag)], float(count))
                     yield family

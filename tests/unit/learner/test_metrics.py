@@ -13,7 +13,9 @@ import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +119,9 @@ async def test_prometheus_serves_the_last_row_under_the_documented_names() -> No
     try:
         assert await asyncio.to_thread(served, endpoint) == {"echo2_learner_step": 4.0, "echo2_learner_waiting_s": 1.5}
         endpoint.write(ROW)
+        endpoint.write({"step": 4, "eval/reward": 0.25})
         found = await asyncio.to_thread(served, endpoint)
+        assert found["echo2_learner_eval_reward"] == 0.25, "an evaluation's, beside those of the last step"
         assert found["echo2_learner_reward_mean"] == 0.5 and found["echo2_learner_is_skipped"] == 0.0
         assert found['echo2_learner_lag_histogram{lag="2"}'] == 2.0 and found["echo2_learner_step"] == 4.0
         taken = int(endpoint.url.rpartition(":")[2].partition("/")[0])
@@ -169,6 +173,20 @@ def written_by(sink: str, folder: Path, more: str = "", **environment: str) -> s
     command = [sys.executable, "-c", WRITES + more, str(folder), sink]
     environment = {**os.environ, "HOME": str(folder), "PYTHONPATH": paths, **environment}
     return subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True, text=True).stdout
+
+
+def test_a_tracker_whose_service_has_died_costs_its_own_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    died = mock.Mock(side_effect=ConnectionResetError("by peer"))
+    run = SimpleNamespace(url="", log=died, finish=died)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))  # type: ignore[arg-type]
+    sinks = open_sinks(tmp_path, "trial", ("wandb",), 0)
+    for sink in sinks:
+        sink.write(ROW)
+        sink.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ROW and died.call_count == 2
+    assert "a row of sink wandb ended by an unforeseen error" in caplog.text
 
 
 @pytest.mark.extras
