@@ -26,7 +26,7 @@ from echo2.base.errors import (
     TaskError,
     TrainingError,
 )
-from echo2.base.ids import GroupId, PeerId, Step
+from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.cli.main import main
 from echo2.control.session import ControlSession
@@ -176,7 +176,13 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
         coordinator_pb2.WorkerBanned(peer_id="slip", is_lifted=True),
     ]
     run.coordinator.orders += [coordinator_pb2.LearnerOrder(banned=order) for order in banned]
-    run.at_step[1] = lambda: run.learner.accuse(PeerId("w"), "it lies", is_certain=True)
+    kept: list[Version] = []
+
+    def after_one() -> None:
+        run.learner.accuse(PeerId("w"), "it lies", is_certain=True)
+        run.learner.auditor.keep = lambda version, tensors: kept.append(version)  # type: ignore[method-assign]
+
+    run.at_step[1] = after_one
     has_model: list[bool] = []  # at each report of a finished learner: what runs it may end it then
 
     class Reports(list[coordinator_pb2.LearnerReport]):
@@ -195,7 +201,7 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
     )
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
-    assert [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
+    assert kept == [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
     complete = [name for name, reason in coordinator.closed if reason == "complete"]
     assert sum(evaluated_version(name) is None for name in complete) == 10
     assert coordinator.offers > coordinator.reminders, "groups are offered as they are opened, not by reminders"

@@ -28,7 +28,7 @@ from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
 from echo2.wire.rollout import group_from_message
-from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for, rows_of
+from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for, prepared_from, rows_of
 from tests.unit.learner.made import rollout_of
 
 Killed = tuple[LearnerOptions, dict[int, str]]
@@ -190,6 +190,13 @@ def test_workers_may_hold_a_version_without_a_record(model_path: Path, tmp_path:
     from transformers import AutoModelForCausalLM
 
     options, before = killed_as_it_left(model_path, tmp_path, (3, 6))
+    unsealed = replace(options, folder=shutil.copytree(tmp_path / "3", tmp_path / "unsealed"))
+    shutil.rmtree(unsealed.chunk_folder)  # a moment before
+    again = prepared_from(unsealed)
+    assert again.cut_off is not None and (again.cut_off[0], again.schedule.newest) == (2, 3), (
+        "workers wait for the rest"
+    )
+    again.prompts.close()
     crashed = replace(options, folder=tmp_path / "3")
     worker = worker_at(crashed, 3, before[3])
     summary = go(new_run(crashed, first_step=0).finish())
