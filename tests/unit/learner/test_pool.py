@@ -835,7 +835,8 @@ def test_one_whose_answers_take_long_gets_longer_than_the_patience() -> None:
     now, answer_s = 0.0, 0.9 * PATIENCE_S
     for group_id in stage.questions[:4]:
         stage.report(piece(group_id, 0, [9]))
-        tick(stage, now)
+        for share in (0.0, 0.5):
+            tick(stage, now + share * answer_s)
         now += answer_s
         stage.report(piece(group_id, 0, [STOP], offset=1))
         stage.reward(1.0)
@@ -861,13 +862,18 @@ def test_an_overtaken_one_whose_rewards_take_long_is_not_sampled_again() -> None
 
 def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_kill() -> None:
     stage = begun()
-    first, second, *others = stage.questions
+    first, second, third, *others = stage.questions
     stage.answer(first, 1.0, BOB)
     stage.answer(second, 0.0, ALICE)
+    stage.report(piece(third, 0, [9, STOP]), sender=ALICE)
+    stage.reward(0.0, said=(7,))
+    (turn,) = set(stage.questions) - {third, *others}
+    stage.answer(turn, 1.0, BOB)
     stage.tell(stage.pool.accuse, BOB, "planted", is_certain=True)
-    assert set(stage.questions) == {f"{first}r1", *others}
+    again = {f"{first}r1", f"{third}r1", *others}
+    assert set(stage.questions) == again
     stage.start()
-    assert len(stage.prompts.due) == 1 and set(stage.questions) == {f"{first}r1", *others}, "only ALICE's is due"
+    assert len(stage.prompts.due) == 1 and set(stage.questions) == again, "only ALICE's is due"
     stage.reward(0.0)
     for group_id in stage.questions:
         stage.answer(group_id, 0.0)
