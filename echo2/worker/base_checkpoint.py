@@ -31,6 +31,7 @@ from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 
 FILES = ["*.safetensors", "*.json"]
+OTHER_FORMS = ["*/*", "consolidated*"]  # the same weights once more, as their makers' own programs read them
 LOOK_S = 5.0  # a rate needs several looks in WINDOW_S
 STALLED_S = 60.0  # longer than a server's hiccup or a change of route
 WINDOW_S = 60.0  # long enough to even out the bursts of parallel downloads
@@ -89,9 +90,10 @@ def _fetch(attempt: HubDownload) -> Path:
             if self._counts:
                 attempt.arrived_bytes += int(count or 0)
 
-    files = snapshot_download(attempt.model_id, allow_patterns=FILES, tqdm_class=Counter, dry_run=True)
+    how: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": OTHER_FORMS, "tqdm_class": Counter}
+    files = snapshot_download(attempt.model_id, **how, dry_run=True)
     attempt.whole_bytes = sum(file.file_size or 0 for file in files if file.will_download)
-    return Path(snapshot_download(attempt.model_id, allow_patterns=FILES, tqdm_class=Counter))
+    return Path(snapshot_download(attempt.model_id, **how))
 
 
 async def download(model_id: str, keyframe_s: Callable[[], float], progress: ShowsProgress) -> Path | None:
@@ -138,7 +140,7 @@ def load_base(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> Hos
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in _weight_files(folder):
         if not is_wanted():
             return None
         tensors.update({name: tensor.bfloat16() for name, tensor in load_file(file).items()})
@@ -216,7 +218,7 @@ class BaseCheckpointLoader:
 
     async def _load(self, folder: Path) -> None:
         try:
-            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            size = sum(file.stat().st_size for file in _weight_files(folder))
             reading = asyncio.to_thread(self._read, folder)
             async with asyncio.timeout(LOAD_S + size / LOAD_BYTES_PER_S_MIN):
                 weights, fingerprint = await reading
@@ -241,9 +243,16 @@ class BaseCheckpointLoader:
         return weights, f"{weights.fingerprint():016x}"
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that the learner reads: one file, where there is one, whatever parts lie beside it."""
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+
+
 def _is_checkpoint(folder: Path) -> bool:
     """Whether all parts are there: a download that was given up may leave only some."""
-    names = [file.name for file in folder.glob("*.safetensors")] if folder.is_dir() else []
+    names = [file.name for file in _weight_files(folder)]
     parts = [match for match in map(_PART.fullmatch, names) if match is not None]
     return bool(names) and all(len(parts) == int(match["count"]) for match in parts)
 

@@ -169,7 +169,10 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
         if not local.is_dir():
             from huggingface_hub import snapshot_download
 
-            local = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+            other_forms = ["*/*", "consolidated*"]  # the same weights once more, for other programs
+            local = Path(
+                snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=other_forms)
+            )
         config = read_config(str(local))
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -135,6 +135,14 @@ def test_a_download_that_was_given_up_half_way_is_no_checkpoint(tmp_path: Path) 
     assert find_base(str(tmp_path), "m") is None, "the hub is asked for the rest"
     save_file({"w": torch.zeros(4)}, str(tmp_path / names[2]))
     assert find_base(str(tmp_path), "m") == tmp_path
+    for other in (
+        "consolidated",
+        "model",
+    ):  # the weights by their maker's names; one file, beside the parts of another time
+        save_file({other: torch.zeros(4)}, str(tmp_path / f"{other}.safetensors"))
+        weights = load_base(tmp_path)
+        assert weights is not None
+        assert [spec.name for spec in weights.table.specs] == ["model" if other == "model" else "w"]
 
 
 async def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_base(
@@ -203,7 +211,12 @@ PIECE = 1 << 14
 class Hub(http.server.BaseHTTPRequestHandler):
     """A model hub with one model, `a/b`. `pause` is waited for after each piece of its weights, and `sent` counts the pieces."""
 
-    files: ClassVar = {"model.safetensors": b"x" * (20 * PIECE), "config.json": b"{}", "pytorch_model.bin": b"y"}
+    files: ClassVar = {
+        "model.safetensors": b"x" * (20 * PIECE),
+        "config.json": b"{}",
+        "pytorch_model.bin": b"y",
+        "consolidated.safetensors": b"z",
+    }
     pause_s: ClassVar = 0.0
     sent: ClassVar = 0
     is_cut: ClassVar = threading.Event()  # set once the client has closed the connection
