@@ -81,9 +81,9 @@ def read_config(path: str) -> Any:
     with naming(path):
         # A model's own code is never run, nor does anything ask on the terminal whether it may be.
         config = AutoConfig.from_pretrained(checked_path(path), trust_remote_code=False)
-        refuse_quantised(
-            path, getattr(config, "quantization_config", None)
-        )  # of a hub id, whose files are not here yet
+        refuse_quantised(path, getattr(config, "quantization_config", None))  # a hub id's files are not here yet
+        # What its code returns: a model that was to return attention could not be written back.
+        config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         kind = rope.get("rope_type", rope.get("type"))
         if kind == "yarn":
@@ -113,7 +113,7 @@ def as_base_holds(path: str, policy: Mapping[str, Tensor], dtype: torch.dtype) -
     large = [name for name, tensor in policy.items() if tensor.dtype == dtype and bool((tensor.abs() > most).any())]
     if large and dtype != torch.float32:
         _log.warning("model %s: %s has grown beyond %s, so it is written as %s", path, large[0], wanted, dtype)
-    if large or dtype == torch.float32:
+    if large or dtype == torch.float32 or wanted.itemsize < dtype.itemsize:  # 8 bits are of files that are not these
         return dict(policy), dtype
     return {name: t.to(wanted) if t.dtype == dtype else t for name, t in policy.items()}, wanted
 

@@ -66,6 +66,14 @@ def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, rank
     assert torch.equal(*logits)
 
 
+def test_a_config_that_asks_for_more_than_logits_or_for_8_bits_is_trained_and_written(tmp_path: Path) -> None:
+    asks = {"return_dict": False, "output_attentions": True, "output_hidden_states": True, "dtype": "float8_e4m3fn"}
+    model = PolicyModel(str(changed(make_tiny_model(tmp_path / "base"), **asks)), "bfloat16", CPU, 1.0)
+    model.save(model.snapshot(), tmp_path / "out")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / WEIGHTS).values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
 def test_an_export_keeps_what_lies_beside_the_weights_with_an_adapter_too(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", LATENT, tmp_path / "base")
     for rank in (0, 2):
