@@ -487,10 +487,12 @@ class Hub:
         """This process, or its machine, did nothing for so long. Those who were not heard were not silent, and cost money."""
         if seconds >= self.config.coordinator.suspect_after:
             self.note("start", f"the coordinator stood still for {format_seconds(seconds)}, or its machine slept")
+            now = self.clock.now()
+            # Not as if they were heard now: one that is gone is found however often this happens.
             for member in self.membership.living():
-                member.heard_at += seconds  # not now: one that is gone is found so however often this happens
-                member.cut_at = None if member.cut_at is None else member.cut_at + seconds
-            self._extend(self.book.leases.values(), self.clock.now())
+                member.heard_at = min(now, member.heard_at + seconds)
+                member.cut_at = None if member.cut_at is None else min(now, member.cut_at + seconds)
+            self._extend(self.book.leases.values(), now)
 
     def tick(self) -> None:
         """Checks liveness and deadlines, meters money and saves telemetry; called twice a second."""

@@ -448,9 +448,11 @@ async def test_while_the_coordinator_stands_still_workers_go_on_costing_money_an
     for member in (own, run.hub.membership.members[worker]):
         run.hub.review(member)
     run.clock.time += 6 * 3600
+    run.hub.membership.members[worker].heard_at = run.clock.now()  # its first message came before the look at the clock
     run.hub.stood_still(6 * 3600.0)
     run.hub.tick()
     assert own.last_liveness is Liveness.ALIVE and run.hub.book.leases
+    assert run.hub.membership.members[worker].heard_at == run.clock.now(), "not in hours to come"
     assert run.hub.money.sums().usd_spent == pytest.approx(6 * (machine.usd_per_hour + 1.0), rel=0.01)
     stall_s, between_s = 60.0, run.hub.config.coordinator.suspect_after / 2
     for _ in range(8):  # which heard nothing of it in between
