@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -27,7 +28,7 @@ from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import host
 from echo2.broadcast.nat.host import EXCHANGE, P2pHost, _multiaddr_of
-from echo2.broadcast.nat.reach import HostOptions, Nat
+from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
 from echo2.broadcast.nat.relay_book import RelayLimits
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
@@ -220,3 +221,27 @@ async def is_refused_an_exchange(caller: P2pHost, peer: PeerId) -> bool:
             return not await stream.read(1)
         except Exception:  # noqa: BLE001  it is reset
             return True
+
+
+def test_a_machine_that_has_another_address_is_looked_for_there_once_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Peers were told the old one for five minutes, by a verdict that was still fresh."""
+
+    async def done(*_: object) -> None:
+        pass
+
+    async def back(facts: list[HostFacts]) -> None:
+        own = issued(authority())
+        moved = P2pHost(own, HostOptions("127.0.0.1", own_port=8422), facts.append, done)
+        moved._host = mock.Mock(connect=done)
+        moved._introduce = done  # type: ignore[method-assign,assignment]
+        moved._autonat = mock.Mock(is_reachable=mock.AsyncMock(return_value=True))
+        for seen_at in ("198.51.100.1", "203.0.113.1"):
+            moved._observed_host = mock.AsyncMock(return_value=seen_at)  # type: ignore[method-assign]
+            await moved._settle_at(own.coordinator_peer_id, "127.0.0.1:8423", 0)
+
+    monkeypatch.setattr(host, "reserve", done)
+    facts: list[HostFacts] = []
+    trio.run(back, facts)
+    assert facts[-1].public_host == "203.0.113.1"

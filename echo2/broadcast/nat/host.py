@@ -293,6 +293,7 @@ class P2pHost:
             await self._host.connect(info)
             await self._introduce(peer)
             await reserve(self._host, peer)
+        self._judged_at.pop(peer, None)  # this connection may come from another address than the one before
         self._change(replace(self.facts, relays=(*(r for r in self.facts.relays if r != peer), peer), trouble=""))
         await self._judge(peer)
 
