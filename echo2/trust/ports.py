@@ -245,12 +245,12 @@ class Floods:
         self._nothing: dict[str, deque[float]] = {}
         self._until: dict[str, tuple[float, float]] = {}  # and how long it was shut out
 
-    def brought_nothing(self, host: str, now: float) -> None:
+    def brought_nothing(self, host: str, now: float, *, is_shared: bool) -> None:
         """A connection from there ended, of which no message came and no caller was proven."""
         ends = self._nothing.setdefault(host, deque(maxlen=BROUGHT_NOTHING))
         ends.append(now)
         if len(ends) == BROUGHT_NOTHING and now - ends[0] <= BROUGHT_NOTHING_S:
-            self.offended(host, now, is_shared=False)
+            self.offended(host, now, is_shared=is_shared)
         while len(self._nothing) > EARLY_MAX:
             del self._nothing[next(iter(self._nothing))]
 
@@ -380,7 +380,7 @@ class Doors:
     def brought_nothing(self, host: str) -> None:
         """A connection from there ended that asked nothing."""
         with self._lock:
-            self._floods.brought_nothing(host, monotonic())
+            self._floods.brought_nothing(host, monotonic(), is_shared=False)
 
     def offended(self, name: str) -> None:
         """The caller at `name` does not keep to its limits, whatever it is answered: its connection is ended, its host shut out."""
@@ -455,10 +455,12 @@ class Doors:
         return sum(self._end(reason, overdue_callers) for reason, overdue_callers in reasons.items())
 
     def _enter(self, connections: dict[tuple[int, Remote], tuple[int, int]], now: float) -> None:
-        for key in [key for key in self._callers if key not in connections]:
+        gone = [key for key in self._callers if key not in connections]
+        proven = {caller.remote[0] for caller in self._callers.values() if caller.peer} if gone else set()
+        for key in gone:
             previous = self._callers.pop(key)
             if not (previous.peer or previous.messages or previous.is_released):
-                self._floods.brought_nothing(previous.remote[0], now)
+                self._floods.brought_nothing(previous.remote[0], now, is_shared=previous.remote[0] in proven)
             if self._by_remote.get(previous.remote) is previous:
                 del self._by_remote[previous.remote]
         for key, (fd, received_bytes) in connections.items():

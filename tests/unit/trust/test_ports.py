@@ -203,6 +203,23 @@ def test_connections_that_bring_nothing_again_and_again_shut_their_host_out(list
     again.close()
 
 
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_a_flood_shuts_members_at_its_address_out_for_two_seconds_at_a_time(has_neighbour: bool) -> None:
+    """A whole NAT could not connect for sixteen."""
+    doors, there, now, begun = Doors(_ports={1: LIMITS}), "203.0.113.1", 0.0, 0.0
+    member = {(1, (there, 9)): (0, 0)} if has_neighbour else {}
+    for _ in member:
+        doors.know(f"ipv4:{there}:9", "member")
+    for _ in range(5):
+        for number in range(BROUGHT_NOTHING):
+            doors._enter({**member, (1, (there, 1000 + number)): (0, 0)}, now)
+            doors._enter(member, now)
+        begun = now
+        while doors._floods.hosts(now):
+            now += 0.5
+    assert now - begun == (SHUT_OUT_S if has_neighbour else SHUT_OUT_MAX_S)
+
+
 def test_who_goes_on_is_shut_out_longer_and_a_shared_host_never_long() -> None:
     floods, now, times = Floods(), 0.0, list[float]()
     for _ in range(5):
