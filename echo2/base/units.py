@@ -111,16 +111,20 @@ def imported(path: str, option: str) -> Any:
         )
         raise ConfigError(f"{option}: expected an importable module {module_name}, got {error}{where}") from error
     except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        at = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
-        what = f"{type(error).__name__}: {error}{at}"
-        raise ConfigError(f"{option}: expected an importable module {module_name}, got {what}") from error
+        raise ConfigError(f"{option}: expected an importable module {module_name}, got {described(error)}") from error
     member = getattr(module, name, None)
     if not callable(member):
         raise ConfigError(
             f"{option}: expected a function or class {name} in {module_name}, found {type(member).__name__}"
         )
     return member
+
+
+def described(error: BaseException) -> str:
+    """What a user's own code raised, and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    at = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"{type(error).__name__}: {error}{at}"
 
 
 def address_of(host: str, port: int) -> str:

@@ -151,10 +151,11 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
 
 def task_findings(config: RunConfig) -> Iterator[Finding]:
     """Reads the data and draws the first prompt of each task, as the learner will, in the model's tokens if it is in a folder."""
-    from echo2.tasks.registry import is_environment, make_environment_source, make_task
+    from echo2.tasks.registry import drawn, is_environment, make_environment_source, make_task
+    from echo2.tasks.split import TaskSplit
     from echo2.tasks.task import TaskSpec
 
-    for name, args in config.task.asked:
+    for (name, args), held_out in zip(config.task.asked, config.task.held_out.values(), strict=True):
         spec = TaskSpec(name, args, config.run.seed)
         try:
             if is_environment(spec):
@@ -162,7 +163,8 @@ def task_findings(config: RunConfig) -> Iterator[Finding]:
                 yield Finding("task", f"{name}: an environment; its first episode is not played here", None)
                 continue
             task = make_task(spec)
-            first = task.sample(0)
+            TaskSplit(task.size, held_out, config.run.seed)
+            first = drawn(name, task.sample, 0)
             tokens = _tokens_of(first.prompt, config)
         except EchoError as error:
             yield Finding("task", f"{name}: {error}", False)

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -64,7 +64,9 @@ def load_config(
     tree: dict[str, Any] = deepcopy(PRESETS.get(str(preset), {}))
     _merge(tree, from_files)
     for name, text in (overrides or {}).items():
-        _set_dotted(tree, name, _value_of(text))
+        field, value = _field(RunConfig, name.split(".")), _value_of(text)
+        is_text = field is not None and field.annotation is str and not isinstance(value, str)
+        _set_dotted(tree, name, text if is_text else value)  # a run may be named 20261130
     for name, instead in FORMER.items():
         section, _, option = name.partition(".")
         if isinstance(tree.get(section), dict) and option in tree[section]:
@@ -137,7 +139,7 @@ def _toml_value(value: object) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Reads a TOML file. Raises `ConfigError` that names it."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: expected a TOML file, found nothing there") from None
     except OSError as error:
@@ -227,14 +229,14 @@ def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[s
 
 
 def _field(model: type[BaseModel], parts: Sequence[str]) -> FieldInfo | None:
-    """The field at a path; for an entry of a list or table, the field that holds the list or table."""
+    """The field at a path; of an entry of a list or table, what such an entry is."""
     field: FieldInfo | None = None
     for part in parts:
-        if part not in model.model_fields:
-            return field
-        field = model.model_fields[part]
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+        kind: Any = model if field is None else field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            field = kind.model_fields.get(part, field)
+        elif get_origin(kind) in (dict, tuple):
+            field = FieldInfo.from_annotation(get_args(kind)[-1 if get_origin(kind) is dict else 0])
     return field
 
 
@@ -244,23 +246,28 @@ def _expected(field: FieldInfo) -> str:
         return "a section of options"
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_of_kind(part) for part in get_args(kind))
-    expected = _of_kind(kind)
+    expected = (
+        f"a list, such as {list(field.default)}"
+        if isinstance(field.default, tuple) and field.default
+        else _of_kind(kind)
+    )
     # Reversed: the field's own bound comes last.
     low = next((bound for bound in reversed(field.metadata) if isinstance(bound, Ge | Gt)), None)
     high = next((bound for bound in field.metadata if isinstance(bound, Le | Lt)), None)
     length = next((bound.max_length for bound in field.metadata if "MaxLen" in type(bound).__name__), None)
+    least_length = next((f"{bound.min_length} to" for bound in field.metadata if isinstance(bound, MinLen)), "at most")
     match low, high:
         case Ge(ge=least), Lt(lt=most):
             return f"{expected} from {least} to below {most:.15g}"
         case Ge(ge=least), Le(le=most):
             return f"{expected} from {least} to {most}"
         case Gt(gt=least), Le(le=most):
-            return f"{expected} above {least} and at most {most}"
+            return f"{expected} above {least} and at most {most:.15g}"
         case Ge(ge=least), None:
             return f"{expected} of at least {least}"
         case Gt(gt=least), None:
             return f"{expected} above {least}"
-    return f"{expected} of at most {length} characters" if length else expected
+    return f"{expected} of {least_length} {length} {'characters' if kind is str else 'entries'}" if length else expected
 
 
 def _of_kind(kind: Any) -> str:

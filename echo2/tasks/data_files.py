@@ -21,6 +21,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from io import BufferedIOBase
 from itertools import pairwise
@@ -36,6 +37,7 @@ PROMPT_COLUMNS = ("prompt", "problem", "question")  # names in common data sets,
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer", "target")
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")  # the hub's, `save_to_disk`'s, text
 ROWS_MAX = 5_000_000  # some GB as Python objects: the learner keeps all rows
+SHOWN_BYTES = 60  # of a line that cannot be read
 LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
 ARRAY_BYTES_MAX = 1 << 30  # it is read whole, which takes ten times as much memory
 ROWS = 1024  # of parquet, in memory at a time, where a row may be a chat of a megabyte
@@ -88,12 +90,15 @@ def read_math_rows(
 def _rows_under(path: Path, split: str, subset: str = "") -> Iterator[tuple[Row, str]]:
     """Yields the rows of all files with their places, for messages. TaskError if there is none, or there are too many."""
     count = 0
-    for file in data_files(path, split, subset):
-        for number, row in enumerate(_rows_of(file), start=1):
-            count += 1
-            if count > ROWS_MAX:
-                raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
-            yield row, f"{file.name} row {number}"
+    try:
+        for file in data_files(path, split, subset):
+            for number, row in enumerate(_rows_of(file), start=1):
+                count += 1
+                if count > ROWS_MAX:
+                    raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
+                yield row, f"{file.name} row {number}"
+    except OSError as error:  # one may not read it, a link leads nowhere
+        raise TaskError(f"data set {path}: expected files that can be read, got: {error}") from None
     if not count:
         raise TaskError(f"data set {path}: expected rows, found none in split {split!r}")
 
@@ -135,19 +140,18 @@ def _split_words(relative: Path) -> set[str]:
 
 def _rows_of(file: Path) -> Iterator[Row]:
     with file.open("rb") as stream:
-        if stream.read(1 << 10).startswith(b"version https://git-lfs."):
-            raise TaskError(
-                f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
-            )
-    return _columnar_rows(file) if file.suffix in (".parquet", ".arrow") else _json_rows(file)
+        start = stream.read(1 << 10)
+    if start.startswith(b"version https://git-lfs."):
+        raise TaskError(
+            f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
+        )
+    return (_columnar_rows if file.suffix in (".parquet", ".arrow") else _json_rows)(file, start)
 
 
-def _json_rows(file: Path) -> Iterator[Row]:
+def _json_rows(file: Path, start: bytes) -> Iterator[Row]:
     """The rows of JSON lines or of one array, whatever the file is called; compressed or not."""
-    with file.open("rb") as start:
-        is_compressed = start.read(2) == b"\x1f\x8b"
     try:
-        with gzip.open(file) if is_compressed else file.open("rb") as stream:
+        with gzip.open(file) if start.startswith(b"\x1f\x8b") else file.open("rb") as stream:
             is_array = stream.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
             stream.seek(0)
             yield from (_array_rows if is_array else _json_lines)(file, stream)
@@ -164,7 +168,10 @@ def _json_lines(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"{file.name} line {number}: expected a JSON object, got {error}") from error
+            text = line[:SHOWN_BYTES].decode(errors="replace")
+            raise TaskError(
+                f"{file.name} line {number}: expected a JSON object in one line of UTF-8, got {text!r}: {error}"
+            ) from error
         yield _object(row, f"{file.name} line {number}")
 
 
@@ -191,7 +198,7 @@ def _digest(words: str) -> bytes:
     return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
-def _columnar_rows(file: Path) -> Iterator[Row]:
+def _columnar_rows(file: Path, start: bytes) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, ipc, parquet
     except ImportError as error:
@@ -201,14 +208,14 @@ def _columnar_rows(file: Path) -> Iterator[Row]:
             for batch in parquet.ParquetFile(file).iter_batches(ROWS):
                 yield from batch.to_pylist()
             return
-        with file.open("rb") as start:
-            is_file = start.read(6) == b"ARROW1"  # what pyarrow and pandas write; datasets writes streams
+        is_file = start.startswith(b"ARROW1")  # what pyarrow and pandas write; datasets writes streams
         with (ipc.open_file if is_file else ipc.open_stream)(str(file)) as reader:
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
                 yield from batch.to_pylist()
-    except (ArrowException, OSError) as error:
-        raise TaskError(f"data file {file}: expected whole {file.suffix[1:]}, got something else ({error})") from error
+    except (ArrowException, OSError, ValueError, KeyError) as error:  # or a text or time that Python has no object for
+        text = f"expected whole {file.suffix[1:]} with values that Python can hold"
+        raise TaskError(f"data file {file}: {text}, got {type(error).__name__}: {error}") from error
 
 
 def _math_row(row: Row, where: str, choice: ColumnChoice) -> MathRow:
@@ -240,10 +247,12 @@ def _answer(value: object, where: str) -> str:
         return _answer(value[0], where)
     if isinstance(value, str):
         return _text(value, where)
-    if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and isfinite(value)):
+    if (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float | Decimal) and isfinite(value)
+    ):
         return str(value)
     raise TaskError(
-        f"{where}: expected one answer as text or number, got {str(value)[:80]!r}; write several as one text, such as $3, -3$"
+        f"{where}: expected one answer as text or number, got {value!r:.80}; write several as one text, such as $3, -3$"
     )
 
 
@@ -283,6 +292,8 @@ def _content(value: object, where: str) -> str:
 CHAT_COLUMNS = ("messages", "conversations", "conversation")  # names in common data sets
 # Who speaks, in ShareGPT's words too.
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
+# Fields in which others keep a part of what the model writes.
+_WRITTEN_APART = ("tool_calls", "reasoning_content", "thinking")
 
 Conversation = tuple[ChatMessage, ...]
 
@@ -295,6 +306,8 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 def _conversation(row: Row, where: str) -> Conversation:
     column = next((name for name in CHAT_COLUMNS if row.get(name)), "completion")
+    if apart := [name for name in ("system", "tools") if str(row.get(name) or "[]").strip() not in ("", "[]")]:
+        raise TaskError(f"{where} column {column}: expected it to say everything, got a column {apart[0]} beside it")
     if column != "completion":
         messages = _messages(row[column], "", f"{where} column {column}")
     elif row.get("prompt") and row.get("completion"):
@@ -328,11 +341,11 @@ def _message(value: object, where: str) -> ChatMessage:
     role = _ROLES.get(str(fields.get("role") or fields.get("from") or ""))
     if role is None:
         raise TaskError(f"{where}: expected a role among {', '.join(_ROLES)}, got {str(value)[:80]!r}")
-    if fields.get("tool_calls"):
+    if apart := [name for name in _WRITTEN_APART if fields.get(name)]:
         raise TaskError(
-            f"{where}: expected calls of tools written out in the content, as the model writes them, got tool_calls"
+            f"{where}: expected calls of tools and thoughts in the content, as the model writes them, got {apart[0]} beside it"
         )
-    content = _content(fields.get("content", fields.get("value")), where)
+    content = _content(fields.get("value") if (said := fields.get("content")) is None else said, where)
     if role == "assistant" and not content.strip():
         raise TaskError(f"{where}: expected something that the assistant says, got an empty content")
     return ChatMessage(role, content)
@@ -345,8 +358,8 @@ _FILES = [f"*{suffix}" for suffix in SUFFIXES]  # nothing else of a repository i
 def local_data_set(path: str) -> Path:
     """Returns the file or folder at `path`; for a hub ID, its folder in the cache, downloaded if missing. Raises `TaskError` if the
     download fails or is not allowed."""
-    local = Path(path).expanduser()
-    if local.exists() or not _HUB_ID.fullmatch(path):
+    local = Path(os.path.expanduser(path))  # noqa: PTH111 - which leaves ~nobody as it is
+    if not _HUB_ID.fullmatch(path) or local.exists():
         return local
     from huggingface_hub import snapshot_download
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import cast
 
-from echo2.base.errors import ConfigError, TaskError
-from echo2.base.units import imported
+from echo2.base.errors import ConfigError, EchoError, TaskError
+from echo2.base.units import described, imported
 from echo2.tasks.built_in import DEFAULT_SIZE, OpenEnvTask, ReasoningGym, SortDigits, Sums
 from echo2.tasks.data_files import ColumnChoice, local_data_set, read_math_rows
 from echo2.tasks.mathematics import MathTask
-from echo2.tasks.task import EnvironmentSource, Task, TaskSpec
+from echo2.tasks.task import EnvironmentSource, Task, TaskInstance, TaskSpec
 from echo2.tasks.tools import CalculatorEnvironments
 from echo2.tasks.verifiers_task import SIZE_MAX, VerifiersTask
 
@@ -52,7 +53,12 @@ def _make(spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members
     for name in known:
         if parameters[name].default is inspect.Parameter.empty and not spec.args.get(name):
             raise ConfigError(f"task {spec.name}: expected the argument {name}, {_NEEDED[name]}")
-    return maker(seed=spec.seed, **spec.args)
+    try:
+        return maker(seed=spec.seed, **spec.args)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"task {spec.name}: expected other kinds of arguments, got {dict(spec.args)}: {error}"
+        ) from error
 
 
 def is_environment(spec: TaskSpec) -> bool:
@@ -119,9 +125,33 @@ def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:
     maker = imported(spec.name, "task.name")
     try:
         instance = maker(seed=spec.seed, **spec.args)
-    except TypeError as error:
-        raise ConfigError(f"task {spec.name}: expected a constructor (seed, **args), got {error}") from error
+    except EchoError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = described(error)
+        raise ConfigError(
+            f"task {spec.name}: expected a constructor (seed, **args) that takes task.args, got {what}"
+        ) from error
     missing = [member for member in members if not hasattr(instance, member)]
     if missing:
         raise TaskError(f"task {spec.name}: expected the members {', '.join(members)}, missing {', '.join(missing)}")
+    if not (instance.size is None or (isinstance(instance.size, Integral) and int(instance.size) > 0)):
+        raise TaskError(
+            f"task {spec.name}: expected size to be a number of prompts above 0, or None for no end, got {instance.size!r:.80}"
+        )
+    return instance
+
+
+def drawn(task: str, call: Callable[[int], TaskInstance], index: int) -> TaskInstance:
+    """The instance that `call` makes. Raises `TaskError` for whatever else a user's own code does."""
+    name = getattr(call, "__name__", "sample")
+    expected = f"task {task}: expected an instance from {name}({index})"
+    try:
+        instance = call(index)
+    except EchoError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{expected}, got {described(error)}") from error
+    if not isinstance(instance, TaskInstance):
+        raise TaskError(f"{expected}, got {instance!r:.80}")
     return instance

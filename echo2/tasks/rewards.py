@@ -25,14 +25,14 @@ from typing import Any, Protocol
 
 from echo2.base.errors import ConfigError, LimitExceeded, MalformedMessage, ResourceError, TaskError
 from echo2.contain.box import bubblewrap, view_here
-from echo2.contain.messages import Answer, Ending, Limits, error_text, foreign_object, shown
+from echo2.contain.messages import Answer, Ending, Limits, foreign_object, shown
 from echo2.contain.pool import Pool, RunnerLost
 from echo2.contain.sandbox import GRACE_S, Launch, Sandbox
 from echo2.tasks import scorer as child
 from echo2.tasks.built_in import trusted_text
 from echo2.tasks.data_files import folder_to_show, local_data_set
 from echo2.tasks.mathematics import MathTask
-from echo2.tasks.registry import is_environment, is_users_own, make_task
+from echo2.tasks.registry import drawn, is_environment, is_users_own, make_task
 from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
 from echo2.tasks.visible import own_files, own_modules, remedy
 
@@ -157,11 +157,7 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
         asked = (scorer.submit_step(0, [text]) for text in texts)
     else:
         task = make_task(spec)
-        try:
-            texts = (str(task.sample(0).answer), *SAMPLE_TEXTS)
-        except (Exception, SystemExit) as error:
-            text = f"task {spec.name}: expected an instance from sample(0), got {error_text(error)}"
-            raise TaskError(text) from error
+        texts = (str(drawn(spec.name, task.sample, 0).answer), *SAMPLE_TEXTS)
         scorer = make_scorer(task, spec, None, containment)
         asked = (scorer.submit(0, text) for text in texts)
     messages = []
@@ -175,8 +171,9 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
                 break
     finally:
         scorer.close()
+    advice = "" if containment.is_trusted else remedy(messages[0])
     raise TaskError(
-        f"task {spec.name}: expected a reward for a sample before the run starts, got {messages[0]}{remedy(messages[0])}"
+        f"task {spec.name}: expected a reward for a sample before the run starts, got {messages[0]}{advice}"
     )
 
 

@@ -56,6 +56,8 @@ def _make(setup: str) -> Handler:
         def stepped(body: Body) -> Answer:
             completions = [str(text) for text in cast(list[object], body["completions"])]
             observation = replayed(source, int(str(body["index"])), completions)
+            if not isinstance(observation, Observation):
+                raise TaskError(f"step: expected an Observation, got {observation!r:.80}")
             if observation.reward is not None:
                 return _reward(observation.reward)
             return {"messages": [[message.role, message.content] for message in observation.messages]}

@@ -27,7 +27,7 @@ class TaskSplit:
     def __post_init__(self) -> None:
         if self.held_out_count < 0 or (self.size is not None and self.held_out_count >= self.size):
             raise TaskError(
-                f"held-out prompts: expected fewer than the task's {self.size} instances, got {self.held_out_count}"
+                f"eval_prompts: expected fewer held-out prompts than the task has, {self.size}, got {self.held_out_count}"
             )
 
     @property

@@ -37,6 +37,15 @@ class TaskInstance:
     answer: str
     metadata: Mapping[str, object] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        is_chat = isinstance(self.prompt, tuple | list) and all(
+            isinstance(message, ChatMessage) for message in self.prompt
+        )
+        if not isinstance(self.prompt, str) and not (is_chat and self.prompt):
+            raise TaskError(
+                f"instance {self.index}: expected a prompt of text or of ChatMessages, got {self.prompt!r:.80}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -47,8 +56,12 @@ class Reward:
 
     def __post_init__(self) -> None:
         for name, number in (("value", self.value), *self.parts.items()):
-            if not math.isfinite(number):
-                raise TaskError(f"reward {name}: expected a finite number, got {number}")
+            try:
+                is_finite = math.isfinite(number)
+            except TypeError:
+                is_finite = False
+            if not is_finite:
+                raise TaskError(f"reward {name}: expected a finite number, got {number!r:.80}")
 
 
 class Task(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import sys
 import sysconfig
@@ -20,6 +21,9 @@ from echo2.tasks.task import TaskSpec, texts_in
 
 FILES_MAX = 2_000  # source files read at most for one task; modules found after that need `task.readable`
 _MODULE_MISSING = re.compile(r"No module named '([\w.]+)'")  # Python's text of ModuleNotFoundError
+# Python's texts of what the filter of system calls and a view without network refuse.
+_KEPT_OUT = re.compile(r"Operation not permitted|can't start new|name resolution|Name or service not known")
+_NO_VARIABLE = re.compile(r"KeyError: '(\w+)'$")
 # Python's texts of FileNotFoundError and PermissionError.
 _FILE_MISSING = re.compile(r"(?:No such file or directory|Permission denied)[^']*'([^']+)'")
 
@@ -51,6 +55,10 @@ def own_files(spec: TaskSpec) -> list[str]:
 def remedy(message: str) -> str:
     """What to do about a reward's failure, if it lacks something that this machine has; else empty."""
     path: Path | None = None
+    if _KEPT_OUT.search(message):
+        return "; contained rewards start no threads or programs and reach no network: task.trusted_rewards = true lets them"
+    if (missing := _NO_VARIABLE.search(message)) is not None and missing[1] in os.environ:
+        return "; contained rewards do not see variables of the environment: give it to the task with task.args"
     if (missing := _MODULE_MISSING.search(message)) is not None:
         path = _source_of(missing[1].partition(".")[0])
         path = path.parent if path is not None and path.name == "__init__.py" else path

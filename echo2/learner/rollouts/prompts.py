@@ -31,7 +31,7 @@ from echo2.learner.training.model_files import checked_path, naming
 from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions, StopStrings
 from echo2.tasks.data_files import Conversation, local_data_set, read_conversations
-from echo2.tasks.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.registry import drawn, is_environment, make_environment_source, make_task
 from echo2.tasks.rewards import (
     Containment,
     RewardFailure,
@@ -82,7 +82,7 @@ class TaskWorld:
         self._chat = chat
 
     def instance(self, index: int) -> TaskInstance:
-        return self.task.sample(index)
+        return drawn(self.name, self.task.sample, index)
 
     async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:
         return await _result(self._scorer.submit(index, self._chat.text_of(turns[-1]), sender))
@@ -102,6 +102,9 @@ class EnvironmentWorld:
         self._chat = chat
 
     def instance(self, index: int) -> TaskInstance:
+        return drawn(self.name, self.reset, index)
+
+    def reset(self, index: int) -> TaskInstance:
         return TaskInstance(index, self._source.open(index).reset(), "")
 
     async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:

@@ -109,14 +109,16 @@ def test_a_model_or_prompt_that_no_learner_could_use_is_bad(tmp_path: Path, caps
     model, file = make_tiny_model(tmp_path / "model"), tmp_path / "run.toml"
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "1+1", "answer": "2"}))
-    task = f'name = "math"\nargs = {{ path = "{data}" }}'
+    task = f'name = "math"\nargs = {{ path = "{data}" }}\neval_prompts = 0'
     file.write_text(f'[run]\nfolder = "{tmp_path}/runs"\n[model]\npath = "{model}"\n[task]\n{task}\n')
     doctor = ["doctor", "--config", str(file), "--folder", str(tmp_path), "--json", *on_ports()]
     assert main(doctor) == 0 and "of 3 tokens" in str(rows(capsys)["task"]["found"])
     assert main([*doctor, "--sampling.max_prompt_tokens=2"]) == 6
     assert "expected at most sampling.max_prompt_tokens = 2 tokens, got 3" in str(rows(capsys)["task"]["found"])
     assert main([*doctor, "--task.name=tests.unit.tasks.naughty:Ends", "--task.args={}"]) != 0
-    assert "expected its first prompt, got SystemExit: 0" in str(rows(capsys)["task"]["found"])
+    assert "expected an instance from sample(0), got SystemExit: 0" in str(rows(capsys)["task"]["found"])
+    assert main([*doctor, "--task.eval_prompts=1"]) == 6
+    assert "expected fewer held-out prompts than the task has, 1, got 1" in str(rows(capsys)["task"]["found"])
     main([*doctor, "--task.name=tests.unit.tasks.naughty:Counted", "--task.args={}"])
     assert "its answer '0'" in str(rows(capsys)["task"]["found"])
     (model / "model.safetensors").unlink()

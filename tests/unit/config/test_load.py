@@ -42,7 +42,7 @@ def test_resolved_config_reads_back_equal(preset: str | None) -> None:
 
 def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('preset = "wan"\n[coordinator]\nport = 7\n[learner]\nlr = 3e-4\n')
+    file.write_text('\ufeffpreset = "wan"\n[coordinator]\nport = 7\n[learner]\nlr = 3e-4\n')
     config = load_config([file], None, {"coordinator.port": "9", "run.name": "trial", "staleness.kappa": "4"})
     assert config.coordinator.host == "::"  # preset
     assert config.coordinator.port == 9  # override
@@ -73,7 +73,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("learner.steps", "many", r"learner\.steps: expected a whole number of at least 1, got 'many'$"),
         ("learner.steps", "1.5", r"learner\.steps: expected a whole number of at least 1, got 1\.5$"),
         ("learner.advantage", "gpro", r"learner\.advantage: expected one of grpo, dr_grpo, .*, got 'gpro'$"),
-        ("learner.sinks", '["wandbb"]', r"learner\.sinks\.0: expected a list of tensorboard, .*, got 'wandbb'$"),
+        ("learner.sinks", '["wandbb"]', r"learner\.sinks\.0: expected one of tensorboard, .*, got 'wandbb'$"),
         ("learner.steps", "true", r"learner\.steps: expected a whole number of at least 1, got True$"),
         ("learner.drop_equal_groups", "perhaps", r"drop_equal_groups: expected true or false, got 'perhaps'$"),
         ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, selective, got 3"),
@@ -81,6 +81,10 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("lerner.lr", "3", r"lerner: no such option \(did you mean \[learner\]\?\)"),
         ("worker.place", '"' + "x" * 129 + '"', r"worker\.place: expected a string of at most 128 characters, got"),
         ("worker.slots", "5000", r"worker\.slots: expected a whole number from 0 to 4096, got 5000 \(no engine"),
+        ("learner.clip", "0.2", r"learner\.clip: expected a list, such as \[0\.2, 0\.28\], got 0\.2$"),
+        ("sampling.stop", "x", r"sampling\.stop: expected a list, such as .* of at most 16 entries, got 'x'$"),
+        ("sampling.stop", '[""]', r"sampling\.stop\.0: expected a string of 1 to 64 characters, got ''$"),
+        ("task.mixture.a.weight", "0", r"a\.weight: expected a number above 0 and at most 1000000, got 0"),
         ("learner.correction", "masked", r"learner\.correction: expected"),
         ("learner.updates_per_batch", "99", "whole groups"),
         ("worker.price_usd_per_hour", "1e7", r"price_usd_per_hour: expected a number from 0 to below 1000000"),
@@ -131,7 +135,8 @@ def test_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
 
 
 def test_overrides_are_parsed_in_both_forms() -> None:
-    assert load_config((), None, {"run.name": "2026-11-29"}).run.name == "2026-11-29"
+    for name in ("2026-11-29", "20261129", "1e5"):  # a text, whatever TOML would call it
+        assert load_config((), None, {"run.name": name}).run.name == name
     parsed = parse_overrides(["--learner.lr", "1e-6", "--run.name=x=y", "--worker.is-spot", "true"])
     assert parsed == {"learner.lr": "1e-6", "run.name": "x=y", "worker.is_spot": "true"}
     with pytest.raises(ConfigError, match="expected a value after --learner.lr"):

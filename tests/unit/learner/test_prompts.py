@@ -517,13 +517,17 @@ def test_what_a_message_spells_is_text(tmp_path: Path, chat_model: Path) -> None
         ({"messages": [{"role": "bot", "content": "x"}]}, "row 2 column messages message 1: expected a role among"),
         ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": " "}]}, "message 2: expected something"),
         ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, "message 1: expected a message's content as text"),
+        (
+            {"messages": [{"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+            "message 1: expected calls of tools and thoughts in the content, .* got reasoning_content beside it",
+        ),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": "[1]"}, "got a column tools beside it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_on_is_told_with_row_and_column(tmp_path: Path, row: object, said: str) -> None:
     fine = {"prompt": "1+1=", "completion": "2"}
-    with pytest.raises(TaskError) as refusal:
+    with pytest.raises(TaskError, match=said):
         read_conversations(written(tmp_path / "rows.jsonl", [fine, row]))
-    assert said in str(refusal.value)
 
 
 def test_the_conversations_of_the_example_are_read(tmp_path: Path) -> None:

@@ -100,3 +100,31 @@ class Always(Naughty):
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         raise ValueError("no reward today")
+
+
+class NoMessages(Naughty):
+    """Its chats are of plain dictionaries."""
+
+    def sample(self, index: int) -> TaskInstance:
+        return TaskInstance(index, [{"role": "user", "content": "x"}], "")  # type: ignore[arg-type]
+
+
+class NoSize(Naughty):
+    size = "9"  # type: ignore[assignment]
+
+
+class NoFile(Naughty):
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        raise FileNotFoundError("no words here")
+
+
+class Starts(Naughty):
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        threading.Thread(target=print).start()
+        return Reward(0.0)
+
+
+class Keyed(Naughty):
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        return Reward(float(os.environ["ECHO2_JUDGE"]))

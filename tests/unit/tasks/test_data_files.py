@@ -6,6 +6,7 @@ import codecs
 import gzip
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,9 @@ def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tm
     assert row.prompt == (ChatMessage("user", "How much is 2+2?"),) and row.answer == "$4$"
     (row,) = read_math_rows(write_jsonl(tmp_path / "large.jsonl", [{"prompt": "10^400?", "answer": 10**400}]))
     assert row.answer == "1" + "0" * 400, "beyond any float"
+    exported = [{"content": None, "from": "human", "value": "2+2?"}]  # one schema for two layouts
+    (row,) = read_math_rows(write_jsonl(tmp_path / "both.jsonl", [{"prompt": exported, "answer": "4"}]))
+    assert row.prompt == (ChatMessage("user", "2+2?"),)
 
 
 LINES, ARRAY = "".join(json.dumps(row) + "\n" for row in ROWS).encode(), json.dumps(ROWS, indent=1).encode()
@@ -67,6 +71,8 @@ def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
     (tmp_path / "x.csv").write_text("a,b\n")
     write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "train.jsonl").symlink_to(tmp_path / "blob")
     lone = write_jsonl(
         tmp_path / "lone" / "problems.jsonl", [{"prompt": "no", "q": "yes", "answer": " ", "a": "2"}]
     ).parent
@@ -74,6 +80,8 @@ def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is
         ("half.jsonl.gz", r"half\.jsonl\.gz: expected it whole", "train"), ("x.csv", "got .csv", "train"),
         ("set", r"files of split 'test', found train.jsonl", "test"), ("nowhere", "found nothing there", "train"),
         ("lone", "the argument answer_column names another", "train"),
+        ("gone", r"gone: expected files that can be read, got: .*train\.jsonl", "train"),
+        ("x" * 300, "expected files that can be read, got: .* too long", "train"),
     ):  # fmt: skip
         with pytest.raises(TaskError, match=said):
             read_math_rows(tmp_path / path, split)
@@ -114,7 +122,14 @@ def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_f
         writer.write_table(table, max_chunksize=1)
     assert [row.answer for row in read_math_rows(tmp_path / "pandas.arrow")] == ["2", "4"]
     parquet.write_table(arrow.Table.from_pylist([{"problem": "x" * 10_000}] * 4096), tmp_path / "long.parquet")
-    rows, before = data_files._columnar_rows(tmp_path / "long.parquet"), arrow.total_allocated_bytes()
+    odd = arrow.table({"problem": ["1+1?"], "answer": arrow.array([Decimal("2.50")])})
+    parquet.write_table(odd, tmp_path / "odd.parquet")
+    assert [row.answer for row in read_math_rows(tmp_path / "odd.parquet")] == ["2.50"]
+    zoned = odd.append_column("made", arrow.array([1], arrow.timestamp("s", "Europe/Nowhere")))
+    parquet.write_table(zoned, tmp_path / "odd.parquet")
+    with pytest.raises(TaskError, match=r"odd\.parquet: expected whole parquet .*Europe/Nowhere"):
+        read_math_rows(tmp_path / "odd.parquet")
+    rows, before = data_files._rows_of(tmp_path / "long.parquet"), arrow.total_allocated_bytes()
     assert next(iter(rows)) and arrow.total_allocated_bytes() - before < 20 << 20, "not all rows at once"
 
 
@@ -176,7 +191,7 @@ def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
         ),
         ('{"prompt": "x", "answer": ["$3$", "$-3$"]}\n', "row 1: expected one answer .* write several as one text"),
         ('{"prompt": "x", "answer": {"value": 1}}\n', "row 1: expected one answer"),
-        ("not json\n", "x.jsonl line 1: expected a JSON object"),
+        ("not json\n", "x.jsonl line 1: expected a JSON object in one line of UTF-8, got 'not json"),
         ("[1]\n", "row 1: expected a JSON object, got int"),
         ("[" * 100_000, "expected a JSON array of objects, got maximum recursion"),
         ("version https://git-lfs.example/spec/v1\noid sha256:ab\n", "x.jsonl: expected its content, got the pointer"),
@@ -187,8 +202,8 @@ def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
             '{"prompt": [{"role": "robot", "content": "x"}], "answer": "1"}\n',
             "row 1 prompt message 1: expected a role among",
         ),
-        ('{"prompt": "x", "answer": NaN}\n', "row 1: expected one answer as text or number, got 'nan'"),
-        ('{"prompt": "x", "answer": true}\n', "row 1: expected one answer as text or number, got 'True'"),
+        ('{"prompt": "x", "answer": NaN}\n', "row 1: expected one answer as text or number, got nan"),
+        ('{"prompt": "x", "answer": true}\n', "row 1: expected one answer as text or number, got True"),
         ('{"prompt": "\\ud83d", "answer": "1"}\n', "row 1: expected text of whole characters"),
         ('{"prompt": "[{\\"role\\": \\"user\\"}]", "answer": "1"}\n', "row 1: .* a chat as a list instead of text"),
         (
@@ -215,5 +230,5 @@ def test_a_damaged_file_of_columns_is_named(tmp_path: Path, suffix: str, content
     pytest.importorskip("pyarrow")
     path = tmp_path / f"x{suffix}"
     path.write_bytes(content)
-    with pytest.raises(TaskError, match=rf"x{suffix}: expected whole {suffix[1:]}, got something else"):
+    with pytest.raises(TaskError, match=rf"x{suffix}: expected whole {suffix[1:]} with values"):
         read_math_rows(path)

@@ -262,10 +262,16 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
     check_rewards(spec, Containment(readable=(str(unseen),)))
     check_rewards(SPEC)  # it fails for some texts only
     check_rewards(replace(SPEC, name="tests.unit.tasks.naughty:Counted"))
+    monkeypatch.setenv("ECHO2_JUDGE", "1")
     for name, said in (
         ("Always", "expected a reward for a sample .*, got ValueError"),
         ("Absent", "function or class Absent"),
-        ("Ends", "expected an instance from sample\\(0\\), got SystemExit: 0"),
+        ("Ends", "expected an instance from sample\\(0\\), got SystemExit: 0 \\(naughty.py, line"),
+        ("NoMessages", "instance 0: expected a prompt of text or of ChatMessages, got .{'role'"),
+        ("NoSize", "expected size to be a number of prompts above 0, or None for no end, got '9'"),
+        ("NoFile", "expected a constructor .*, got FileNotFoundError: no words here \\(naughty.py, line"),
+        ("Starts", "got RuntimeError: can't start new thread; contained rewards start no threads or programs"),
+        ("Keyed", "got KeyError: 'ECHO2_JUDGE'; contained rewards do not see variables"),
     ):
         with pytest.raises((TaskError, ConfigError), match=said):
             check_rewards(TaskSpec(f"tests.unit.tasks.naughty:{name}", {}, seed=3))
