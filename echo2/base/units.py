@@ -103,6 +103,8 @@ class LinkShape:
 def imported(path: str, option: str) -> Any:
     """The function or class that `path` names. Raises a `ConfigError` of `option` that says which half was not found."""
     module_name, _, name = path.partition(":")
+    if "/" in module_name or module_name.endswith(".py") or not module_name:
+        raise ConfigError(f"{option}: expected MODULE:NAME, such as mine:Own for Own in mine.py, got {path!r}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return report_error(ResourceError(f"{error.filename or 'this machine'}: {error.strerror or error}"))
+        nameless = "the current folder" if isinstance(error, FileNotFoundError) else "this machine"
+        return report_error(ResourceError(f"{error.filename or nameless}: {error.strerror or error}"))
     except KeyboardInterrupt:
         return FORCED_EXIT_CODE
 

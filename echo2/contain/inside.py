@@ -71,7 +71,9 @@ def serve(make: Callable[[str], Handler]) -> None:
     try:
         handler = make(str(setup["setup"]))
     except Exception as error:  # noqa: BLE001 - reported to the process that asked for it
-        _write(replies, answer_frame(Ending.FAULT, True, 0.0, error_text(error).encode(), b""))
+        needed = f"it needs more than {limits.memory_bytes >> 20} MiB of memory"  # for packages and data
+        what = needed if isinstance(error, MemoryError) else error_text(error)
+        _write(replies, answer_frame(Ending.FAULT, True, 0.0, what.encode(), b""))
         return
     if namespaces is not None:
         return _serve_in_forks(handler, limits, namespaces, requests, replies)

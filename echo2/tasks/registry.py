@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from echo2.base.errors import ConfigError, EchoError, TaskError
 from echo2.base.units import described, imported
@@ -39,10 +39,16 @@ def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
     return cast(EnvironmentSource, _make(spec, _BUILT_IN_ENVIRONMENTS, _SOURCE_MEMBERS))
 
 
-def _make(spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members: Sequence[str]) -> object:
-    if is_users_own(spec):
-        return _users_own(spec, members)
-    maker = built_in[spec.name]
+def _make(spec: TaskSpec, built_in: Mapping[str, Callable[..., Any]], members: Sequence[str]) -> object:
+    instance = _users_own(spec, members) if is_users_own(spec) else _built_in(spec, built_in[spec.name])
+    if not (instance.size is None or (isinstance(instance.size, Integral) and int(instance.size) > 0)):
+        raise TaskError(
+            f"task {spec.name}: expected size to be a number of prompts above 0, or None for no end, got {instance.size!r:.80}"
+        )
+    return instance
+
+
+def _built_in(spec: TaskSpec, maker: Callable[..., Any]) -> Any:
     parameters = inspect.signature(maker).parameters
     known = [name for name in parameters if name != "seed"]
     unknown = sorted(set(spec.args) - set(known))
@@ -80,7 +86,11 @@ def turns_of(spec: TaskSpec) -> int:
     maker = imported(spec.name, "task.name") if is_users_own(spec) else _BUILT_IN_ENVIRONMENTS[spec.name]
     default = inspect.signature(maker).parameters.get("turns_max")
     turns = spec.args.get("turns_max", default.default if default is not None else 1)
-    return turns if isinstance(turns, int) and turns >= 1 else 1
+    if isinstance(turns, int) and turns >= 1:
+        return turns
+    if "turns_max" in spec.args:
+        raise ConfigError(f"task {spec.name}: expected turns_max to be a whole number of at least 1, got {turns!r:.80}")
+    return 1
 
 
 def is_users_own(spec: TaskSpec) -> bool:
@@ -121,11 +131,11 @@ _NEEDED = {
 _BUILT_IN_ENVIRONMENTS: Mapping[str, Callable[..., EnvironmentSource]] = {"calculator": CalculatorEnvironments}
 
 
-def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:
+def _users_own(spec: TaskSpec, members: Sequence[str]) -> Any:
     maker = imported(spec.name, "task.name")
     try:
         instance = maker(seed=spec.seed, **spec.args)
-    except EchoError:
+    except (EchoError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
         what = described(error)
@@ -135,10 +145,6 @@ def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:
     missing = [member for member in members if not hasattr(instance, member)]
     if missing:
         raise TaskError(f"task {spec.name}: expected the members {', '.join(members)}, missing {', '.join(missing)}")
-    if not (instance.size is None or (isinstance(instance.size, Integral) and int(instance.size) > 0)):
-        raise TaskError(
-            f"task {spec.name}: expected size to be a number of prompts above 0, or None for no end, got {instance.size!r:.80}"
-        )
     return instance
 
 

@@ -63,6 +63,13 @@ NOWHERE = ["--folder", "/proc/nope"]
         (learner, ["join", LINK, *NOWHERE, "--model.path", "x"], 6, "/proc/nope"),
         (learner, ["join", LINK, "--model.path", "./no"], 2, "model ./no: expected a folder with config.json, found none"),
         (learner, ["join", LINK, "--model.path", "x", "--task.name", "maths"], 2, "expected one of sort_digits, .*got 'maths'"),
+        (learner, ["join", LINK, "--model.path", "x", "--task.name", "./own.py:Own"], 2, "MODULE:NAME, .* got './own.py:Own'"),
+        (
+            learner,
+            ["join", LINK, "--model.path", "x", "--task.name", "calculator", "--task.args.turns_max", "many"],
+            2,
+            "calculator: expected turns_max to be a whole number of at least 1, got 'many'",
+        ),
         (main, ["status", "runs/no"], 2, "runs/no: expected a run's folder .* found no such folder"),
         (main, ["plan", "--billions", "-4"], 2, "billions: expected a number above 0 and up to 10,000, got -4"),
         (main, ["plan", "--billions", "1e30"], 2, "billions: expected a number above 0 and up to 10,000, got 1e\\+30"),
@@ -236,6 +243,15 @@ def test_an_error_is_one_line_and_its_exit_code(
     assert run_daemon(lambda: Failing(error)) == code
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {name}: ")
+
+
+def test_a_folder_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main.main(["doctor"]) == 6 and "the current folder: No such file" in capsys.readouterr().err
 
 
 def test_an_end_without_a_failure_is_called_no_error(capsys: pytest.CaptureFixture[str]) -> None:

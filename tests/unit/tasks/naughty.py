@@ -119,6 +119,14 @@ class NoFile(Naughty):
         raise FileNotFoundError("no words here")
 
 
+class Heavy(Naughty):
+    """Its data do not fit."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.data = bytearray(64 << 30)
+
+
 class Starts(Naughty):
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         threading.Thread(target=print).start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -260,6 +260,8 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
         told.value
     )
     check_rewards(spec, Containment(readable=(str(unseen),)))
+    with closing(RewardPool(replace(SPEC, name="tests.unit.tasks.naughty:Heavy"), LIMITS, TRUSTED)) as pool:
+        assert "it needs more than 2048 MiB of memory" in pool.submit(0, "fine").result(WAIT_S).message
     check_rewards(SPEC)  # it fails for some texts only
     check_rewards(replace(SPEC, name="tests.unit.tasks.naughty:Counted"))
     monkeypatch.setenv("ECHO2_JUDGE", "1")
