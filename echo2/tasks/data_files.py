@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from io import BufferedIOBase
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
 
@@ -42,6 +42,7 @@ LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
 ARRAY_BYTES_MAX = 1 << 30  # it is read whole, which takes ten times as much memory
 ROWS = 1024  # of parquet, in memory at a time, where a row may be a chat of a megabyte
 FILES_MAX = 10_000  # a folder with more is not a split of one data set
+LINKS_SHOWN_MAX = 1024  # each is a mount and three words of bubblewrap's 9,000
 # What a folder says about itself.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}  # the hub's names, and short ones
@@ -383,11 +384,14 @@ def local_data_set(path: str) -> Path:
         raise TaskError(f"data set {path}: no such folder here, and not to be had from the hub: {error}") from None
 
 
-def folder_to_show(folder: Path) -> Path:
-    """Returns the folder that a contained process must see to read `folder`: files in the hub's cache are links to `blobs` beside
-    `snapshots`."""
-    cached = folder.parent.parent
-    return cached if folder.parent.name == "snapshots" and cached.name.startswith("datasets--") else folder
+def paths_to_show(data: Path) -> list[Path]:
+    """Returns what a contained process must see to read `data`, whose files may be links: to `blobs` beside `snapshots` in the
+    hub's cache, or to anywhere."""
+    cached = data.parent.parent
+    if data.parent.name == "snapshots" and cached.name.startswith("datasets--"):
+        return [cached]
+    links = (path.resolve() for path in data.rglob("*") if path.is_symlink() and path.exists())
+    return [data, *islice(links, LINKS_SHOWN_MAX)]
 
 
 def _cache() -> Path:

@@ -71,6 +71,8 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     # math-verify's own time limits use SIGALRM, which only a main thread has; the reward pool has its own.
     if (bare := _bare(reference)) and bare == _bare(_final(completion_text)):
         return True
+    if _DATE.fullmatch(bare):  # which the parser takes for a difference
+        return _DATE.findall(_final(completion_text))[-1:] == [bare]
     gold = _plain(reference)
     if not any(mark in gold for mark in ("$", "\\boxed", "\\[", "\\(")):
         gold = f"${gold}$"  # as the parser needs; data sets have both forms
@@ -85,6 +87,7 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
 _REPEATING = re.compile(
     r"(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?|\((\d{1,30})\)(?=\s*(?:[$}.,;]|\\[)\]]|$)))"
 )
+_DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own
     "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5), "⅗": (3, 5), "⅘": (4, 5),

@@ -30,7 +30,7 @@ from echo2.contain.pool import Pool, RunnerLost
 from echo2.contain.sandbox import GRACE_S, Launch, Sandbox
 from echo2.tasks import scorer as child
 from echo2.tasks.built_in import trusted_text
-from echo2.tasks.data_files import folder_to_show, local_data_set
+from echo2.tasks.data_files import local_data_set, paths_to_show
 from echo2.tasks.mathematics import MathTask
 from echo2.tasks.registry import drawn, is_environment, is_users_own, make_task
 from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
@@ -341,7 +341,7 @@ def launch_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Launc
     data = tuple(own_files(spec)) if modules else ()
     if isinstance(path, str) and path and not modules:  # contained processes have no network, so fetch the data here
         local = local_data_set(path)
-        spec, data = replace(spec, args={**spec.args, "path": str(local)}), (str(folder_to_show(local)),)
+        spec, data = replace(spec, args={**spec.args, "path": str(local)}), tuple(map(str, paths_to_show(local)))
     view = view_here(modules, (*containment.readable, *data), containment.hidden)
     return Launch(module, spec.to_json(), limits, view)
 

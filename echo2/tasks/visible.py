@@ -23,7 +23,7 @@ FILES_MAX = 2_000  # source files read at most for one task; modules found after
 _MODULE_MISSING = re.compile(r"No module named '([\w.]+)'")  # Python's text of ModuleNotFoundError
 # Python's texts of what the filter of system calls and a view without network refuse.
 _KEPT_OUT = re.compile(r"Operation not permitted|can't start new|name resolution|Name or service not known")
-_NO_VARIABLE = re.compile(r"KeyError: '(\w+)'$")
+_NO_VARIABLE = re.compile(r"KeyError: '(\w+)'")
 # Python's texts of FileNotFoundError and PermissionError.
 _FILE_MISSING = re.compile(r"(?:No such file or directory|Permission denied)[^']*'([^']+)'")
 
@@ -64,6 +64,7 @@ def remedy(message: str) -> str:
         path = path.parent if path is not None and path.name == "__init__.py" else path
     elif (missing := _FILE_MISSING.search(message)) is not None:
         path = Path(missing[1]).absolute()
+        path = path.resolve() if path.is_symlink() else path  # a link is shown already, where it leads is not
     if path is None or not path.exists():
         return ""
     return f'; it is on this machine, but contained rewards do not see it: add task.readable = ["{path}"]'

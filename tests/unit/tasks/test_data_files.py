@@ -14,7 +14,7 @@ from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
 from echo2.base.errors import TaskError
 from echo2.tasks import data_files
-from echo2.tasks.data_files import ColumnChoice, folder_to_show, local_data_set, read_math_rows
+from echo2.tasks.data_files import ColumnChoice, local_data_set, paths_to_show, read_math_rows
 from echo2.tasks.task import ChatMessage
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -153,7 +153,12 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     folder = local_data_set("org/puzzles")
-    assert folder == kept / "snapshots" / "aaa" and folder_to_show(folder) == kept
+    assert folder == kept / "snapshots" / "aaa" and paths_to_show(folder) == [kept]
+    rows = write_jsonl(tmp_path / "elsewhere" / "rows.jsonl", ROWS)
+    (tmp_path / "links").mkdir()
+    for name, target in {"train.jsonl": rows, "gone.jsonl": tmp_path / "gone"}.items():
+        (tmp_path / "links" / name).symlink_to(target)
+    assert paths_to_show(tmp_path / "links") == [tmp_path / "links", rows.resolve()] and paths_to_show(rows) == [rows]
     assert len(read_math_rows(folder, subset="main")) == 3
     with pytest.raises(TaskError, match="expected the argument subset, one of main, worked"):
         read_math_rows(folder)
