@@ -276,8 +276,8 @@ class Publisher:
         model's persistent float buffers (a router's correction bias), which keep their dtype. `published_tensors(model)` gives
         both. Call it once before the first batch and after each batch. Copies the tensors only if a version is due, which the
         coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change the tensors as soon as it
-        returns. Raises `ConfigError` for tensors other than the model's, `StateError` for a step out of order, and the error
-        that ended the run, if any."""
+        returns. Raises `ConfigError` for tensors other than the model's or with NaN, `StateError` for a step out of order, and
+        the error that ended the run, if any."""
         tensors = dict(named_tensors)
         if not self.run.is_started:
             self.run.start(step, tensors)

@@ -149,6 +149,9 @@ def _refusal(request: Request, *, is_known: bool) -> CallRefused | None:
     if not _has_body(request):
         return None
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        text = f"content-encoding: expected none, got {coding[:80]!r}"
+        return CallRefused(415, "invalid_request_error", text)
     if kind not in _KINDS:
         return CallRefused(415, "invalid_request_error", f"content-type: expected {_KINDS[0]}, got {kind[:80]!r}")
     length = request.headers.get("content-length", "0")
@@ -456,7 +459,7 @@ def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byte
             reply["message"] = {"role": "assistant", "content": choice.text, "refusal": None, **called}
         else:
             reply["text"] = choice.text
-        choices.append(reply | _ids_of(request, choice))
+        choices.append(reply | _ids_of(call, choice))
     return _head(call, model, now_s) | {"choices": choices, "usage": _usage(call, answers)} | _prompt_ids_of(call)
 
 
@@ -478,7 +481,7 @@ def pieces_of(
             written = _written(choice)
             content["delta"]["tool_calls"] = [{"index": place, **tool} for place, tool in enumerate(written)]
         prompt = {} if number else _prompt_ids_of(call)
-        yield _piece(call, model, now_s, number, content | _ids_of(request, choice), logprobs, more=prompt)
+        yield _piece(call, model, now_s, number, content | _ids_of(call, choice), logprobs, more=prompt)
         end: Json = {"delta": {}} if is_chat else {"text": ""}
         yield _piece(call, model, now_s, number, end, None, choice.finish_reason)
     if request.wants_usage:
@@ -487,7 +490,7 @@ def pieces_of(
 
 
 def error_body(refused: CallRefused) -> Json:
-    kind = "invalid_request_error" if refused.status in (400, 404, 413) else "api_error"
+    kind = "api_error" if refused.status >= 500 or refused.retry_after_s else "invalid_request_error"
     return {"error": {"message": refused.message, "type": kind, "code": refused.code, "param": None}}
 
 
@@ -505,9 +508,12 @@ def _piece(
     return _event(_head(call, model, now_s, ".chunk") | {"choices": [choice]} | (more or {}))
 
 
-def _ids_of(request: CallRequest, choice: Choice) -> Json:
-    sampled = choice.sampled
-    return {"token_ids": list(sampled.token_ids), "versions": list(sampled.versions)} if request.wants_ids else {}
+def _ids_of(call: Call, choice: Choice) -> Json:
+    """Of a choice; of a text's, as in vLLM's answers, those of the prompt too."""
+    if not call.request.wants_ids:
+        return {}
+    sampled, of_prompt = choice.sampled, {} if call.request.prompt is None else _prompt_ids_of(call)
+    return {"token_ids": list(sampled.token_ids), "versions": list(sampled.versions), **of_prompt}
 
 
 def _prompt_ids_of(call: Call) -> Json:

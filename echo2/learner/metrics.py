@@ -15,6 +15,7 @@ import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -351,16 +352,19 @@ def _no_package(name: str, error: ImportError) -> ConfigError:
 
 def open_sinks(folder: Path, run_id: str, names: Sequence[str], step: int) -> list[Sink]:
     """Opens metrics.jsonl, which comes first and goes on from `step`, and the sinks of `learner.sinks`. Raises `ConfigError` if a
-    package is missing."""
+    package is missing; but no run that goes on waits for a tracker's service."""
     makers: dict[str, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoard(folder / "tensorboard"),
         "wandb": lambda: Tracker("wandb", run_id, id=run_id, dir=str(folder)),
         "trackio": lambda: Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False),
     }
-    rows, others = JsonLines(folder / "metrics.jsonl", step), {name: makers[name]() for name in names}
+    others = dict[str, Sink]()
+    for name in names:
+        with noting("the start", f"sink {name}") if step else nullcontext():
+            others[name] = makers[name]()
     if links := [sink.link for sink in others.values() if isinstance(sink, Tracker)]:
         (folder / "trackers.json").write_text(json.dumps(links))  # for the run's report
-    return [rows, *(FurtherSink(name, sink) for name, sink in others.items())]
+    return [JsonLines(folder / "metrics.jsonl", step), *(FurtherSink(name, sink) for name, sink in others.items())]
 
 
 def past_evaluations(folder: Path, step: int) -> dict[int, float]:

@@ -337,6 +337,7 @@ async def test_a_stream_has_the_token_ids_that_a_whole_answer_has() -> None:
         (piece["token_ids"], piece["versions"]) for event in events for piece in event["choices"] if "versions" in piece
     ]
     assert said == [(choice["token_ids"], choice["versions"]) for choice in whole["choices"]]
+    assert all(choice["prompt_token_ids"] == whole["prompt_token_ids"] for choice in whole["choices"]), "as vLLM's"
 
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])

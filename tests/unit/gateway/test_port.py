@@ -119,6 +119,12 @@ def test_bodies_are_json_and_say_so(gateway: Served) -> None:
         with gateway.connect() as connection:
             connection.sendall(gateway.head(len(body), gateway.key, kind) + body)
             assert answer_of(connection)[0] == expected
+    with gateway.connect() as connection:
+        packed = gateway.head(len(body), gateway.key).replace(b"host: x", b"host: x\r\ncontent-encoding: gzip")
+        connection.sendall(packed + body)
+        status, told = answer_of(connection)
+        assert status == 415 and told["error"]["message"] == "content-encoding: expected none, got 'gzip'"
+        assert told["error"]["type"] == "invalid_request_error"
     assert gateway.post(b'{"messages": ' + b"[],".join([b""] * 300_000) + b"0}")[0] == 400
     for wrong in (b"[]", b"\xff", b'{"a": ' + b"[" * 100_000, b"{"):
         assert gateway.post(wrong)[0] == 400

@@ -187,6 +187,11 @@ def test_a_tracker_whose_service_has_died_costs_its_own_rows_alone(
         sink.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ROW and died.call_count == 2
     assert "a row of sink wandb ended by an unforeseen error" in caplog.text
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=died))  # type: ignore[arg-type]
+    with pytest.raises(ConnectionResetError):
+        open_sinks(tmp_path, "other", ("wandb",), 0)
+    (rows,) = open_sinks(tmp_path, "trial", ("wandb",), 3)  # a run goes on without
+    rows.close()
 
 
 @pytest.mark.extras
