@@ -58,7 +58,7 @@ class Reward:
         for name, number in (("value", self.value), *self.parts.items()):
             try:
                 is_finite = math.isfinite(number)
-            except TypeError:
+            except (TypeError, OverflowError):
                 is_finite = False
             if not is_finite:
                 raise TaskError(f"reward {name}: expected a finite number, got {number!r:.80}")

@@ -94,6 +94,9 @@ def test_a_reward_that_is_not_finite_is_refused() -> None:
         Reward(math.nan)
     with pytest.raises(TaskError, match="format"):
         Reward(1.0, {"format": math.inf})
+    for odd in (None, "1", 10**400):
+        with pytest.raises(TaskError, match="expected a finite number"):
+            Reward(odd)  # type: ignore[arg-type]
 
 
 def test_a_specification_survives_json_and_refuses_what_json_cannot_carry() -> None:
