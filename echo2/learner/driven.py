@@ -77,6 +77,7 @@ class DrivenTeam(Team):
         if newest is None:
             return None
         self.is_changed = True  # the trainer has the base, the fleet a later version
+        self.trainer.step_count = int(newest)
         return store.load(newest, None)
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
