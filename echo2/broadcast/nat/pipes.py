@@ -458,10 +458,9 @@ class PipeMember:
         pause_s = PAUSE_S_MIN
         while True:
             try:
-                connection, begun = await self._dial(address, relay), monotonic()
+                connection = await self._dial(address, relay)
+                pause_s = PAUSE_S_MIN
                 await self._stay(relay, connection)
-                if monotonic() - begun > ANSWER_S:  # it was not refused at once
-                    pause_s = PAUSE_S_MIN
                 error: object = "the connection ended"
             except EchoError as failed:
                 error = failed

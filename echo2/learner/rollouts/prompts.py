@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 from echo2.base.errors import ConfigError, TaskError
@@ -27,7 +28,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams,
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Batch, Insertion, Prompt, TrainGroup, group_id_of
-from echo2.learner.training.model_files import checked_path, naming
+from echo2.learner.training.model_files import naming
 from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions, StopStrings
 from echo2.tasks.data_files import Conversation, local_data_set, read_conversations
@@ -393,7 +394,8 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     with naming(path, "expected a tokenizer beside the model"):
-        return AutoTokenizer.from_pretrained(checked_path(path), trust_remote_code=False)
+        local = Path(path).expanduser()  # which may hold nothing but the tokenizer
+        return AutoTokenizer.from_pretrained(local if local.is_dir() else path, trust_remote_code=False)
 
 
 def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:

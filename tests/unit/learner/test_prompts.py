@@ -140,7 +140,7 @@ def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, cap
 def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer of at most 40 tokens \(the model's embedding\), got \d+"):
         prompts_for(options_for(tmp_path, model), 40)
-    with pytest.raises(ConfigError, match=r"expected a folder with config\.json"):
+    with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
         prompts_for(options_for(tmp_path, tmp_path / "nowhere"))
     tokenizer = load_tokenizer(str(model))
     vocabulary = len(tokenizer)
