@@ -491,7 +491,6 @@ class Hub:
             # Not as if they were heard now: one that is gone is found however often this happens.
             for member in self.membership.living():
                 member.heard_at = min(now, member.heard_at + seconds)
-                member.cut_at = None if member.cut_at is None else min(now, member.cut_at + seconds)
             self._extend(self.book.leases.values(), now)
 
     def tick(self) -> None:

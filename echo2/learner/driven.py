@@ -87,6 +87,12 @@ class DrivenTeam(Team):
 
     # ---- for the client
 
+    def to_publish(self) -> dict[str, Tensor]:
+        """A snapshot. ConfigError if it holds NaN or infinity."""
+        weights = self.snapshot()
+        check_finite(weights, "publish")
+        return weights
+
     def begin(self, saved: str, *, with_optimiser: bool) -> None:
         """Begins anew from a saved state; "": from the base, with a fresh adapter if the run trains one."""
         trainer, version = self.trainer, self.trainer.step_count
@@ -218,8 +224,7 @@ class DrivenTrainer:
         """Sends the weights as they are to the fleet, unless it has them; returns their version."""
         async with self._publishing:
             if self.team.is_changed:
-                weights = await self._loop.in_trainer(self.team.snapshot)
-                await self._loop.in_trainer(lambda: check_finite(weights, "publish"))
+                weights = await self._loop.in_trainer(self.team.to_publish)
                 version = Version(self.team.trainer.step_count + 1)
                 await self._server.hand_in(HandedIn(version, weights))
                 self.team.is_changed = False  # the client's next operation waits for this one

@@ -276,7 +276,7 @@ def _go_on_from_published(
 def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
     """Writes `policy`, a whole snapshot of `model`, as a Hugging Face folder in its base's dtype; replaces `folder`."""
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # by a kill, perhaps of another model
+    shutil.rmtree(partial, ignore_errors=True)  # left by a kill, perhaps with another model's files
     model.save(policy, partial)
     tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
     mode = partial.stat().st_mode & 0o666

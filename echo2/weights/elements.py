@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,11 @@ def published_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
+CHECKPOINT: dict[str, Any] = {
+    "allow_patterns": ["*.safetensors", "*.json"],
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
+"""The files of a model's repository that are fetched. Others hold the same weights once more, for their makers' own programs."""
 TENSOR_COUNT_MAX = 1 << 20  # a hundred times a large mixture of experts
 NAME_BYTES_MAX = 1 << 10  # names of modules nest some ten levels
 DIMENSIONS_MAX = 16  # torch allows 64, weights have at most 5

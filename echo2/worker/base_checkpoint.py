@@ -28,10 +28,9 @@ from echo2.broadcast.route import BaseCheckpoint
 from echo2.outside import monotonic
 from echo2.outside.guard import ShowsProgress, shown
 from echo2.weights import HostWeights
+from echo2.weights.elements import CHECKPOINT
 from echo2.weights.fingerprint import key_of_run
 
-FILES = ["*.safetensors", "*.json"]
-OTHER_FORMS = ["*/*", "consolidated*"]  # the same weights once more, as their makers' own programs read them
 LOOK_S = 5.0  # a rate needs several looks in WINDOW_S
 STALLED_S = 60.0  # longer than a server's hiccup or a change of route
 WINDOW_S = 60.0  # long enough to even out the bursts of parallel downloads
@@ -90,7 +89,7 @@ def _fetch(attempt: HubDownload) -> Path:
             if self._counts:
                 attempt.arrived_bytes += int(count or 0)
 
-    how: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": OTHER_FORMS, "tqdm_class": Counter}
+    how: dict[str, Any] = {**CHECKPOINT, "tqdm_class": Counter}
     files = snapshot_download(attempt.model_id, **how, dry_run=True)
     attempt.whole_bytes = sum(file.file_size or 0 for file in files if file.will_download)
     return Path(snapshot_download(attempt.model_id, **how))

@@ -125,7 +125,7 @@ class MergeSchedule:
 
 @dataclass(slots=True)
 class BaseSchedule:
-    """`at`: the target of the newest delta from version 0; None: there is none, and none can be merged."""
+    """`at`: the target of the newest delta from version 0 that was begun; None: there is none, and none can be merged."""
 
     at: Version | None = field(default_factory=lambda: Version(0))
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from echo2.base.errors import ConfigError
 from echo2.cost_model.sizing import SIZE_KEY, ModelSize, exact_positions
 from echo2.learner.training.model_files import INDEX, ONE_FILE, checked_path, naming, refuse_quantised, told
+from echo2.weights.elements import CHECKPOINT
 from echo2.weights.precision import linear_layers
 
 _log = logging.getLogger("echo2.learner")
@@ -67,7 +68,7 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
 
 
 def check_finite(weights: Mapping[str, Tensor], whose: str, hint: str = "") -> None:
-    """Raises `ConfigError` for weights that nobody can sample by: published, they would end every worker."""
+    """Raises `ConfigError` for weights that nobody can sample from: published, they would end every worker."""
     for name, tensor in weights.items():
         if tensor.numel() and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():  # makes no copy
             raise ConfigError(f"{whose}: expected finite weights, {name} holds NaN or infinity{hint}")
@@ -113,7 +114,8 @@ def as_base_holds(path: str, policy: Mapping[str, Tensor], dtype: torch.dtype) -
     large = [name for name, tensor in policy.items() if tensor.dtype == dtype and bool((tensor.abs() > most).any())]
     if large and dtype != torch.float32:
         _log.warning("model %s: %s has grown beyond %s, so it is written as %s", path, large[0], wanted, dtype)
-    if large or dtype == torch.float32 or wanted.itemsize < dtype.itemsize:  # 8 bits are of files that are not these
+    # A config that says 8 bits is of other files than these.
+    if large or dtype == torch.float32 or wanted.itemsize < dtype.itemsize:
         return dict(policy), dtype
     return {name: t.to(wanted) if t.dtype == dtype else t for name, t in policy.items()}, wanted
 
@@ -169,10 +171,7 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
         if not local.is_dir():
             from huggingface_hub import snapshot_download
 
-            other_forms = ["*/*", "consolidated*"]  # the same weights once more, for other programs
-            local = Path(
-                snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=other_forms)
-            )
+            local = Path(snapshot_download(path, **CHECKPOINT))
         config = read_config(str(local))
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

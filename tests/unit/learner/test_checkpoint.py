@@ -332,6 +332,11 @@ def test_a_client_goes_on_from_what_it_saved_and_versions_only_grow(
     again.is_changed = False
     again.begin("", with_optimiser=False)
     assert again.is_changed, "what trains is not the newest version any more"
+    assert again.to_publish().keys() == again.snapshot().keys()
+    with torch.no_grad():
+        again.model.parameters[0].fill_(torch.nan)
+    with pytest.raises(ConfigError, match="publish: expected finite weights"):
+        again.to_publish()
 
 
 def test_rot_in_an_old_one_costs_no_journal(model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,6 +92,9 @@ def test_a_folder_may_be_named_from_the_home(tmp_path: Path, monkeypatch: pytest
     make_tiny_model(tmp_path / "model")
     spec = adapter_spec(json.loads(PolicyModel("~/model", "bfloat16", CPU, 1.0, lora_rank=2).config_json()))
     assert spec is not None and load_base("~/model", spec).layers and load_tokenizer("~/model").eos_token_id == 1
+    (tmp_path / "model" / "config.json").rename(tmp_path / "config.json")
+    assert load_tokenizer("~/model").eos_token_id == 1, "a folder may hold nothing else"
+    (tmp_path / "config.json").rename(tmp_path / "model" / "config.json")
     (tmp_path / "model" / WEIGHTS).write_bytes(b"cut")
     with pytest.raises(ConfigError, match="~/model: cannot be loaded as a causal LM"):
         load_base("~/model", spec)

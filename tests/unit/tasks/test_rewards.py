@@ -277,6 +277,9 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
     ):
         with pytest.raises((TaskError, ConfigError), match=said):
             check_rewards(TaskSpec(f"tests.unit.tasks.naughty:{name}", {}, seed=3))
+    monkeypatch.setenv("ECHO2_JUDGE", "Operation not permitted")
+    with pytest.raises(TaskError, match="convert string to float: 'Operation not permitted'$"):  # no containment forbids it
+        check_rewards(TaskSpec("tests.unit.tasks.naughty:Keyed", {}, seed=3), TRUSTED)
 
 
 def test_references_that_cannot_be_judged_are_told_with_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

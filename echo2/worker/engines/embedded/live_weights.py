@@ -139,7 +139,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> tuple[np.ndarray, float]:
     rope_type = rope.get("rope_type", "default")
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return (1.0 / rope["rope_theta"] ** exponents).numpy(), 1.0  # to the bit, which far positions multiply
+        return (1.0 / rope["rope_theta"] ** exponents).numpy(), 1.0  # to the bit: far positions multiply an error
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](library_config(config), torch.device("cpu"))
