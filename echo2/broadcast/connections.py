@@ -23,7 +23,7 @@ from echo2.broadcast.nat.pipes import PipeMember
 from echo2.broadcast.nat.reach import Nat
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import Access, LinkKind, LinkWay, meeting, relay_of
-from echo2.broadcast.stripes import Stripes
+from echo2.broadcast.stripes import LASTING_S, Stripes
 from echo2.broadcast.transport import Transport, first_of
 from echo2.outside.guard import FairShares
 from echo2.trust.tls import Credentials
@@ -239,12 +239,12 @@ class Connections:
                 self._exchange.tasks.start(self._dial(target, address))
 
     async def _dial(self, target: Target, address: str) -> None:
-        ended = "the connection ended"
+        ended, now = "the connection ended", asyncio.get_running_loop().time
+        begun_at = now()
         try:
             connection, address = await first_of(
                 _beside(address, target.addresses), lambda candidate: self._dial_at(candidate, target.peer_id)
             )
-            target.failures = 0
             if (relay := relay_of(address)) is not None:
                 self._nat.punch(target.peer_id, relay)
             await self._serve(connection, address)
@@ -254,7 +254,9 @@ class Connections:
                 log.info("%s", error)
         finally:
             self._dialling_now.discard(target.peer_id)
-        self._dialling.failed(target, ended, asyncio.get_running_loop().time())
+        if now() - begun_at >= LASTING_S:  # a full peer lets go at once whoever has shaken hands
+            target.failures = 0
+        self._dialling.failed(target, ended, now())
 
     async def _dial_at(self, address: str, peer_id: PeerId) -> Connection:
         """At host:port; a peer that is met at a relay through a byte pipe of that relay."""

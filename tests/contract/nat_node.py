@@ -156,6 +156,8 @@ async def obey(node: BroadcastNode) -> None:
             await node.publish(ArtifactId(Version(version), None), blocks, lambda: "whole", BLOCKS * BLOCK_BYTES)
         elif line[0] == "ban":
             node.exchange.accuse(PEERS[line[1]], "the test says so", is_ban=True)
+        elif line[0] == "relay":
+            node.nat.use_relay(PEERS["learner"], f"{line[1]}:{RELAY_PORT}")
 
 
 async def node(role: str, name: str, address: str, hub_address: str, folder: Path) -> None:
@@ -176,7 +178,7 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
             learner = access_of(folder, "learner")
         pipes = f"{hub_address}:{RELAY_PORT + 1}"
         made.set_publisher(PEERS["learner"], learner.addresses[0] if learner.addresses else pipes)
-        if learner.addresses:
+        if learner.addresses and not (folder / "learner.late").exists():
             there = of_family(learner.addresses, address)
             made.nat.use_relay(PEERS["learner"], f"{there.rpartition(':')[0]}:{RELAY_PORT}")
     say("ready", peer_id=PEERS[name])

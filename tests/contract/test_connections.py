@@ -21,6 +21,8 @@ import pytest
 
 from echo2.base.ids import PeerId
 from echo2.broadcast import connection as connection_module
+from echo2.broadcast import connections as connections_module
+from echo2.broadcast import node as node_module
 from echo2.broadcast import transport as transport_module
 from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection
 from echo2.broadcast.link import PeerLink
@@ -109,6 +111,20 @@ async def test_a_peer_that_is_banned_before_its_hello_has_come_gets_no_link(tmp_
             assert await connection.receive() is None
         assert credentials.peer_id not in victim.node._connections.links
         await connection.close()
+
+
+async def test_whom_a_full_node_lets_go_after_its_handshake_dials_it_ever_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of a large fleet, beyond the links of their learner, dialled it once a second, each."""
+    monkeypatch.setattr(connections_module, "LINKS_MAX", 1)
+    monkeypatch.setattr(connections_module, "PAUSE_FIRST_S", 1e-3)
+    monkeypatch.setattr(node_module, "CONNECT_INTERVAL_S", 0.01)
+    async with fleet(tmp_path, 1) as f:
+        refused, learner = (await f.add()).node, f.members[0].node
+        target = refused._dialling.targets[learner.peer_id]
+        await until(lambda: target.failures >= 3, "it has come back three times")
+        assert target.last_error == "the connection ended" and refused.peer_id not in learner._connections.links
 
 
 async def test_a_caller_that_only_asks_whether_the_port_is_open_raises_no_alarm(

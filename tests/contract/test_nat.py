@@ -168,6 +168,7 @@ def test_workers_behind_two_nats_punch_a_hole_and_pass_chunks_through_it(tmp_pat
 
 
 def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(tmp_path: Path) -> None:
+    (tmp_path / "learner.late").touch()  # which of two relays they meet at first would be a race
     with running(tmp_path, is_symmetric=True) as run:
         run.wait("a relayed link", lambda: run.link("left", "right").startswith("relayed: "))
         hub, learner = (str(run.nodes[name].seen["ready"]["peer_id"]) for name in ("hub", "learner"))
@@ -180,6 +181,8 @@ def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(t
         run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
         before = run.from_peer("left", "right") + run.from_peer("right", "left")
         assert before > 0, "what each holds is told over the relayed link"
+        for one in ("left", "right"):
+            run.nodes[one].say(f"relay {run.lab.address('learner', one)}")
         # The learner serves one worker only: the other has nobody but its hidden peer.
         run.nodes["learner"].say("ban right")
         run.publish(2)

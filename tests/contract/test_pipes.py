@@ -157,6 +157,26 @@ async def test_a_learner_behind_a_nat_comes_to_as_many_callers_as_its_relay_lets
         await member.close()
 
 
+async def test_a_member_that_is_refused_a_place_comes_back_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Barred, or of a folder that another process has copied: it shook hands once a second for ever."""
+    monkeypatch.setattr(pipes, "PAUSE_S_MIN", 0.005)
+    dialled: list[float] = []
+
+    class Refusal(Tickets):
+        async def receive(self) -> None:  # type: ignore[override]
+            return None
+
+    async def dial(address: str, peer_id: PeerId) -> Refusal:
+        dialled.append(time.monotonic())
+        return Refusal((HOST, 1), 0)
+
+    member = PipeMember(dial, lambda caller, way: None)  # type: ignore[arg-type]
+    member.keep({PeerId("relay"): f"{HOST}:1"})
+    await until(lambda: len(dialled) == 6, "it has come back five times")
+    await member.close()
+    assert dialled[5] - dialled[0] >= 0.005 * 31
+
+
 async def test_strangers_guessers_and_callers_of_nobody_get_no_further_than_the_door() -> None:
     async with scene() as s:
         other = RunAuthority.create(Identity.generate(), RunId("pipes"), time.time())

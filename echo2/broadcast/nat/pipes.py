@@ -458,9 +458,10 @@ class PipeMember:
         pause_s = PAUSE_S_MIN
         while True:
             try:
-                connection = await self._dial(address, relay)
-                pause_s = PAUSE_S_MIN
+                connection, begun = await self._dial(address, relay), monotonic()
                 await self._stay(relay, connection)
+                if monotonic() - begun > ANSWER_S:  # it was not refused at once
+                    pause_s = PAUSE_S_MIN
                 error: object = "the connection ended"
             except EchoError as failed:
                 error = failed
