@@ -7,7 +7,7 @@ so that a new option is a visible decision. What a rule can derive is a property
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -345,15 +345,10 @@ class CoordinatorSection(Section):
         """Time between reports of partial rollouts: a lost worker costs at most this much work."""
         return min(2.0, 2 * self.heartbeat_interval)
 
-    @property
-    def lease_timeout(self) -> float:
-        """A lease without progress for this long goes on elsewhere: longer than a keyframe over a slow link, or a pause of vLLM."""
-        return 120.0
-
-    @property
-    def plan_interval(self) -> float:
-        """The planner runs again at least this often: money is spent and stragglers age without any event."""
-        return 5.0
+    lease_timeout: ClassVar[float] = 120.0
+    """A lease without progress for this long goes on elsewhere: longer than a keyframe over a slow link, or a pause of vLLM."""
+    plan_interval: ClassVar[float] = 5.0
+    """The planner runs again at least this often: money is spent and stragglers age without any event."""
 
 
 class WorkerSection(Section):

@@ -36,7 +36,7 @@ FALSE_ALARMS_A_DAY = 1e-6  # one honest worker in a million worker-days
 DAY_S = 86_400.0  # then the bets begin anew
 FLOOR_NATS = -12.0
 """Floor for log-probabilities when a token's likelihood is judged, so that a single token has bounded weight."""
-WORKERS_MAX = 16_384  # some kilobytes each; of more workers the oldest is forgotten
+WORKERS_MAX = 16_384  # some kilobytes each, of a whole fleet
 
 Column = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -83,11 +83,11 @@ class Evidence:
 
 
 def bounded_entry(table: dict[PeerId, T], worker: PeerId, make: Callable[[], T]) -> T:
-    """The worker's entry; a new one takes the place of the oldest where the table is full."""
-    if worker not in table:
-        if len(table) >= WORKERS_MAX:
-            del table[next(iter(table))]
-        table[worker] = make()
+    """The worker's entry; a new one takes the place of the one that was asked for longest ago where the table is full."""
+    entry = table.pop(worker, None)
+    table[worker] = make() if entry is None else entry
+    if len(table) > WORKERS_MAX:
+        del table[next(iter(table))]
     return table[worker]
 
 

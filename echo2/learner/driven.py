@@ -73,12 +73,11 @@ class DrivenTeam(Team):
         return take_published(store, Step(version), published, version, state)
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
-        newest = store.newest()
-        if newest is None:
-            return None
-        self.is_changed = True  # the trainer has the base, the fleet a later version
-        self.trainer.step_count = int(newest)
-        return store.load(newest, None)
+        checkpoint = store.load_newest()
+        if checkpoint is not None:
+            self.is_changed = True  # the trainer has the base, the fleet a later version
+            self.trainer.step_count = int(checkpoint.step)
+        return checkpoint
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
         """The one scorer of audits and clients."""

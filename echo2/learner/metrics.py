@@ -297,11 +297,7 @@ def _mend(path: Path, step: int) -> int:
 
 class TensorBoard:
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _no_package("tensorboard", error) from None
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+        self._writer: Any = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def write(self, row: Row) -> None:
         for name, value in row.items():
@@ -317,11 +313,7 @@ class Tracker:
     local tracker (data in `TRACKIO_DIR`, shown by `trackio show --project echo2`)."""
 
     def __init__(self, name: str, run_id: str, **settings: object) -> None:
-        try:
-            module: Any = importlib.import_module(name)
-        except ImportError as error:
-            raise _no_package(name, error) from None
-        self._run: Any = module.init(project="echo2", name=run_id, resume="allow", **settings)
+        self._run: Any = _package(name, name).init(project="echo2", name=run_id, resume="allow", **settings)
         self.link = str(getattr(self._run, "url", None) or f"{name} show --project echo2")
 
     def write(self, row: Row) -> None:
@@ -346,8 +338,12 @@ class FurtherSink:
             self._sink.close()
 
 
-def _no_package(name: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"sink {name}: expected the package {name} (pip install {name}), got: {error}")
+def _package(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        text = f"sink {name}: expected the package {name} (pip install {name}), got: {error}"
+        raise ConfigError(text) from None
 
 
 def open_sinks(folder: Path, run_id: str, names: Sequence[str], step: int) -> list[Sink]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToJson
 
-from echo2.base.ids import PeerId, Step
+from echo2.base.ids import Step
 from echo2.base.rollout import VersionSpan
 from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
 from echo2.wire.bounds import (
@@ -60,10 +60,6 @@ class SeenRollout:
         return len(self.token_ids) + len(self.prompt_token_ids) + sum(len(ids) for _, ids in self.insertions)
 
     @property
-    def peer_ids(self) -> tuple[PeerId, ...]:
-        return tuple(dict.fromkeys(sent.peer_id for sent in self.senders))
-
-    @property
     def turns(self) -> list[tuple[int, int, array[int]]]:
         """Number (from 1), position and environment's tokens of each turn; a first one without such tokens is left out."""
         first = 1 if self.insertions and not self.insertions[0][0] else 2
@@ -76,7 +72,6 @@ class RecentRollouts:
     def __init__(self, tokens_max: int = TOKENS_KEPT_MAX) -> None:
         self._tokens_max = tokens_max
         self._kept: deque[SeenRollout] = deque()
-        self._by_id: dict[str, SeenRollout] = {}
         self._size = 0
 
     def add(self, batch: Batch) -> None:
@@ -90,8 +85,8 @@ class RecentRollouts:
     def newest(self, count: int) -> list[SeenRollout]:
         return list(islice(self._kept, count))
 
-    def __getitem__(self, rollout_id: str) -> SeenRollout:
-        return self._by_id[rollout_id]
+    def find(self, rollout_id: str) -> SeenRollout | None:
+        return next((rollout for rollout in self._kept if rollout.rollout_id == rollout_id), None)
 
     def lengths(self) -> list[int]:
         """Sampled tokens of the newest rollouts, ascending: the mean of each of `LENGTH_SHARES_MAX` equal shares; none while there
@@ -104,12 +99,9 @@ class RecentRollouts:
 
     def _keep(self, rollout: SeenRollout) -> None:
         self._kept.appendleft(rollout)
-        self._by_id[rollout.rollout_id] = rollout
         self._size += rollout.size
         while self._size > self._tokens_max:
-            dropped = self._kept.pop()
-            self._size -= dropped.size
-            del self._by_id[dropped.rollout_id]
+            self._size -= self._kept.pop().size
 
 
 def _size(group: TrainGroup, index: int) -> int:
@@ -153,9 +145,7 @@ def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) ->
     if not wanted.rollout_id:
         reply.rollouts.extend(_summary(rollout, tokenizer) for rollout in recent.newest(ROLLOUTS_SHOWN_MAX))
         return reply
-    try:
-        rollout = recent[wanted.rollout_id]
-    except KeyError:
+    if (rollout := recent.find(wanted.rollout_id)) is None:
         return reply
     reply.rollouts.append(_summary(rollout, tokenizer))
     reply.prompt = plain(_text(tokenizer, rollout.prompt_token_ids[-SHOWN_CHARS_MAX:]), SHOWN_CHARS_MAX)
@@ -200,7 +190,8 @@ def _summary(rollout: SeenRollout, tokenizer: Any) -> pb.RolloutSummary:
     return pb.RolloutSummary(
         rollout_id=rollout.rollout_id, step=rollout.step, reward=rollout.reward, token_count=len(rollout.token_ids),
         oldest_version=min(versions, default=0), newest_version=max(versions, default=0),
-        finish_reason=rollout.finish_reason, peer_ids=rollout.peer_ids[:SENDERS_SHOWN_MAX],
+        finish_reason=rollout.finish_reason,
+        peer_ids=islice(dict.fromkeys(sent.peer_id for sent in rollout.senders), SENDERS_SHOWN_MAX),
         turn_count=rollout.turns[-1][0] if rollout.insertions else 1,
         completion=plain(_text(tokenizer, rollout.token_ids[:PREVIEW_TOKENS]), PREVIEW_CHARS),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from echo2.base.rollout import ROUTING_KEY, RoutingShape
 from echo2.config.run import AgentSection
 from echo2.gateway.app import GatewayPort
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
+from echo2.gateway.generate import GenerateApp
 from echo2.learner.loop import TrainingLoop
 from echo2.learner.metrics import StepTimes
 from echo2.learner.options import LearnerOptions, RunFolder
@@ -46,6 +46,7 @@ from echo2.weights.routers import Routers
 
 if TYPE_CHECKING:
     from echo2.gateway.tinker import TinkerApi
+    from echo2.learner.driven import DrivenTeam
 
 URL_FILE = "gateway.url"  # for programs on this machine, beside the key
 _log = logging.getLogger("echo2.learner")
@@ -104,18 +105,10 @@ class ServedWeights(OwnTrainer):
         self.step_count, self._weights = int(version), weights
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
-        newest = store.newest()
-        if newest is None:
-            return None
-        checkpoint = store.load(newest, None)
-        self.put(checkpoint.published_version, dict(checkpoint.published))
+        checkpoint = store.load_newest()
+        if checkpoint is not None:
+            self.put(checkpoint.published_version, dict(checkpoint.published))
         return checkpoint
-
-
-class HandedWeights(Protocol):
-    """The training side of a learner that serves."""
-
-    def put(self, version: Version, weights: dict[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,8 @@ class VersionServer:
     ) -> None:
         assert isinstance(loop.pool, RequestPool), "a learner that serves has no prompts"
         self.loop, self.pool = loop, loop.pool
-        self.weights: HandedWeights = loop.p.team  # type: ignore[assignment]
+        self.generate, self.leave = loop.pool.generate, loop.pool.leave
+        self.weights: ServedWeights | DrivenTeam = loop.p.team  # type: ignore[assignment]
         loop.steps = sys.maxsize  # until the last version is handed in
         self._handed_in: asyncio.Queue[HandedIn | None] = asyncio.Queue()
         self._publishing = asyncio.Lock()
@@ -214,12 +208,6 @@ class VersionServer:
     @property
     def routing_shape(self) -> RoutingShape | None:
         return self.loop.p.team.model.routing
-
-    def generate(self, request: TokenRequest) -> TokenAnswer:
-        return self.pool.generate(request)
-
-    def leave(self, answer: TokenAnswer) -> None:
-        self.pool.leave(answer)
 
     def status(self) -> Mapping[str, object]:
         bound = self.loop.options.config.staleness.bound

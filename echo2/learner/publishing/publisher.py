@@ -189,7 +189,7 @@ class VersionPublisher:
         while self._is_something_lost:  # also what is lost meanwhile
             self._is_something_lost = False
             header = DeltaHeader(target_version=self.newest_version, fingerprint_key=self.key)
-            encoding = self._coder.keyframe(self.newest_tensors, header)
+            encoding = self._coder.encode(None, self.newest_tensors, header)
             artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
             self.bytes.keyframes += artifact.artifact_bytes
             self.schedule.keyframe_published(artifact.artifact_bytes)
@@ -222,7 +222,7 @@ class VersionPublisher:
         try:
             parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
             header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)
-            encoding = self._coder.delta(base, tensors, header, self._executor)
+            encoding = self._coder.encode(base, tensors, header, self._executor)
             size = await self.broadcaster.publish(
                 ArtifactId(version, Version(0)), encoding, lambda: fingerprint, _bytes_of(tensors), is_pushed=False
             )
@@ -272,7 +272,7 @@ class VersionPublisher:
             target_version=version, parent_version=self.newest_version, parent_fingerprint=self.newest_fingerprint,
             fingerprint_key=self.key, setting=self.choice.setting,
         )  # fmt: skip
-        encoding = self._coder.delta(self.newest_tensors, tensors, header, self._executor)
+        encoding = self._coder.encode(self.newest_tensors, tensors, header, self._executor)
         artifact = await self._send(encoding, version, tensors, self.newest_version)
         if encoding.encoded_bytes:
             self.choice.encoded(
@@ -295,7 +295,7 @@ class VersionPublisher:
         merges = self.merges.published(version, parent)
         if header.setting is CodecSetting.DENSE:  # its positions depend on the weights, so it cannot be merged
             fast = replace(header, setting=CodecSetting.FAST)
-            plain = self._coder.delta(self.newest_tensors, tensors, fast, self._executor)
+            plain = self._coder.encode(self.newest_tensors, tensors, fast, self._executor)
             self._plain[parent, version] = await asyncio.to_thread(list, plain)
         for merge in merges:
             if not await self._publish_merge(merge, artifact):

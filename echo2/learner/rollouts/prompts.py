@@ -303,7 +303,8 @@ class Prompts:
         room = self._model_tokens - self.sampling.max_new_tokens
         if len(ids) > self._prompt_tokens_max:
             return f"sampling.max_prompt_tokens of {self._prompt_tokens_max}"
-        return f"the {room} that sampling.max_new_tokens leaves of the model's context" if len(ids) > room else ""
+        left = f"the {room} that sampling.max_new_tokens leaves of the model's context of {self._model_tokens}"
+        return left if len(ids) > room else ""
 
     def _checked(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         if not ids or max(ids) >= self.vocabulary_size:
@@ -311,16 +312,10 @@ class Prompts:
                 f"{name}: expected 1 or more token ids below {self.vocabulary_size}, got {len(ids)} up to "
                 f"{max(ids, default=-1)}: wrong tokenizer for this model?"
             )
-        if len(ids) > self._prompt_tokens_max:
+        if excess := self.excess_of(ids):
             raise ConfigError(
-                f"{name}: expected at most {self._prompt_tokens_max} tokens, got {len(ids)}; a larger "
-                "sampling.max_prompt_tokens has workers keep room for it"
-            )
-        if (longest := len(ids) + self.sampling.max_new_tokens) > self._model_tokens:
-            raise ConfigError(
-                f"model {self._path}: expected prompt and completion within its context of {self._model_tokens} tokens, got up to "
-                f"{longest}: lower sampling.max_new_tokens or sampling.max_prompt_tokens, or state the longer context in its "
-                "config.json as its model card says (rope_scaling, max_position_embeddings)"
+                f"{name}: got {len(ids)} tokens, above {excess}. Change these options, or state a longer context than "
+                f"{self._model_tokens} in {self._path}/config.json as its model card says (rope_scaling, max_position_embeddings)"
             )
         return ids
 

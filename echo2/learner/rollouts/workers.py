@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, PeerId
+from echo2.learner.bets import bounded_entry
 from echo2.learner.rollouts.groups import NOBODY, SentTokens
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
@@ -30,7 +31,7 @@ last."""
 HEARD_S = 6.0  # much longer than any worker's report interval, so that every rollout in progress is counted
 NEWS_S, TELL_S = 0.25, 1.0
 """Deliveries are reported every `TELL_S`; every `NEWS_S` while there are tokens of a worker that was not in the last report."""
-ROLLOUTS_MAX, WORKERS_MAX = 1 << 20, 16_384  # rollouts that are open at a time, and a fleet; the oldest are forgotten
+ROLLOUTS_MAX = 1 << 20  # that are open at a time; the oldest are forgotten
 
 
 @dataclass(slots=True)
@@ -59,21 +60,17 @@ class SenderRecords:
     seconds_held: float = 0.0
     completions_held: int = 0
     accused: list[pb.WorkerAccused] = field(default_factory=list)
-    _records: dict[PeerId, SenderRecord] = field(default_factory=dict)  # the least recently touched first
+    _records: dict[PeerId, SenderRecord] = field(default_factory=dict)
     _fresh: set[tuple[PeerId, GroupId, int]] = field(default_factory=set)
     _last: dict[tuple[PeerId, GroupId, int], float] = field(default_factory=dict)  # seconds; oldest first
     _reported: set[PeerId] = field(default_factory=set)
     _reported_at: float = float("-inf")
 
     def _of(self, worker: PeerId) -> SenderRecord:
-        record = self._records.pop(worker, None) or SenderRecord()
-        self._records[worker] = record
-        if len(self._records) > WORKERS_MAX:
-            del self._records[next(iter(self._records))]
-        return record
+        return bounded_entry(self._records, worker, SenderRecord)
 
     def is_proven(self, worker: PeerId) -> bool:
-        """Whether the worker has ever had a rollout admitted. Only the last `WORKERS_MAX` workers are remembered."""
+        """Whether the worker has ever had a rollout admitted. Only the last `bets.WORKERS_MAX` are remembered."""
         return worker in self._records and self._records[worker].is_proven
 
     def forgive(self, worker: PeerId) -> None:

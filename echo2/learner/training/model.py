@@ -163,7 +163,8 @@ class Policy(nn.Module):
     def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         vocabulary = self.hf_model.get_output_embeddings().weight.shape[0]
         # More rows than this are computed in pieces, and recomputed in the backward pass, so that their logits fit.
-        rows = max(1, logit_bytes(free_bytes(hidden_TH.device)) // (4 * vocabulary))
+        most_bytes = min(LOGIT_BYTES_MAX, free_bytes(hidden_TH.device) // _FREE_SHARE)
+        rows = max(1, max(LOGIT_BYTES_MIN, most_bytes) // (4 * vocabulary))
         if hidden_TH.shape[0] <= rows:
             return self._read(self.head(hidden_TH), target_T, with_entropy)
         pieces = [
@@ -523,11 +524,6 @@ def free_bytes(device: torch.device) -> int:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def logit_bytes(free: int) -> int:
-    """Bytes of logits to compute at a time, given `free` bytes of memory."""
-    return max(LOGIT_BYTES_MIN, min(LOGIT_BYTES_MAX, free // _FREE_SHARE))
 
 
 def host_copies(parts: Iterable[Tensor], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:

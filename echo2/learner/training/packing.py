@@ -284,10 +284,6 @@ class PackedBatch:
     sequence_T: Tensor
     rollout_R: Tensor  # index of each rollout in the flat list of the whole batch
 
-    @property
-    def token_count(self) -> int:
-        return int(self.sequence_T.numel())
-
 
 def collated(
     groups: Sequence[TrainGroup], layout: Iterable[MicroBatch], multiple: int = 1, routing: RoutingShape | None = None,
@@ -526,10 +522,6 @@ def collate_examples(
     predictor_T, target_T = (torch.from_numpy(np.concatenate(parts)) for parts in (predictors, targets))
     laid = torch.from_numpy(ids), torch.from_numpy(positions)
     return PackedInputs(*laid, tree, predictor_T, target_T), np.concatenate(places)
-
-
-def example_lengths(examples: Sequence[Example]) -> list[GroupLengths]:
-    return [GroupLengths(0, (len(example.token_ids_N),)) for example in examples]
 
 
 # ---- losses: each target's, with gradient. r is the ratio current over sampling policy, A the advantage

@@ -204,10 +204,9 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def on_host(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies a tensor to host memory, sharded as before and in `dtype` if given."""
-    part = own_part(tensor.detach()).to(device="cpu", dtype=dtype, copy=True)
-    return as_sharded(part, tensor, ranks)
+def on_host(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Copies a tensor to host memory, sharded as before."""
+    return as_sharded(own_part(tensor.detach()).to("cpu", copy=True), tensor, ranks)
 
 
 def as_sharded(part: Tensor, like: Tensor, ranks: Ranks) -> Tensor:

@@ -2,7 +2,7 @@
 and what the layout in rows and the faster attention are tried against before the first step.
 
 Guarantees: scores are computed with exactly the published weights; `KeptVersions` holds at most `versions_max` versions, and
-changes of at most BYTES_MAX_OF_MODEL times a version's bytes; at most `rows_at_once` rows of logits exist at a time; a model whose
+changes of at most BYTES_MAX_OF_MODEL times a version's bytes; at most `CHUNK_LOGITS` logits exist at a time; a model whose
 rows do not give the log-probabilities of its own forward pass is refused; FlexAttention is used only if it agrees with a dense mask
 and has a finite gradient.
 
@@ -17,16 +17,16 @@ Shapes: T tokens scored, V vocabulary, X hidden size or vocabulary, C columns of
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -73,6 +73,9 @@ class Reading:
     keeps: bool = False
 
 
+READINGS = TypeAdapter(list[Reading])  # as JSON, on their way to the other ranks
+
+
 @functools.cache
 def cache_name() -> str:
     """Name of the KV cache in the arguments and outputs of transformers models: `past_key_values` until version 5.24."""
@@ -95,9 +98,8 @@ def columns_of(reading: Reading, policy: Policy, past: DynamicCache | None = Non
         rows_TX = backbone(hf_model)(**arguments)[0][0, -count:]
     else:
         rows_TX, logits_of = hf_model(**arguments, logits_to_keep=count).logits[0], lambda rows_TV: rows_TV
-    splits = (
-        torch.split(part, rows_at_once(int(embedding.shape[0]))) for part in (rows_TX, tokens[-count:], numbers_T)
-    )
+    rows_at_once = max(1, CHUNK_LOGITS // int(embedding.shape[0]))
+    splits = (torch.split(part, rows_at_once) for part in (rows_TX, tokens[-count:], numbers_T))
     parts = [
         chunk_scores(logits_of(rows), targets, numbers, reading.sampling)
         for rows, targets, numbers in zip(*splits, strict=True)
@@ -105,15 +107,10 @@ def columns_of(reading: Reading, policy: Policy, past: DynamicCache | None = Non
     return torch.stack([torch.cat(column).double().cpu() for column in zip(*parts, strict=True)])
 
 
-def rows_at_once(vocabulary_size: int) -> int:
-    """How many rows of logits to process at a time."""
-    return max(1, CHUNK_LOGITS // vocabulary_size)
-
-
 def chunk_scores(
     logits_CV: Tensor, targets_C: Tensor, numbers_C: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, ...]:
-    """The columns of `TokenScores` for at most `rows_at_once` rows."""
+    """The columns of `TokenScores` for some rows of logits."""
     if sampling.temperature == 0:
         return _greedy_scores(logits_CV, targets_C)
     plain_CV = (logits_CV.float() / sampling.temperature).log_softmax(-1)
@@ -318,7 +315,7 @@ class VersionScorer:
         # Layers that carry a state along need a cache of their kinds.
         self._cache_config = None if self._policy.is_packed else hf_model.config
         self._cache: DynamicCache | None = None
-        self._aside: dict[str, Tensor] = {}  # the training weights, where the masters do not give them
+        self._aside: list[Tensor] = []  # the training weights, where the masters do not give them
         self._attention = Attention.DENSE
 
     @property
@@ -344,7 +341,7 @@ class VersionScorer:
     ) -> list[TokenScores]:
         readings = [reading_of(passage, piece, cached) for passage, piece in asked]
         if self._ranks.count > 1:
-            self._ranks.tell({"command": "score", "version": version}, readings_to_bytes(readings))
+            self._ranks.tell({"command": "score", "version": version}, READINGS.dump_json(readings))
         return [TokenScores(*columns_CT.numpy()) for columns_CT in self.columns(version, readings)]
 
     def begin(self) -> None:
@@ -356,16 +353,16 @@ class VersionScorer:
         if self._attention is not Attention.DENSE:  # its block masks are for packed rows
             self._policy.attend_by(Attention.DENSE)
         if not model.is_rounded:  # else `end` restores them from the masters
-            self._aside = {name: own_part(p.detach()).cpu().clone() for name, p in self._parameters(model)}
+            self._aside = [own_part(parameter.detach()).cpu().clone() for parameter in model.parameters]
 
     def end(self) -> None:
         self._cache = None
         if (model := self._trained) is None:
             return
         with torch.no_grad():
-            for name, parameter in self._parameters(model) if self._aside else ():
-                own_part(parameter.detach()).copy_(self._aside[name])
-        self._aside = {}
+            for parameter, aside in zip(model.parameters, self._aside, strict=False):
+                own_part(parameter.detach()).copy_(aside)
+        self._aside = []
         model.round_to_policy()
         self.kept.changed_elsewhere()
         reshard(self._policy)
@@ -399,26 +396,6 @@ class VersionScorer:
         with torch.no_grad():
             columns_CT: Tensor = self._policy(lambda policy: columns_of(reading, policy, past))
         return columns_CT
-
-    @staticmethod
-    def _parameters(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-        return iter(zip(model.names, model.parameters, strict=True))
-
-
-def readings_to_bytes(readings: Sequence[Reading]) -> bytes:
-    return json.dumps([asdict(reading) for reading in readings]).encode()
-
-
-def readings_from_bytes(data: bytes) -> list[Reading]:
-    """The inverse of `readings_to_bytes`. JSON has lists for tuples, of which a reading and its sampling hold some."""
-
-    def with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-
-    return [
-        Reading(**with_tuples({**fields, "sampling": SamplingParams(**with_tuples(fields["sampling"]))}))
-        for fields in json.loads(data)
-    ]
 
 
 # ---- trials of a model before its first step

@@ -45,7 +45,6 @@ from echo2.weights.host import table_of
 ANSWER_TIMEOUT_S = 300.0  # time limit for a block, or for the fingerprint of a rank's rows
 HELD_VERSIONS_MAX = 5
 """The newest version, its parent, the next one, one from an earlier run, and the base until its delta has been published."""
-_HEAD_NUMBERS = 3
 _ITEM = struct.Struct("<IIQI")
 _KEPT = struct.Struct("<Q")
 _log = logging.getLogger("echo2.broadcast")
@@ -87,7 +86,7 @@ class _Line:
 
     def receive(self, payload_bytes_max: int, *, is_idle: bool = False) -> _Message:
         """Receives one message. `is_idle`: waits up to the group's own time limit instead of ours."""
-        head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int64)
+        head = torch.zeros(3, dtype=torch.int64)
         coming = self._group.recv([head], self._peer, 0)
         if is_idle:
             coming.wait()
@@ -169,13 +168,14 @@ class VersionCoder:
             ]
         return whole_fingerprint(table.specs, key, parts)
 
-    def delta(
-        self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
+    def encode(
+        self, parent: WeightSet | None, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
     ) -> Encoding:
-        return self._encode(parent, target, header, executor)
-
-    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding:
-        return self._encode(None, target, header, executor)
+        """The delta from `parent`; without one, a keyframe."""
+        header = replace(header, shard_count=self._count)
+        table = table_of(target)
+        blocks = section_blocks(parent, target, header, table, 0, executor)
+        return encode_sections(header, table, self._all_blocks(header, table, blocks))
 
     def forget_before(self, version: Version) -> None:
         """Drops versions before `version` on all ranks, except the one that `keep` named; they are not requested any more."""
@@ -188,14 +188,6 @@ class VersionCoder:
 
     def stop(self) -> None:
         self._tell_all(_Message(_Kind.STOP), self._everyone)
-
-    def _encode(
-        self, parent: WeightSet | None, target: WeightSet, header: DeltaHeader, executor: Executor | None
-    ) -> Encoding:
-        header = replace(header, shard_count=self._count)
-        table = table_of(target)
-        blocks = section_blocks(parent, target, header, table, 0, executor)
-        return encode_sections(header, table, self._all_blocks(header, table, blocks))
 
     def _all_blocks(self, header: DeltaHeader, table: TensorTable, first: Iterator[CodedBlock]) -> Iterator[CodedBlock]:
         """Yields all ranks' blocks in order; the other ranks start encoding when the first block is drawn."""
@@ -246,9 +238,9 @@ class VersionCoder:
 class ShardFollower:
     """The side of ranks > 0: answers rank 0's orders until STOP. `held` is filled by the training thread."""
 
-    def __init__(self, group: dist.ProcessGroup, held: HeldVersions, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self, group: dist.ProcessGroup, held: HeldVersions) -> None:
         self._shard = group.rank()
-        self._line = _Line(group, 0, timeout_s)
+        self._line = _Line(group, 0, ANSWER_TIMEOUT_S)
         self._held = held
         self._ahead: Ahead | None = None
         self._number = 0

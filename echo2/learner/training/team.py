@@ -37,7 +37,7 @@ from echo2.learner.publishing.checkpoint import (
 )
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
 from echo2.learner.training.ranks import own_rows, whole
-from echo2.learner.training.scoring import VersionScorer, readings_from_bytes
+from echo2.learner.training.scoring import READINGS, VersionScorer
 from echo2.learner.training.shards import HeldVersions, ShardFollower, VersionCoder
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.wire.gen.echo2.v1 import rollout_pb2
@@ -311,7 +311,7 @@ class Team:
                 self._scorer.kept.forget_before(Version(head["oldest"]))
                 self._scorer.begin()
             case "score":
-                self._scorer.columns(Version(head["version"]), readings_from_bytes(payload))
+                self._scorer.columns(Version(head["version"]), READINGS.validate_json(payload))
             case _:
                 self._scorer.end()
 

@@ -48,6 +48,7 @@ from echo2.learner.training.optimiser import HostAdamW, adamw_of, clip
 from echo2.learner.training.packing import (
     Attention,
     AttentionCosts,
+    GroupLengths,
     MicroBatch,
     PackedBatch,
     PackedInputs,
@@ -56,7 +57,6 @@ from echo2.learner.training.packing import (
     client_losses,
     collate_examples,
     collated,
-    example_lengths,
     lengths_of,
     plan_microbatches,
 )
@@ -318,7 +318,8 @@ class Trainer:
         logprobs, total = torch.empty(sum(example.targets_NK.size for example in examples)), 0.0
         device, policy = self.model.device, policy or self.model.policy
         with torch.set_grad_enabled(is_trained):
-            for micro in plan_microbatches(example_lengths(examples), self.packing_limits):
+            lengths = [GroupLengths(0, (len(example.token_ids_N),)) for example in examples]
+            for micro in plan_microbatches(lengths, self.packing_limits):
                 inputs, places = collate_examples(examples, micro, policy.row_multiple)
                 logprobs_T, _ = policy(inputs.to(device))
                 columns = {name: torch.from_numpy(values[places]).to(device) for name, values in flat.items()}

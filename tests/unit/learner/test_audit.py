@@ -36,7 +36,6 @@ from echo2.learner.bets import (
     KindNoise,
     Piece,
     TokenScores,
-    bounded_entry,
     honest_misses,
 )
 from echo2.learner.rollouts.groups import Insertion, TrainGroup
@@ -324,14 +323,6 @@ def test_bets_on_misses_are_fair_at_the_most_that_noise_explains() -> None:
             assert chance * missed + (1 - chance) * hit == pytest.approx(1.0) and missed >= hit
             grew += missed > 2
     assert grew > 30
-
-
-def test_of_more_workers_than_are_held_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.learner.bets.WORKERS_MAX", 2)
-    table: dict[PeerId, list[str]] = {}
-    for name in "abaca":
-        bounded_entry(table, PeerId(name), list).append(name)
-    assert table == {"c": ["c"], "a": ["a"]}
 
 
 def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:

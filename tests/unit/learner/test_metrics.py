@@ -273,7 +273,7 @@ def test_an_episode_shows_what_the_environment_said_before_each_turn_and_no_more
     long = replace(group("g1", 200, count=1), insertions=(every,))
     agent = replace(group("a1", 4, count=1), insertions=((Insertion(0, (4,)), Insertion(2, ())),))
     recent.add(Batch(Step(1), (long, agent)))
-    assert recent["g1/0"].size == 200 + 2 + 2 * len(every)
+    assert (kept := recent.find("g1/0")) is not None and kept.size == 200 + 2 + 2 * len(every)
     begun, one = 0, shown(recent, "g1/0")
     assert one.rollouts[0].turn_count == 100
     seen = []

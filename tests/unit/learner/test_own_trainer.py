@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +25,10 @@ from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.ranks import Ranks
 from echo2.weights.elements import published_tensors
 from tests.contract.families import LATENT, save_tiny
-from tests.fork_server import ROOT, ForkedProcess
+from tests.fork_server import ROOT
 from tests.patience import WAIT_S
-from tests.ports import choose_ports
 from tests.unit.learner.own_two_ranks import STEPS
+from tests.unit.learner.test_ranks import logs, run_ranks
 
 
 def trainer_of(path: Path) -> tuple[OwnTrainer, dict[str, torch.Tensor]]:
@@ -121,15 +119,6 @@ def test_the_examples_step_takes_a_group_of_which_one_reward_is_left(model_path:
     assert all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
 
 
-def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:
-    own, _ = trainer_of(model_path)
-    failures: list[BaseException] = []
-    thread = stepping(own, 0, failures)
-    own.end()
-    thread.join(WAIT_S)
-    assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
-
-
 class OtherRank(Ranks):
     """Keeps what the rank beside is told."""
 
@@ -143,7 +132,7 @@ class OtherRank(Ranks):
 
 
 def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(model_path: Path) -> None:
-    """Who leaves all ranks at one step has not taken the batch that waits."""
+    """Who leaves all ranks at one step has not taken the batch that waits; whoever waits for it is woken."""
     own, weights = trainer_of(model_path)
     own.ranks = other = OtherRank()
     failures: list[BaseException] = []
@@ -153,6 +142,7 @@ def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(mod
     thread = stepping(own, 1, failures)
     own.end()
     thread.join(WAIT_S)
+    assert isinstance(failures[0], TrainerLeft)
     for _ in range(2):
         own.stop()
     assert other.told == ["is_published", "is_over"]
@@ -220,24 +210,15 @@ def test_the_runs_checkpoint_of_a_step_waits_for_the_users(
 
 
 def test_a_tensor_parallel_engine_publishes_bit_for_bit(model_path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(choose_ports((0,))[0]),
-    }  # fmt: skip
-    command = ["-m", "tests.unit.learner.own_two_ranks", str(model_path), str(folder)]
-    with (tmp_path / "log").open("wb") as log:
-        ranks = [ForkedProcess(command, environment | {"RANK": rank}, ROOT, log.fileno()) for rank in "01"]
-    assert [rank.wait(WAIT_S) for rank in ranks] == [0, 0], (tmp_path / "log").read_text()
-    found = torch.load(folder / "found.pt", weights_only=False)
+    assert run_ranks([], tmp_path, [model_path], program="own_two_ranks") == [0, 0], logs(tmp_path)
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
     assert found["steps"] == STEPS and {(2, 0), (4, 2)} <= set(found["versions"]), "deltas were applied"
     assert set(found["layouts"].values()) == {"DTensor", "Tensor"}, "some tensors are split, some are on both ranks"
     trained, followed, start = found["trained"], found["followed"], found["start"]
     assert trained.keys() == followed.keys()
     assert all(torch.equal(followed[name], tensor) for name, tensor in trained.items())
     assert any(not torch.equal(start[name], tensor) for name, tensor in trained.items())
-    kept = CheckpointStore(folder / "checkpoints", LearnerLimits(), is_owner=False).load_newest()
+    kept = CheckpointStore(tmp_path / "checkpoints", LearnerLimits(), is_owner=False).load_newest()
     assert kept is not None and kept.step == STEPS
     assert all(torch.equal(kept.published[name], tensor) for name, tensor in trained.items())
     went_on, refused = found["again"]

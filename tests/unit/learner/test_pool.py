@@ -1103,7 +1103,7 @@ def test_an_admitted_rollout_counts_for_its_workers_by_their_share_of_its_tokens
 
 
 def test_proven_is_who_had_a_rollout_admitted_and_the_last_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "WORKERS_MAX", 3)
+    monkeypatch.setattr("echo2.learner.bets.WORKERS_MAX", 3)
     records = workers.SenderRecords()
     records.on_tokens(PeerId("heard"), G, 0)
     for name in ("a", "b", "c", "a", "d"):

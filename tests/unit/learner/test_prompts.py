@@ -128,11 +128,13 @@ def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, cap
     all_long = {"name": "sort_digits", "args": {"digit_count": 12}}
     prompts = prompts_for(options_for(tmp_path, model, task=all_long, sampling=limit))
     assert prompts.next_wanted(5) == 5 + SKIPS_MAX
-    with pytest.raises(ConfigError, match=r"expected at most 9 tokens, got 13; a larger sampling.max_prompt_tokens"):
+    with pytest.raises(ConfigError, match=r"got 13 tokens, above sampling.max_prompt_tokens of 9"):
         prompts.draw(5 + SKIPS_MAX)
     prompts.close()
     prompts = prompts_for(options_for(tmp_path, model, sampling={"max_new_tokens": 256}))
-    with pytest.raises(ConfigError, match=r"within its context of 256 tokens, got up to 2\d\d"):
+    with pytest.raises(
+        ConfigError, match="above the 0 that sampling.max_new_tokens leaves of the model's context of 256"
+    ):
         prompts.draw(0)
     prompts.close()
 
@@ -153,11 +155,8 @@ def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Pat
     prompts.close()
 
 
-class Ones(SortDigits):
+class Ones(OddOnesAreLong):
     """Prompts that a pattern cannot match in any reasonable time."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(3)
 
     def sample(self, index: int) -> TaskInstance:
         return TaskInstance(index, "1" * 50_000 + "2", "1")
@@ -182,13 +181,10 @@ class Hinted(TaskInstance):
         TaskInstance.__init__(self, index, "3 1 2", "123")
 
 
-class Tagged(SortDigits):
+class Tagged(OddOnesAreLong):
     """Pays for an answer between tags."""
 
     is_cheap = True
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(3)
 
     def sample(self, index: int) -> TaskInstance:
         return Hinted(index)

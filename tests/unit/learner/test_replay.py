@@ -301,12 +301,14 @@ class RankCoder(VersionCoder):
         self.held.add(version)
         return super().fingerprint(version, weights, key)
 
-    def delta(self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Any = None) -> Encoding:
-        if header.parent_version not in self.held:
+    def encode(
+        self, parent: WeightSet | None, target: WeightSet, header: DeltaHeader, executor: Any = None
+    ) -> Encoding:
+        if parent is not None and header.parent_version not in self.held:
             raise StateError(f"version {header.parent_version}: expected it among {sorted(self.held)}")
         self.held.add(header.target_version)
         self.from_base += [header.target_version] if header.parent_version == 0 else []
-        return super().delta(parent, target, header, executor)
+        return super().encode(parent, target, header, executor)
 
 
 def test_a_start_offers_a_delta_from_the_base(model_path: Path, tmp_path: Path, kill: Kill) -> None:

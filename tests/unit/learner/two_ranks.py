@@ -133,12 +133,12 @@ def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: lis
     after = team.snapshot()
     policy = team.whole(after, Version(STEPS))
     whole = DeltaHeader(target_version=Version(0), fingerprint_key=KEY)
-    keyframe = b"".join(team.coder.keyframe(before, whole))
+    keyframe = b"".join(team.coder.encode(None, before, whole))
     delta = replace(
         whole, target_version=Version(STEPS), parent_version=Version(0),
         parent_fingerprint=team.coder.fingerprint(Version(0), before, KEY),
     )  # fmt: skip
-    containers = {"keyframe": keyframe, "delta": b"".join(team.coder.delta(before, after, delta))}
+    containers = {"keyframe": keyframe, "delta": b"".join(team.coder.encode(before, after, delta))}
     store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
     store.save(team.take(store, after, Version(STEPS), {"journal_from": 0}))
     again = team.step(batch(STEPS))

@@ -61,14 +61,10 @@ class Echoes:
         return Echo(index)
 
 
-class Endless:
+class Endless(Echoes):
     """Never ends an episode: the context does."""
 
     name = "endless"
-    size = None
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
 
     def open(self, index: int) -> Environment:
         return _Endless()
