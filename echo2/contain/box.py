@@ -125,7 +125,10 @@ def view_here(
     links = tuple((path, str(Path(path).readlink())) for path in _SYSTEM if Path(path).is_symlink())
     shown_paths |= set(_python_paths())
     for module in ("echo2", *modules):
-        shown_paths |= set(_module_paths(module.partition(".")[0]))
+        paths = module_paths(module.partition(".")[0])
+        if not paths:
+            raise ResourceError(f"containment: expected an importable module {module}, found none")
+        shown_paths |= {_absolute(path) for path in paths}
     for path in readable:
         wanted = Path(_absolute(path))
         if not wanted.exists():
@@ -191,12 +194,12 @@ def package_folders() -> set[str]:
     return {*site.getsitepackages(), *added, *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
 
 
-def _module_paths(name: str) -> Iterator[str]:
-    """The folders or the file of a top-level module, without the folder that contains it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ResourceError(f"containment: expected an importable module {name}, found none")
-    if spec.submodule_search_locations:
-        yield from (_absolute(path) for path in spec.submodule_search_locations)
-    elif spec.origin and Path(spec.origin).is_file():
-        yield _absolute(spec.origin)
+def module_paths(name: str) -> list[str]:
+    """The folders or the file of a top-level module, without the folder that contains it; nothing if it cannot be found."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return []
+    if spec is None or not spec.submodule_search_locations:
+        return [spec.origin] if spec is not None and spec.origin and Path(spec.origin).is_file() else []
+    return list(spec.submodule_search_locations)

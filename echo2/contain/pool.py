@@ -227,15 +227,15 @@ class Program:
                 raise TaskError(f"program: expected file names without folders, got {name!r}")
 
 
+PROGRAMS_QUEUED_MAX = 1 << 12  # each holds its code and files
+
+
 class ProgramPool:
     """`process_count` processes, each running one program at a time, here or where the runners of `make` are. Raises ResourceError
     if they are to be here and containment does not work here."""
 
-    def __init__(
-        self, limits: Limits | None = None, process_count: int = 1, queue_max: int = 1 << 12,
-        make: Callable[[], Runner] | None = None,
-    ):  # fmt: skip
-        self._pool = Pool(make or program_sandboxes(limits), limits or Limits(), process_count, queue_max)
+    def __init__(self, limits: Limits | None = None, process_count: int = 1, make: Callable[[], Runner] | None = None):
+        self._pool = Pool(make or program_sandboxes(limits), limits or Limits(), process_count, PROGRAMS_QUEUED_MAX)
 
     def submit(self, program: Program, sender: str = "") -> Future[Answer]:
         """Queues a program. `sender`: whom it runs for; senders with long-running programs queue behind others. The answer's `note`

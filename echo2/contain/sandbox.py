@@ -97,41 +97,33 @@ class Sandbox:
     def _start(self) -> str:
         """Starts the process and makes it ready; returns what went wrong."""
         try:
-            self._launched()
+            answer = self._launched(self._launch.view, time.monotonic() + self._limits.start_s)
         except (TimeoutError, EOFError, OSError, EchoError) as error:
             self.kill()
             return str(error) or "it took too long"
-        return ""
+        if answer.ending is Ending.ANSWERED:
+            return ""
+        self.kill()
+        return f"it could not be made ready: {answer.output}"
 
-    def _launched(self) -> None:
-        deadline = time.monotonic() + self._limits.start_s
+    def _launched(self, view: View | None, deadline: float) -> Answer:
         command = [sys.executable, "-P", "-m", self._launch.module]
-        environment: Mapping[str, str] = {}
-        if self._launch.view is None:
+        if view is None:
             search = os.pathsep.join(path for path in sys.path if path)
             environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+            errors, isolation = None, "none"
         else:
-            command = box_command(bubblewrap().path, self._launch.view, self._limits.scratch_bytes, command)
-        errors = None if self._launch.view is None else subprocess.DEVNULL
+            command = box_command(bubblewrap().path, view, self._limits.scratch_bytes, command)
+            environment, errors, isolation = {}, subprocess.DEVNULL, "fork"
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, start_new_session=True
         )
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None, "both pipes were asked for"
             os.set_blocking(stream.fileno(), False)
-        setup = {
-            "setup": self._launch.setup,
-            "limits": dataclasses.asdict(self._limits),
-            "isolation": "none" if self._launch.view is None else "fork",
-        }
-        answer = self._exchange(request_frame(setup), deadline)
-        if answer.ending is not Ending.ANSWERED:
-            raise EOFError(f"it could not be made ready: {answer.output}")
+        setup = {"setup": self._launch.setup, "limits": dataclasses.asdict(self._limits), "isolation": isolation}
+        return self._exchange(request_frame(setup), deadline)
 
     def _exchange(self, frame: bytes, deadline: float) -> Answer:
         process = self._process

@@ -305,16 +305,11 @@ def checked_call(call: Callable[[], _T]) -> _T:
     """The result of a call of the tokenizer. Raises ConfigError for whatever it raises."""
     try:
         return call()
-    except Exception as error:
-        raise ConfigError(
-            f"tokenizer: expected one that takes this text, got {type(error).__name__}: {error}"
-        ) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of its Rust code; it is no Exception
+        kind = type(error).__name__
+        if not isinstance(error, Exception) and kind != "PanicException":  # of its Rust code; it is no Exception
             raise
-        raise ConfigError(
-            f"tokenizer: expected one that takes this text, its pattern or model failed on it: {error}"
-        ) from error
+        raise ConfigError(f"tokenizer: expected one that takes this text, got {kind}: {error}") from error
 
 
 def _longest_first(tokens: Iterable[str]) -> list[str]:
@@ -444,7 +439,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[tuple[str, ...], tuple[tuple[int, ...], tuple[bytes, ...]]] = {}
+        self._looked_up = lru_cache(maxsize=64)(self._look_up)
 
     @cached_property
     def index(self) -> TokenIndex:
@@ -463,14 +458,9 @@ class StopStrings:
     def pieces_of(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """Returns ids and pieces of all tokens that can be part of one of `strings`. Raises `ConfigError` if there are too many
         tokens or strings, or a string is too long."""
-        key = tuple(strings)
-        if key not in self._known:
-            if len(self._known) >= 64:
-                self._known.clear()
-            self._known[key] = self._looked_up(key)
-        return self._known[key]
+        return self._looked_up(tuple(strings))
 
-    def _looked_up(self, strings: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    def _look_up(self, strings: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         wanted = [text.encode() for text in strings]
         if len(wanted) > STOP_STRINGS_MAX or not all(1 <= len(text) <= STOP_STRING_BYTES_MAX for text in wanted):
             raise ConfigError(
@@ -480,7 +470,5 @@ class StopStrings:
             return (), ()
         numbers = sorted(self.index.parts_of(wanted, STOP_PIECES_MAX))
         if len(numbers) > STOP_PIECES_MAX:
-            raise ConfigError(
-                f"stop: expected strings that at most {STOP_PIECES_MAX} tokens are part of, got {strings} with more"
-            )
+            raise ConfigError(f"stop: expected strings with at most {STOP_PIECES_MAX} tokens as parts, got {strings}")
         return tuple(numbers), tuple(piece_of_part(self.index.texts[number], wanted) for number in numbers)

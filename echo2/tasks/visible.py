@@ -7,7 +7,6 @@ Guarantees: modules are found by reading source, so that imports inside function
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from echo2.contain.box import package_folders
+from echo2.contain.box import module_paths, package_folders
 from echo2.tasks.task import TaskSpec, texts_in
 
 FILES_MAX = 2_000  # source files read at most for one task; modules found after that need `task.readable`
@@ -91,26 +90,13 @@ def _installed() -> tuple[Path, ...]:
 def _is_installed(top: str) -> bool:
     if top in sys.stdlib_module_names or top == "echo2":
         return True
-    return any(path.resolve().is_relative_to(folder) for path in _locations(top) for folder in _installed())
-
-
-def _locations(top: str) -> list[Path]:
-    """The folders of a package, or the file of a module; nothing if it cannot be found."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return []
-    if spec is None:
-        return []
-    if spec.submodule_search_locations:
-        return [Path(path) for path in spec.submodule_search_locations]
-    return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
+    return any(Path(path).resolve().is_relative_to(folder) for path in module_paths(top) for folder in _installed())
 
 
 def _source_of(module: str) -> Path | None:
     """The source file of a dotted module name, found without importing anything."""
     top, *rest = module.split(".")
-    for location in _locations(top):
+    for location in map(Path, module_paths(top)):
         path = location.joinpath(*rest)
         candidates = (path,) if location.is_file() else (path.with_name(path.name + ".py"), path / "__init__.py")
         file = next((candidate for candidate in candidates if candidate.is_file() and candidate.suffix == ".py"), None)

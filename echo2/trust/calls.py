@@ -121,12 +121,10 @@ class _Gate:
                         yield reply
 
         is_many = handler.unary_stream is not None or inspect.isasyncgenfunction(serve)
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
+        kinds = (grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler)
+        return kinds[handler.response_streaming](
+            answers if is_many else answer, lambda data: data, handler.response_serializer
         )
-        return make(answers if is_many else answer, lambda data: data, handler.response_serializer)
 
     @contextlib.asynccontextmanager
     async def _entered(self, context: Any, method: str, kind: type[Message]) -> AsyncIterator[GatedCall]:
@@ -137,8 +135,7 @@ class _Gate:
             self._open[caller] += 1
             try:
                 call = GatedCall(context, kind, method, caller, share)
-                # for its connection, and what came on it beside messages
-                await call.pause(DOORS.charge_s(context.peer()))
+                await call.pause(DOORS.charge_s(context.peer()))  # for its connection, and bytes beside messages
                 yield call
             finally:
                 self._open[caller] -= 1
@@ -195,18 +192,14 @@ class GatedCall:
         DOORS.took(self._context.peer(), len(data))
         begun = monotonic()
         try:
-            message = parsed(self._kind, data, self._limits, self._whose)
+            return parsed(self._kind, data, self._limits, self._whose)
         except MalformedMessage as error:
             DOORS.refused(len(data))
-            del data
-            error.__traceback__ = (
-                None  # its frames hold the data, which would be kept while the caller waits for its turn
-            )
-            await self._charge(monotonic() - begun)
+            error.__traceback__ = None  # its frames hold the data, which would be kept while the caller waits
             raise
-        del data
-        await self._charge(monotonic() - begun)
-        return message
+        finally:
+            del data
+            await self._charge(monotonic() - begun)
 
     async def _charge(self, worked_s: float) -> None:
         """Waits as long as the caller's share requires after `worked_s` seconds for its last message."""

@@ -165,10 +165,8 @@ def raise_descriptor_limit() -> None:
     """Raises the soft limit of descriptors to the hard limit; many systems start at 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        try:
+        with contextlib.suppress(ValueError, OSError):  # the system rejects the number: keep the present limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):  # the system rejects the number: keep the present limit
-            return
 
 
 def connections_within(share: float, cap: int) -> int:

@@ -197,9 +197,7 @@ class Credentials:
         self.certificate.check_issuer(self.authority_pem)
         self.certificate.check_time(now_unix_s)
         if self.certificate.spki_der != TlsKey.from_pem(self.tls_key_pem).spki_der():
-            raise TrustError(
-                f"certificate of {self.peer_id}: it belongs to another TLS key than the one kept beside it"
-            )
+            raise TrustError(f"certificate of {self.peer_id}: it belongs to another TLS key than that beside it")
 
 
 def save_credentials(folder: Path, credentials: Credentials) -> None:
@@ -238,7 +236,7 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
         )
     except (ValueError, KeyError, AttributeError) as error:
         raise StateError(
-            f"{path}: expected saved credentials, got something else ({error}); remove it and join again"
+            f"{path}: expected saved credentials, got others ({error}); remove it and join again"
         ) from None
     try:
         credentials.check(unix_now())

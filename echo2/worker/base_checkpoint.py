@@ -222,9 +222,7 @@ class BaseCheckpointLoader:
             async with asyncio.timeout(LOAD_S + size / LOAD_BYTES_PER_S_MIN):
                 weights, fingerprint = await reading
         except Exception as error:  # noqa: BLE001  an unreadable checkpoint counts as absent, as does one on too slow a disk
-            _log.warning(
-                "base checkpoint in %s cannot be used (%s); peers have it", folder, str(error) or "the disk is too slow"
-            )
+            _log.warning("base checkpoint in %s cannot be used (%s); peers have it", folder, str(error) or "slow disk")
             self._folder = None
             return
         if weights is not None and self._is_wanted:

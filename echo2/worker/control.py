@@ -99,9 +99,7 @@ async def ask(folder: Path, command: str) -> CommandAnswer:
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
-        raise Unreachable(
-            f"worker of {folder}: expected one to answer, got none ({str(error) or 'no answer'})"
-        ) from None
+        raise Unreachable(f"worker of {folder}: expected one to answer, got none ({str(error) or 'timeout'})") from None
     answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
     if not answer.pop("ok"):
         raise ProtocolError(f"worker of {folder}: {answer.get('error', 'it refused')}")

@@ -91,18 +91,12 @@ class Demand:
         rate = (len(self._finishes) - 1) / span
         return min(self.slot_count, math.ceil(SAFETY * rate * min(self._travels)))
 
-    def level(self, held: int, is_willing: bool) -> int:
-        """How many more rollouts are wanted while `held` are running or waiting for a slot."""
-        missing = self.slot_count + self.cover() - held
-        if not is_willing or missing <= 0:
-            return 0
-        return math.ceil(missing / self.group_size) * self.group_size
-
     def request(self, held: int, is_willing: bool, now: float) -> tuple[int, Version] | None:
-        """The request to send now, if any: the level and the live version."""
+        """The request to send now, if any: the level and the live version. `held`: rollouts running or waiting for a slot."""
         if self.version is None:
             return None
-        level = self.level(held, is_willing)
+        missing = max(0, self.slot_count + self.cover() - held) if is_willing else 0
+        level = math.ceil(missing / self.group_size) * self.group_size
         is_news = level != self._believed or (level > 0 and self.version != self._believed_version)
         is_old = level > 0 and now >= self._asked_at + REPEAT_S
         if not is_news and not is_old:
@@ -247,11 +241,7 @@ class Leases:
     """One per worker. `report_interval_s`: the coordinator's. No port calls a method before it returns."""
 
     def __init__(
-        self,
-        clock: Clock,
-        learner: LearnerPort,
-        coordinator: CoordinatorPort,
-        generation: GenerationPort,
+        self, clock: Clock, learner: LearnerPort, coordinator: CoordinatorPort, generation: GenerationPort
     ) -> None:
         self.rates = RateWindow()
         self.report_interval_s = 2.0
@@ -408,10 +398,8 @@ class Leases:
         for partial in rollouts:
             rollout = lease.rollouts.get(partial.index)
             if rollout is None or partial.group_id != group.group_id:
-                message = (
-                    f"partial rollout {partial.index} of group {partial.group_id}: expected group "
-                    f"{group.group_id} and an index below {group.rollout_count}"
-                )
+                expected = f"expected group {group.group_id} and an index below {group.rollout_count}"
+                message = f"partial rollout {partial.index} of group {partial.group_id}: {expected}"
                 self._end(lease, EndReason.REFUSED, message)
                 return
             rollout.resume(partial, group.sampling)
@@ -559,7 +547,8 @@ class Leases:
             self._report(now)
         if self._is_coordinator_up:
             running = sum(not r.is_over for lease in self._leases.values() for r in lease.rollouts.values())
-            request = self._demand.request(running, self._is_willing(), now)
+            has_room = len(self._leases) < LEASES_MAX and self.unheld_tokens < UNHELD_TOKENS_MAX
+            request = self._demand.request(running, self._is_active and not self._is_leaving and has_room, now)
             if request is not None:
                 self._coordinator.request_leases(*request)
         self.rates.busy(self.is_running, now)
@@ -637,21 +626,11 @@ class Leases:
             segments.append(segment)
         return tuple(segments)
 
-    def _is_willing(self) -> bool:
-        return (
-            self._is_active
-            and not self._is_leaving
-            and len(self._leases) < LEASES_MAX
-            and self.unheld_tokens < UNHELD_TOKENS_MAX
-        )
-
     def _next_time(self) -> float:
         times = [self._admission_at()]
         for lease in self._leases.values():
-            if lease.phase is not LeasePhase.HANDING_BACK:
-                times.append(lease.deadline - lease.margin_s)
-            else:
-                times.append(self._verdict_deadline(lease))
+            is_handing_back = lease.phase is LeasePhase.HANDING_BACK
+            times.append(self._verdict_deadline(lease) if is_handing_back else lease.deadline - lease.margin_s)
             if self._learner_since is not None and not lease.is_reporting:
                 times.append(lease.report_due)
         if not self._is_drained:

@@ -79,25 +79,20 @@ def gpu_finding(names: str, memory_bytes: int, driver: str) -> Finding:
 
 def memory_finding(total_bytes: int, free_bytes: int) -> Finding:
     text = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
-    if free_bytes < FREE_MEMORY_MIN:
-        return Finding("memory", f"{text}: expected at least {format_bytes(FREE_MEMORY_MIN)} free", is_good=False)
-    return Finding("memory", text)
+    missed = "" if free_bytes >= FREE_MEMORY_MIN else f": expected at least {format_bytes(FREE_MEMORY_MIN)} free"
+    return Finding("memory", text + missed, is_good=not missed)
 
 
 def disk_finding(folder: str, free_bytes: int, store_bytes: int) -> Finding:
-    text = f"{format_bytes(free_bytes)} free at {folder}"
-    if free_bytes < store_bytes:
-        return Finding("disk", f"{text}: expected {format_bytes(store_bytes)} for chunks", is_good=False)
-    return Finding("disk", text)
+    missed = "" if free_bytes >= store_bytes else f": expected {format_bytes(store_bytes)} for chunks"
+    return Finding("disk", f"{format_bytes(free_bytes)} free at {folder}{missed}", is_good=not missed)
 
 
 def clock_finding(skew_s: float) -> Finding:
     """`skew_s`: seconds by which the coordinator's clock is ahead of this one."""
-    side = "behind" if skew_s > 0 else "ahead of"
-    text = f"{abs(skew_s):.1f} s {side} the coordinator's"
-    if abs(skew_s) > SKEW_S_MAX:
-        return Finding("clock", f"{text}: expected at most {SKEW_S_MAX:.0f} s; is time synchronised?", is_good=False)
-    return Finding("clock", text)
+    text = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the coordinator's"
+    missed = f": expected at most {SKEW_S_MAX:.0f} s; is time synchronised?" if abs(skew_s) > SKEW_S_MAX else ""
+    return Finding("clock", text + missed, is_good=not missed)
 
 
 def rate_finding(tokens_per_s: float, slot_count: int) -> Finding:
@@ -118,9 +113,7 @@ def price_of(flag_usd_per_hour: float, environment: Mapping[str, str]) -> float:
     except ValueError:
         price = -1.0
     if text and not 0 <= price < PRICE_MAX:
-        raise ConfigError(
-            f"{PRICE_VARIABLE}: expected a price in USD an hour from 0 to {PRICE_MAX:.0f}, got {text[:40]!r}"
-        )
+        raise ConfigError(f"{PRICE_VARIABLE}: expected USD an hour from 0 to {PRICE_MAX:.0f}, got {text[:40]!r}")
     _log.info("price: %g USD/h (%s)", price, PRICE_VARIABLE if text else "worker.price_usd_per_hour")
     return price
 
@@ -211,9 +204,8 @@ def _is_noticed(source: NoticeSource) -> bool:
     headers = dict(source.headers)
     try:
         if source.token_url:
-            asked = urllib.request.Request(
-                source.token_url, method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-            )
+            lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+            asked = urllib.request.Request(source.token_url, method="PUT", headers=lifetime)
             with opener.open(asked, timeout=ANSWER_S) as answer:
                 headers[source.token_header] = answer.read(ANSWER_BYTES_MAX).decode("ascii", "replace").strip()
         with opener.open(urllib.request.Request(source.url, headers=headers), timeout=ANSWER_S) as answer:
@@ -423,8 +415,7 @@ def check_room(
     disk = DISK_BYTES_MIN + store_bytes_min(published_bytes)
     if disk > machine.free_disk_bytes:
         raise ResourceError(
-            f"disk at {folder}: expected {format_bytes(disk)} free for chunks, "
-            f"got {format_bytes(machine.free_disk_bytes)}"
+            f"disk at {folder}: expected {format_bytes(disk)} for chunks, got {format_bytes(machine.free_disk_bytes)}"
         )
     spare = machine.memory_bytes - needed
     return spare if machine.gpus else int((1.0 - CPU_CACHE_SHARE) * spare)

@@ -289,9 +289,7 @@ class Weights:
         self._failures += 1
         if self._failures >= FAILURES_MAX:
             self._gate.discard()
-            raise IntegrityError(
-                f"no version could be put live, {self._failures} times in a row; the last time: {message}"
-            )
+            raise IntegrityError(f"no version went live, {self._failures} times in a row; the last time: {message}")
 
     def _check_model(self, tensors: Tensors) -> None:
         """VersionMismatch unless the received weights belong to the model that the learner announced."""

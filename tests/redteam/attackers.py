@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
@@ -29,8 +31,16 @@ LATE_S = 20.0
 """On a busy machine an attack ends so much later, if nothing of it was sent yet."""
 
 
-def _kind(message: Any) -> Any:
-    return message.DESCRIPTOR
+async def _members(scene: Scene, target: Target, until: float) -> AsyncIterator[tuple[Grammar, grpc.aio.Channel]]:
+    """New members one after another, each with a channel to the target."""
+    while asyncio.get_running_loop().time() < until:
+        credentials = scene.identity()
+        async with scene.channel(target, credentials) as channel:
+            yield scene.grammar(credentials.peer_id), channel
+
+
+def _made(grammar: Grammar, kind: type[Message], is_wild: bool) -> bytes:
+    return grammar.message(kind.DESCRIPTOR, is_wild).SerializeToString()
 
 
 async def _stream(call: Any, messages: list[bytes], *, is_unary: bool = False) -> int:
@@ -52,46 +62,32 @@ async def _stream(call: Any, messages: list[bytes], *, is_unary: bool = False) -
 
 @attacker("control streams by grammar")
 async def control_streams(scene: Scene, until: float) -> int:
-    sent, loop = 0, asyncio.get_running_loop()
-    while loop.time() < until:
-        credentials = scene.identity()
-        grammar = scene.grammar(credentials.peer_id)
-        async with scene.channel(scene.coordinator, credentials) as channel:
-            for _ in range(4):
-                hello = grammar.message(_kind(coordinator_pb2.WorkerHello), is_wild=False)
-                assert isinstance(hello, coordinator_pb2.WorkerHello)
-                hello.protocol_version, hello.run_id = tls.PROTOCOL_VERSION, scene.run_id
-                hello.ClearField("held_tickets")
-                hello.ClearField("quantisation")
-                hello.ClearField("model_digest")
-                messages = [coordinator_pb2.WorkerMessage(hello=hello).SerializeToString()]
-                messages += [
-                    grammar.message(_kind(coordinator_pb2.WorkerMessage), number % 40 == 39).SerializeToString()
-                    for number in range(STREAM_MESSAGES)
-                ]
-                sent += await _stream(channel.stream_stream("/echo2.v1.Coordinator/WorkerSession")(), messages)
-                wild = grammar.message(_kind(coordinator_pb2.WorkerMessage), is_wild=True).SerializeToString()
-                sent += await _stream(channel.stream_stream("/echo2.v1.Coordinator/WorkerSession")(), [wild])
-                learner = grammar.message(_kind(coordinator_pb2.LearnerMessage), is_wild=True).SerializeToString()
-                sent += await _stream(channel.stream_stream("/echo2.v1.Coordinator/LearnerSession")(), [learner])
+    sent, kind = 0, coordinator_pb2.WorkerMessage
+    async for grammar, channel in _members(scene, scene.coordinator, until):
+        worker = channel.stream_stream("/echo2.v1.Coordinator/WorkerSession")
+        learner = channel.stream_stream("/echo2.v1.Coordinator/LearnerSession")
+        for _ in range(4):
+            hello = grammar.message(coordinator_pb2.WorkerHello.DESCRIPTOR, is_wild=False)
+            assert isinstance(hello, coordinator_pb2.WorkerHello)
+            hello.protocol_version, hello.run_id = tls.PROTOCOL_VERSION, scene.run_id
+            for field in ("held_tickets", "quantisation", "model_digest"):
+                hello.ClearField(field)
+            messages = [_made(grammar, kind, number % 40 == 39) for number in range(STREAM_MESSAGES)]
+            sent += await _stream(worker(), [kind(hello=hello).SerializeToString(), *messages])
+            sent += await _stream(worker(), [_made(grammar, kind, True)])
+            sent += await _stream(learner(), [_made(grammar, coordinator_pb2.LearnerMessage, True)])
     return sent
 
 
 @attacker("reports by grammar")
 async def reports(scene: Scene, until: float) -> int:
-    sent, loop = 0, asyncio.get_running_loop()
-    while loop.time() < until:
-        credentials = scene.identity()
-        grammar = scene.grammar(credentials.peer_id)
-        async with scene.channel(scene.learner, credentials) as channel:
-            for _ in range(12):
-                messages = [
-                    grammar.message(_kind(ingest_pb2.RolloutReport), number % 10 == 9).SerializeToString()
-                    for number in range(20)
-                ]
-                sent += await _stream(channel.stream_stream("/echo2.v1.Ingest/Report")(), messages)
-                request = grammar.message(_kind(ingest_pb2.GetPartialsRequest), is_wild=False).SerializeToString()
-                sent += await _unary(channel, "/echo2.v1.Ingest/GetPartials", request)
+    sent = 0
+    async for grammar, channel in _members(scene, scene.learner, until):
+        for _ in range(12):
+            messages = [_made(grammar, ingest_pb2.RolloutReport, number % 10 == 9) for number in range(20)]
+            sent += await _stream(channel.stream_stream("/echo2.v1.Ingest/Report")(), messages)
+            request = _made(grammar, ingest_pb2.GetPartialsRequest, False)
+            sent += await _unary(channel, "/echo2.v1.Ingest/GetPartials", request)
     return sent
 
 
@@ -116,17 +112,14 @@ OF_STRANGERS = {
 
 @attacker("calls by grammar")
 async def calls(scene: Scene, until: float) -> int:
-    sent, loop = 0, asyncio.get_running_loop()
-    while loop.time() < until:
-        credentials = scene.identity()
-        grammar = scene.grammar(credentials.peer_id)
-        async with scene.channel(scene.coordinator, credentials) as channel:
-            for _ in range(20):
-                name, kind = scene.rng.choice(list(UNARY.items()))
-                data = grammar.message(_kind(kind), scene.rng.random() < 0.5).SerializeToString()
-                if scene.rng.random() < 0.2:
-                    data = scene.rng.randbytes(len(data) + 3)
-                sent += await _unary(channel, f"/echo2.v1.{name}", data)
+    sent = 0
+    async for grammar, channel in _members(scene, scene.coordinator, until):
+        for _ in range(20):
+            name, kind = scene.rng.choice(list(UNARY.items()))
+            data = _made(grammar, kind, scene.rng.random() < 0.5)
+            if scene.rng.random() < 0.2:
+                data = scene.rng.randbytes(len(data) + 3)
+            sent += await _unary(channel, f"/echo2.v1.{name}", data)
     return sent
 
 
@@ -141,7 +134,7 @@ async def enrolment(scene: Scene, until: float) -> int:
         async with tls.open_enrolment_channel(link, shown.pem) as channel:
             for _ in range(40):
                 name, kind = scene.rng.choice(list(OF_STRANGERS.items()))
-                message: Any = grammar.message(_kind(kind), scene.rng.random() < 0.4)
+                message: Any = grammar.message(kind.DESCRIPTOR, scene.rng.random() < 0.4)
                 if scene.rng.random() < 0.5 and "protocol_version" in kind.DESCRIPTOR.fields_by_name:
                     message.protocol_version = tls.PROTOCOL_VERSION
                 data = message.SerializeToString()
@@ -186,29 +179,21 @@ async def _hear(connection: Any, grammar: Grammar) -> None:
 
 
 def _peer_message(grammar: Any, number: int) -> bytes:
-    message = grammar.message(_kind(broadcast_pb2.PeerMessage), is_wild=number == STREAM_MESSAGES - 1)
-    data: bytes = message.SerializeToString()
-    if message.WhichOneof("kind") in ("have", "request", "cancel", "relay_ack"):
-        getattr(message, message.WhichOneof("kind")).key = grammar.rng.choice(grammar.keys)
-        data = message.SerializeToString()
-    elif number < STREAM_MESSAGES - 1 and message.WhichOneof("kind") in ("hello", "chunk", "seal", "header"):
-        data = wire.control_frame(RelayAck(PEER, ArtifactKey(grammar.keys[-1]), grammar.rng.randrange(CHUNKS_MAX), 3))
-    return data
+    is_last = number == STREAM_MESSAGES - 1
+    message = grammar.message(broadcast_pb2.PeerMessage.DESCRIPTOR, is_wild=is_last)
+    kind = message.WhichOneof("kind")
+    if kind in ("have", "request", "cancel", "relay_ack"):
+        getattr(message, kind).key = grammar.rng.choice(grammar.keys)
+    elif not is_last and kind in ("hello", "chunk", "seal", "header"):
+        return wire.control_frame(RelayAck(PEER, ArtifactKey(grammar.keys[-1]), grammar.rng.randrange(CHUNKS_MAX), 3))
+    return bytes(message.SerializeToString())
 
 
-@attacker("peer messages by grammar, to a worker")
-async def peers_of_worker(scene: Scene, until: float) -> int:
-    return await _peer(scene, scene.worker, until, is_flood=False)
-
-
-@attacker("peer messages by grammar, to the learner")
-async def peers_of_learner(scene: Scene, until: float) -> int:
-    return await _peer(scene, scene.learner_node, until, is_flood=False)
-
-
-@attacker("flood of whole have-maps")
-async def have_maps(scene: Scene, until: float) -> int:
-    return await _peer(scene, scene.learner_node, until, is_flood=True)
+attacker("peer messages by grammar, to a worker")(lambda scene, until: _peer(scene, scene.worker, until, False))
+attacker("peer messages by grammar, to the learner")(
+    lambda scene, until: _peer(scene, scene.learner_node, until, False)
+)
+attacker("flood of whole have-maps")(lambda scene, until: _peer(scene, scene.learner_node, until, True))
 
 
 @attacker("flood of the largest reports")

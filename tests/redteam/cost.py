@@ -19,7 +19,6 @@ from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 from tests.e2e.cluster import ROOT, Cluster, environment_of, small_run
-from tests.redteam.hostile import cpu_seconds, resident_bytes
 from tests.redteam.scene import Scene, last_step
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -27,6 +26,15 @@ DAEMONS = ("coordinator", "learner", "w0")
 PROBE_PAUSE_S = 0.1
 ANSWER_S = 20.0
 INSIDE = Path(__file__).parent / "inside"
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def held_bytes(cluster: Cluster) -> dict[str, int]:
@@ -90,25 +98,14 @@ class Cost:
     def steps_per_cpu_s(self) -> float:
         return self.steps / max(1e-9, sum(self.cpu_s.values()))
 
-    def spent_cores(self, daemon: str, quiet: Cost) -> float:
+    def spent_cores(self, daemon: str, *quiet: Cost) -> float:
         """Of a daemon, on the attack: all that its steps do not explain, or, of the coordinator, the time that has passed."""
+        quiet_s = sum(cost.cpu_s[daemon] for cost in quiet)
         if daemon == "coordinator":
-            honest_s = quiet.cpu_s[daemon] / quiet.passed_s * self.passed_s
+            honest_s = quiet_s / sum(cost.passed_s for cost in quiet) * self.passed_s
         else:
-            honest_s = quiet.cpu_s[daemon] / max(1, quiet.steps) * self.steps
+            honest_s = quiet_s / max(1, sum(cost.steps for cost in quiet)) * self.steps
         return max(0.0, self.cpu_s[daemon] - honest_s) / self.passed_s
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.messages + other.messages,
-            {name: size + other.kept_bytes.get(name, 0) for name, size in self.kept_bytes.items()},
-            {name: size + other.live_bytes.get(name, 0) for name, size in self.live_bytes.items()},
-            {name: spent + other.cpu_s.get(name, 0.0) for name, spent in self.cpu_s.items()},
-            {name: max(held, other.held_ms.get(name, 0.0)) for name, held in self.held_ms.items()},
-            sorted({*self.ended, *other.ended}),
-            self.steps + other.steps,
-            self.passed_s + other.passed_s,
-        )
 
 
 class Attacking:

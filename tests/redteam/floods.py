@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tests.redteam.hostile import ELSEWHERE, HEADERS, RST_STREAM, Stalled, frame, head_of, is_open, tls_to
 from tests.redteam.scene import Scene, attacker
@@ -43,12 +44,6 @@ async def _idle(port: int, until: float, first_words: bytes = b"") -> int:
     return opened
 
 
-def _flood_of_idle_connections(name: str, port_of: Callable[[Scene], int]) -> None:
-    @attacker(f"flood of idle connections, {name}")
-    async def flood(scene: Scene, until: float) -> int:
-        return await _idle(port_of(scene), until)
-
-
 PORTS: dict[str, Callable[[Scene], int]] = {
     "enrolment": lambda scene: _port(scene.enrolment),
     "services": lambda scene: _port(scene.coordinator.address),
@@ -58,16 +53,15 @@ PORTS: dict[str, Callable[[Scene], int]] = {
 }
 """Of a run on one machine, which starts no relay (tests/redteam/test_pipes.py has that one)."""
 for _name, _port_of in PORTS.items():
-    _flood_of_idle_connections(_name, _port_of)
+    attacker(f"flood of idle connections, {_name}")(lambda scene, until, of=_port_of: _idle(of(scene), until))
 
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-@attacker("slow heads on the page")
-async def slow_heads(scene: Scene, until: float) -> int:
-    return await _idle(scene.page_port, until, b"GET / HTTP/1.1\r\nhost: local")
+HEAD = b"GET / HTTP/1.1\r\nhost: local"
+attacker("slow heads on the page")(lambda scene, until: _idle(scene.page_port, until, HEAD))
 
 
 async def _in_thread(work: Callable[[float], int], until: float) -> int:
@@ -91,36 +85,27 @@ async def hellos(scene: Scene, until: float) -> int:
     return await _in_thread(work, until)
 
 
-def _stalling(scene: Scene, port: int, path: str, is_member: bool) -> Callable[[float], int]:
-    def work(seconds: float) -> int:
+def _stalled_streams(name: str, port: str, path: str) -> None:
+    """Registers who never sends the last byte of its messages."""
+
+    def work(scene: Scene, seconds: float) -> int:
         end, count = time.monotonic() + seconds, 0
-        member = scene.identity() if is_member else None
+        member = scene.identity() if "member" in name else None
         with contextlib.ExitStack() as open_ones:
             while time.monotonic() < end and count < 200:
                 with contextlib.suppress(OSError):
-                    attack = Stalled(open_ones.enter_context(tls_to(port, member, ELSEWHERE)))
+                    attack = Stalled(open_ones.enter_context(tls_to(PORTS[port](scene), member, ELSEWHERE)))
                     for _ in range(STREAMS):
                         attack.push(attack.begin(path), STALLED_BYTES - 1, STALLED_BYTES, 0.5)
                         count += 1
         return count
 
-    return work
+    attacker(f"{name}, {port}")(lambda scene, until: _in_thread(partial(work, scene), until))
 
 
-@attacker("stalled streams of a stranger, enrolment")
-async def stalled_strangers(scene: Scene, until: float) -> int:
-    return await _in_thread(_stalling(scene, _port(scene.enrolment), "/echo2.v1.Enrolment/Enrol", False), until)
-
-
-@attacker("stalled streams of a member, services")
-async def stalled_at_services(scene: Scene, until: float) -> int:
-    path = "/echo2.v1.Coordinator/WorkerSession"
-    return await _in_thread(_stalling(scene, _port(scene.coordinator.address), path, True), until)
-
-
-@attacker("stalled streams of a member, learner")
-async def stalled_at_learner(scene: Scene, until: float) -> int:
-    return await _in_thread(_stalling(scene, _port(scene.learner.address), "/echo2.v1.Ingest/Report", True), until)
+_stalled_streams("stalled streams of a stranger", "enrolment", "/echo2.v1.Enrolment/Enrol")
+_stalled_streams("stalled streams of a member", "services", "/echo2.v1.Coordinator/WorkerSession")
+_stalled_streams("stalled streams of a member", "learner", "/echo2.v1.Ingest/Report")
 
 
 @attacker("flood of calls that are reset at once, learner")

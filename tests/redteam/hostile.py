@@ -170,19 +170,6 @@ class Stalled:
         return True
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
 def varint(value: int) -> bytes:
     """A length as protobuf writes it."""
     out = bytearray()
@@ -212,10 +199,6 @@ class Target:
         ]  # fmt: skip
         self.links = self.cluster.run_folder / "links"
 
-    def start(self) -> None:
-        self.cluster.start("coordinator")
-        self.cluster.wait_until(lambda: "dashboard at" in self.log(), "the coordinator")
-
     @property
     def pid(self) -> int:
         return self.cluster.processes["coordinator"].pid
@@ -228,15 +211,6 @@ class Target:
 
     def is_alive(self) -> bool:
         return self.cluster.processes["coordinator"].poll() is None
-
-    def resident_bytes(self) -> int:
-        return resident_bytes(self.pid)
-
-    def cpu_seconds(self) -> float:
-        return cpu_seconds(self.pid)
-
-    def descriptors(self) -> int:
-        return descriptors(self.pid)
 
     def link(self, role: Role = Role.WORKER) -> JoinLink:
         return JoinLink.parse((self.links / f"{role.value}.link").read_text().strip())
@@ -257,5 +231,6 @@ class Target:
 def coordinator(folder: Path, more: str = "") -> Iterator[Target]:
     target = Target(folder, more)
     with target.cluster:
-        target.start()
+        target.cluster.start("coordinator")
+        target.cluster.wait_until(lambda: "dashboard at" in target.log(), "the coordinator")
         yield target

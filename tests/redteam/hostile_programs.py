@@ -144,7 +144,8 @@ _CALLS = {
     "swapoff": "libc.swapoff(b'/swap')",
     "syslog": "libc.syscall(103, 3, ctypes.create_string_buffer(99), 99)",
 }
-_BOMBS = (
+# They want everything: time, memory, output, files. They end, whatever they do.
+BOMBS = (
     "while True: pass",
     "x = 9 ** 9 ** 9",
     "x = [9]\nwhile True: x += x",
@@ -279,8 +280,3 @@ def programs_that_want_something() -> Iterator[str]:
     yield "import os\nif os.getppid() or os.getpgid(0) != os.getpid() or os.getsid(0) != os.getpid(): print('GOT')"
     yield "import ctypes\nif not ctypes.CDLL(None).unshare(0x20000): print('GOT')"
     yield "import os\nif os.getuid() == 0 or os.geteuid() == 0: print('GOT')"
-
-
-def bombs() -> Iterator[str]:
-    """Programs that want everything: time, memory, output, files. They end, whatever they do."""
-    yield from _BOMBS

@@ -50,7 +50,7 @@ def rows_of(name: str, trios: list[Trio], kept_bytes: dict[str, int]) -> list[di
     costs = [cost for _, cost, _ in trios]
     ended = {daemon for trio in trios for cost in trio for daemon in cost.ended}
     spent = [
-        statistics.median(cost.spent_cores(daemon, before + after) for before, cost, after in trios)
+        statistics.median(cost.spent_cores(daemon, before, after) for before, cost, after in trios)
         for daemon in DAEMONS
         if daemon not in ended
     ]
@@ -85,9 +85,7 @@ async def measured(cluster: Cluster, seconds: float, only: str | None) -> list[d
                 after = await cost_of(cluster, scene, None, window_s)
                 trios.append((before, cost, after))
                 before = after
-        assert name == NOBODY or any(cost.messages for _, cost, _ in trios), (
-            f"{name}: nothing was sent, nothing measured"
-        )
+        assert name == NOBODY or any(cost.messages for _, cost, _ in trios), f"{name}: sent nothing, measured nothing"
         if attack is not None:
             await asyncio.sleep(SHUT_OUT_MAX_S)  # the next one comes from the same address
         rows += (found := rows_of(name, trios, {one: size - held[one] for one, size in held_bytes(cluster).items()}))

@@ -30,7 +30,7 @@ from echo2.tasks.rewards import Containment, RewardFailure, RewardPool, Scored
 from echo2.tasks.task import TaskSpec
 from tests.patience import WAIT_S
 from tests.redteam.hostile_programs import (
-    bombs,
+    BOMBS,
     programs_that_leave_much,
     programs_that_signal,
     programs_that_want_something,
@@ -249,11 +249,10 @@ def test_hostile_programs_get_nothing_and_leave_nothing(outside: Outside) -> Non
 
 def test_bombs_end_within_their_limits_and_the_next_program_runs(outside: Outside) -> None:
     before = descendants_of(os.getpid())
-    codes = list(bombs())
-    assert len(codes) + len(list(programs_that_want_something())) >= 200
+    assert len(BOMBS) + len(list(programs_that_want_something())) >= 200
     pool = ProgramPool(Limits(cpu_s=1, wall_s=2.0, memory_bytes=1 << 30, scratch_bytes=8 << 20))
     try:
-        for code in codes:
+        for code in BOMBS:
             (_, ran), (_, after) = _ran(pool, outside, iter([code, "import os; print(1 + 1, os.listdir())"]))
             assert ran.seconds < 8.0 and len(ran.output) <= 64 << 10, (code, ran.seconds)
             assert ran.ending not in (Ending.FAULT, Ending.CONTAINMENT_ENDED), (code, ran)
@@ -285,26 +284,6 @@ def test_what_a_program_leaves_delays_no_other(sandbox: Sandbox) -> None:
         assert after.printed == b"2 []\n", (code, after)
         assert time.monotonic() - began < 2.0, code
         assert sandbox.pid == first or not bubblewrap().has_nested, f"a new process was necessary after {code}"
-
-
-SIGNAL_PARENT = (
-    "(lambda f, o, s: [f.fcntl(s[0], 8, o.getppid()), f.fcntl(s[0], 10, 9), f.fcntl(s[0], 4, o.O_ASYNC), s[1].send(b'x')])"
-    "(__import__('fcntl'), __import__('os'), __import__('socket').socketpair())"
-)
-
-
-def test_a_sender_of_signals_costs_honest_senders_no_reward() -> None:
-    pytest.importorskip("reasoning_gym")
-    spec = TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}, 1)
-    pool = RewardPool(spec, LIMITS, Containment(processes=2))
-    try:
-        answer = make_task(spec).sample(1).answer
-        bad = [pool.submit(0, SIGNAL_PARENT, "hostile") for _ in range(40)]
-        good = [pool.submit(1, answer, "honest") for _ in range(40)]
-        assert all(future.result(WAIT_S).reward is not None for future in good)
-        assert {future.result(WAIT_S).failure for future in bad} <= {None, RewardFailure.RAISED}
-    finally:
-        pool.close()
 
 
 OWNER = """

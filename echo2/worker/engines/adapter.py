@@ -67,10 +67,7 @@ def load_base(path: str, spec: AdapterSpec) -> AdapterBase:
     """Loads the base model. May take seconds. Raises ConfigError if it cannot be loaded, VersionMismatch if it is not the learner's
     base."""
     if not path:
-        raise ConfigError(
-            "model.path: the learner publishes an adapter only; expected the folder or hub id of its base model, got "
-            "nothing"
-        )
+        raise ConfigError("model.path: the learner publishes an adapter only; expected its base, a folder or hub id")
     from transformers import AutoModelForCausalLM
 
     local = Path(path).expanduser()

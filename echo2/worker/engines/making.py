@@ -95,9 +95,7 @@ class SeveralEngines:
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         swaps = (engine.swap(staged, mode) for engine in self._engines)
-        pauses_s = await asyncio.gather(
-            *swaps, return_exceptions=True
-        )  # all are tried before the first error is raised
+        pauses_s = await asyncio.gather(*swaps, return_exceptions=True)  # all are tried before the first error counts
         for at, error in enumerate(pauses_s):
             if isinstance(error, EngineError):
                 raise EngineError(f"engine {at} of {len(self._engines)}: {error}") from error
@@ -175,9 +173,7 @@ def make_engine(choice: str, config: dict[str, object], options: WorkerOptions, 
     try:
         module = importlib.import_module(module_of(choice))
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"engine: expected {choice}, but {error.name} is not installed; choose the embedded one"
-        ) from None
+        raise ConfigError(f"engine: expected {choice}, but {error.name} is not installed; or choose embedded") from None
     model, width = {key: value for key, value in config.items() if key != SIZE_KEY}, fit.tensor_parallel
     if fit.engine_count == 1:
         engine: Engine = module.make(model, options, fit, range(width) if width > 1 else range(0))

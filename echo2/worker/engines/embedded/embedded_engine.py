@@ -178,7 +178,5 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         quantisation=quantisation,
     )
     if engine.carries_state and options.config.worker.swap_mode == SwapMode.KEEP_KV.value:
-        raise ConfigError(
-            "worker.swap_mode: keep_kv is not for layers with a state, computed again at every swap; expected recompute_kv"
-        )
+        raise ConfigError("worker.swap_mode: keep_kv is not for layers with a state; expected recompute_kv")
     return engine

@@ -42,11 +42,7 @@ class ModuleWeights(LiveTensors):
     experts chosen, if `tells_routing`."""
 
     def __init__(
-        self,
-        config: Mapping[str, object],
-        adapter: Adapter | None = None,
-        *,
-        tells_routing: bool = False,
+        self, config: Mapping[str, object], adapter: Adapter | None = None, *, tells_routing: bool = False
     ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
@@ -56,9 +52,7 @@ class ModuleWeights(LiveTensors):
         text = known.get_text_config(decoder=True)
         for name in ("num_attention_heads", "max_position_embeddings", "vocab_size"):
             if not isinstance(getattr(text, name, None), int):
-                raise ConfigError(
-                    f"model_type {self.model_type}: expected a decoder with attention, its config has no {name}"
-                )
+                raise ConfigError(f"model_type {self.model_type}: expected a decoder with attention, it has no {name}")
         positions, rope = int(text.max_position_embeddings), getattr(text, "rope_parameters", None)
         self.context_tokens, self.vocab_count = exact_positions(positions, rope, self.model_type), int(text.vocab_size)
         self.carries_state = not set(getattr(text, "layer_types", None) or []) <= set(_WINDOWS)
@@ -78,9 +72,7 @@ class ModuleWeights(LiveTensors):
         self.tensors = {name: tensor.detach() for name, tensor in published_tensors(self.model).items()}
         super().__init__(self.model_type, self.tensors, adapter)
         if tells_routing and self.carries_state:
-            raise ConfigError(
-                f"model_type {self.model_type}: expected learner.replay_routing off for layers with a state"
-            )
+            raise ConfigError(f"model_type {self.model_type}: expected learner.replay_routing off, layers have a state")
         self.routers = Routers(self.model, f"model_type {self.model_type}") if tells_routing else None
 
     def apply(self, updates: Iterable[TensorUpdate]) -> None:
@@ -234,12 +226,8 @@ def _attend(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ConfigError(f"{type(module).__name__}: expected attention that says its layer, it does not")
-    how = _How(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window or 0,
-        softcap or 0.0,
-        others.get("s_aux"),
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = _How(scale, sliding_window or 0, softcap or 0.0, others.get("s_aux"))
     return attending.attend(layer, query, key, value, how), None
 
 

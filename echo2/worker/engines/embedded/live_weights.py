@@ -108,9 +108,7 @@ def library_config(fields: Mapping[str, object]) -> Any:
     try:
         return AutoConfig.for_model(**copy.deepcopy(dict(fields)))  # the class fills in nested fields in place
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"model_type: expected one that transformers knows, got {fields.get('model_type')!r}: {error}"
-        ) from error
+        raise ConfigError(f"model_type: transformers does not know {fields.get('model_type')!r}: {error}") from error
 
 
 def _whole(known: Mapping[str, object]) -> dict[str, Any]:
@@ -203,9 +201,7 @@ class LiveTensors:
             for changed, old in reversed(undo):
                 live = self._bits[changed.name]
                 live[changed.indices] = _as_in(live, old)
-            raise EngineError(
-                f"tensor {update.name}: the update did not apply, old weights are back: {error}"
-            ) from error
+            raise EngineError(f"tensor {update.name}: the update failed, old weights are back: {error}") from error
         self._check.applied(written)
         if self._adapter is not None:
             self._adapter.merge(self._tensors, [update.name for update in written])

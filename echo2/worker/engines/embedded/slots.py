@@ -40,9 +40,7 @@ class BlockPool:
         self.slot_count = slot_count
         self.block_count = min(slot_count * each, blocks_for(cache_tokens)) if cache_tokens else slot_count * each
         if self.block_count < each:
-            raise EngineError(
-                f"cache: expected room for one sequence of {context_tokens} tokens, got {cache_tokens} tokens in all"
-            )
+            raise EngineError(f"cache: expected room for one sequence of {context_tokens} tokens, got {cache_tokens}")
         self.tables = np.zeros((slot_count + kept_rows, each), np.int32)
         self.counts = [0] * (slot_count + kept_rows)
         self.holders = [0] * self.block_count

@@ -377,9 +377,7 @@ class WorkerExtension:
     def echo2_sums(self, key: int, is_base: bool) -> Any:
         """The terms that the tensors held here contribute to the keyed fingerprint."""
         held = self._echo2_base if is_base else self._echo2_map
-        return (
-            "error: expected a keyframe first, got a question for the fingerprint" if held is None else held.sums(key)
-        )
+        return "error: expected a keyframe first, got a call for its sums" if held is None else held.sums(key)
 
 
 def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -398,9 +396,7 @@ def _refuse_detached(model: torch.nn.Module) -> None:
             whole = module.kv_b_proj.weight.untyped_storage().data_ptr()
             halves = [getattr(module, half, None) for half in ("W_UV", "W_UK_T")]
             if any(half is None or half.untyped_storage().data_ptr() != whole for half in halves):
-                raise EngineError(
-                    f"{name}: expected latent attention on views of kv_b_proj, got copies, which changes would not reach"
-                )
+                raise EngineError(f"{name}: expected views of kv_b_proj, got copies, which changes would not reach")
         backend = getattr(getattr(getattr(module, "quant_method", None), "unquantized_backend", None), "name", None)
         if backend is not None and backend not in _BACKENDS_AS_LOADED:
             raise EngineError(

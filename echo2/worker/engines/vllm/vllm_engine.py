@@ -91,9 +91,7 @@ def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation,
         return
     option = f"worker.quantisation: {quantisation.value}"
     if quantisation is Quantisation.BF16:
-        raise ConfigError(
-            f"{option} is the embedded engine's; for vLLM, which computes in bf16 on a GPU, expected none or fp8"
-        )
+        raise ConfigError(f"{option} is the embedded engine's; for vLLM, which computes in bf16, expected none or fp8")
     if adapter is not None:
         raise ConfigError(f"{option} is for whole weights, but the learner publishes an adapter alone; expected none")
     for field in _EXPERTS:
@@ -216,9 +214,7 @@ class VllmEngine:
         self._vocab_count = int(str(fields["vocab_size"]))
         self.version: Version | None = None
         if config.get(ROUTING_KEY) and draft_tokens:
-            raise ConfigError(
-                f"worker.draft_tokens: expected 0, as the learner's run file has learner.replay_routing, got {draft_tokens}"
-            )
+            raise ConfigError(f"worker.draft_tokens: expected 0, as learner.replay_routing is set, got {draft_tokens}")
         self.slot_count, self._gpus = slot_count, tuple(gpus)
         self.draws_by_seed = not draft_tokens  # with drafts, vLLM draws acceptance from its own random generator
         self._llm: Any = None
@@ -365,9 +361,7 @@ class VllmEngine:
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         async with self._swap_order:
             if staged.parent is not None and staged.parent != self.version:
-                raise EngineError(
-                    f"version {staged.version}: expected a change of live version {self.version}, got {staged.parent}"
-                )
+                raise EngineError(f"version {staged.version}: expected a change of {self.version}, got {staged.parent}")
             await self._weights.stage(staged)
             stood_still_s = await self._apply(staged.version, mode)
             await self._weights.settle(is_kept=True)

@@ -99,9 +99,8 @@ class VllmWeights:
         self._check: UpdateCheck | None = None
         self._ranks: RankGroups | None = None
         self._updates: list[TensorUpdate] = []
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="echo2-patch-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
-        )
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self._folder = tempfile.TemporaryDirectory(prefix="echo2-patch-", dir=memory)
         self._path = Path(self._folder.name, "patch")
         self._entries: list[Entry] = []
         self._is_written = False
