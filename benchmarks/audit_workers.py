@@ -142,10 +142,10 @@ def problem_of(rollout: Rollout, spec: GroupSpec) -> str | None:
     return problem_of_segment(rollout, spec, VOCABULARY, published) or problem_of_end(rollout, 0, spec)
 
 
-def fleet_noise(kind: str, nats: float) -> KindNoise:
+def fleet_noise(kind: str, nats: float, count: int = 4) -> KindNoise:
     """What the learner has measured of the other workers of this kind."""
     noise, rng = KindNoise(), np.random.default_rng(0)
-    for number in range(4):
+    for number in range(count):
         noise.observe(PeerId(f"other{number}"), kind, nats * rng.standard_normal(MEASURED_TOKENS))
     return noise
 

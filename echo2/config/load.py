@@ -47,7 +47,6 @@ _KINDS = {
     "tuple": "a list, such as [\"one\", \"two\"]",
 }  # fmt: skip
 _log = logging.getLogger("echo2.config")
-_OWN_WORDS = ("value_error", "assertion_error")  # pydantic's types of errors whose text is ours
 
 
 def load_config(
@@ -193,7 +192,7 @@ def problem(item: Mapping[str, Any]) -> str:
         return f"{name}: no such option ({f'did you mean {near}?' if near else '`echo2 config show` lists them'})"
     message = str(item["msg"]).removeprefix("Value error, ")
     field = _field(RunConfig, parts)
-    if item["type"] in _OWN_WORDS or field is None:
+    if item["type"] in ("value_error", "assertion_error") or field is None:  # then the text is ours
         return f"{name}: {message}" + ("" if "got " in message else f", got {item['input']!r}")
     expected = _expected(field)
     if item["type"] == "string_pattern_mismatch":
@@ -246,11 +245,8 @@ def _expected(field: FieldInfo) -> str:
         return "a section of options"
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_of_kind(part) for part in get_args(kind))
-    expected = (
-        f"a list, such as {list(field.default)}"
-        if isinstance(field.default, tuple) and field.default
-        else _of_kind(kind)
-    )
+    has_example = isinstance(field.default, tuple) and field.default
+    expected = f"a list, such as {list(field.default)}" if has_example else _of_kind(kind)
     # Reversed: the field's own bound comes last.
     low = next((bound for bound in reversed(field.metadata) if isinstance(bound, Ge | Gt)), None)
     high = next((bound for bound in field.metadata if isinstance(bound, Le | Lt)), None)

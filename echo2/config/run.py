@@ -66,6 +66,7 @@ BytesPerSecond = Annotated[float, RATE, Field(ge=0)]
 EmulatedLink = Annotated[LinkShape, BeforeValidator(link_shape)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -238,7 +239,7 @@ class LearnerSection(Section):
     updates_per_batch: Count = opt(1, "Optimiser updates per step, each on a share of its groups.")
     loss: str = opt("auto", "dapo, grpo, dr_grpo, gspo, luspo, cispo, m2po, module:function; auto: by the bound.")
     correction: Correction = opt("behaviour", "Correction for stale samples (docs/algorithms.md).")
-    clip: tuple[Positive, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
+    clip: tuple[Share, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
     kl_coefficient: float = opt(0.0, "Weight of the k3 KL penalty to the base model.", ge=0)
     teacher: str = opt(
         "", "Model whose log-probabilities of the sampled tokens are the advantage (docs/algorithms.md)."

@@ -53,8 +53,6 @@ from echo2.outside.guard import no_stop_iteration
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
 EVALUATION = "evaluation"  # what the loop waits for after its last step
-PUBLISH_WAITS_KEPT = 32  # steps over which the wait for publications is averaged
-LEFT_OUT_LINES_MAX = 8  # workers named per step in the log; the metrics count all of them
 
 
 class TrainingLoop:
@@ -79,7 +77,7 @@ class TrainingLoop:
         self.waiting: tuple[str, float] = ("", 0.0)
         self.warm_start = ""  # how far it is, while it runs
         self.checkpoint_s = 0.0  # how long the newest checkpoint blocked the loop
-        self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
+        self.publish_waits: deque[float] = deque(maxlen=32)  # of the newest steps, for their mean
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
         self._told_every = 0
@@ -270,9 +268,7 @@ class TrainingLoop:
         await self._checkpoint_written()
         await self.publisher.settled()
         checkpoint = await self.take_checkpoint(self.publisher.newest_tensors, self.publisher.newest_version)
-        self._checkpoint_task = asyncio.get_running_loop().create_task(
-            self.write_checkpoint(lambda: self.p.store.save(checkpoint))
-        )
+        self._checkpoint_task = asyncio.get_running_loop().create_task(self.write_checkpoint(checkpoint))
         times.checkpoint_s = self.checkpoint_s = monotonic() - began
 
     async def take_checkpoint(self, published: Mapping[str, Tensor], version: Version) -> Checkpoint:
@@ -284,8 +280,8 @@ class TrainingLoop:
         self._checkpointed = Step(self.step)
         return checkpoint
 
-    async def write_checkpoint(self, save: Callable[[], Step]) -> None:
-        self.p.journal.forget_before(await asyncio.to_thread(save))
+    async def write_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.p.journal.forget_before(await asyncio.to_thread(self.p.store.save, checkpoint))
 
     async def _checkpoint_written(self) -> None:
         """Waits for the running checkpoint. If it failed, raises its error, which ends the run: the next kill would lose work."""
@@ -297,7 +293,7 @@ class TrainingLoop:
 
     def _record(self, batch: Batch, result: StepResult, times: StepTimes) -> None:
         row = step_row(batch, result, times, self.facts)
-        for peer_id, tokens in left_out_by_worker(batch, result).most_common(LEFT_OUT_LINES_MAX):
+        for peer_id, tokens in left_out_by_worker(batch, result).most_common(8):  # the metrics count all of them
             _log.warning(
                 "step %d: %d tokens of worker %s are left out: their log-probabilities are too far from the learner's own",
                 result.step, tokens, peer_id,

@@ -23,7 +23,7 @@ from torch import Tensor
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Step, Version
 from echo2.base.rollout import RoutingShape
-from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.training.loading import (
     as_base_holds,
@@ -70,10 +70,10 @@ class DeclaredModel:
         self.stop_token_ids = read_ends(path)
         self.size = size_of(self.config)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(self.config)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in published_tensors(skeleton).items()}
-        self.kept = self.shapes.keys() - dict(skeleton.named_parameters()).keys()  # as a router's correction bias
-        self.vocabulary_size = int(skeleton.get_input_embeddings().weight.shape[0])
+            self.skeleton = AutoModelForCausalLM.from_config(self.config)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in published_tensors(self.skeleton).items()}
+        self.kept = self.shapes.keys() - dict(self.skeleton.named_parameters()).keys()  # as a router's correction bias
+        self.vocabulary_size = int(self.skeleton.get_input_embeddings().weight.shape[0])
         self.context_tokens = self.size.context_tokens
         self.parameter_count = sum(torch.Size(shape).numel() for shape in self.shapes.values())
         self.snapshot_bytes = self.parameter_count * self.dtype.itemsize
@@ -90,14 +90,8 @@ class DeclaredModel:
         missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or odd:
             how = ", a buffer: publish echo2.published_tensors(model)" if missing <= self.kept else ""
-            raise ConfigError(
-                f"publish: expected the {len(self.shapes)} tensors of {self.path}, "
-                + (
-                    f"{sorted(missing)[0]} is missing{how}"
-                    if missing
-                    else f"got {sorted(odd)[0]}, which it does not have"
-                )
-            )
+            lacks = f"{min(missing)} is missing{how}" if missing else f"got {min(odd)}, which it does not have"
+            raise ConfigError(f"publish: expected the {len(self.shapes)} tensors of {self.path}, {lacks}")
         for name, shape in self.shapes.items():
             tensor = tensors[name]
             if tuple(tensor.shape) != shape or not tensor.is_floating_point():
@@ -307,7 +301,7 @@ def take_published(
     store: CheckpointStore, step: Step, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
 ) -> Checkpoint:
     """Begins a checkpoint of published weights and `state` alone, without masters and optimiser."""
-    checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
+    checkpoint = Checkpoint(step, {}, published, version, state)
     store.begin(checkpoint)
     return checkpoint
 

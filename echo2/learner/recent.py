@@ -127,15 +127,13 @@ def _recorded(step: Step, group: TrainGroup, index: int) -> SeenRollout:
 # ---- for the dashboard, and for the report of a finished run
 
 REPORTED_TOKENS_MAX = 1 << 14  # some 2 MB of a report
-KEPT_FILE = "rollouts.jsonl"
 PREVIEW_TOKENS = 64  # more than PREVIEW_CHARS, whatever the tokenizer
 PREVIEW_CHARS = 160  # a line of the page
-_BREAKS = {"\n": "\n", "\t": "\t"}  # kept as they are
 
 
 def plain(text: str, chars_max: int) -> str:
-    """Replaces unprintable characters by their escapes and cuts the text to `chars_max`."""
-    text_shown = "".join(c if c.isprintable() else _BREAKS.get(c) or ascii(c)[1:-1] for c in text[:chars_max])
+    """Replaces unprintable characters but line breaks and tabs by their escapes and cuts the text to `chars_max`."""
+    text_shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text[:chars_max])
     return text_shown if len(text) <= chars_max and len(text_shown) <= chars_max else text_shown[: chars_max - 1] + "…"
 
 
@@ -182,7 +180,7 @@ def pages(recent: RecentRollouts, tokenizer: Any) -> Iterator[pb.RolloutsShown]:
 def keep(recent: RecentRollouts, tokenizer: Any, folder: Path) -> None:
     """Writes `pages` for the report of the run, which is made when this process has ended."""
     if lines := [MessageToJson(page, indent=None) for page in pages(recent, tokenizer)]:
-        (folder / KEPT_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "rollouts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _summary(rollout: SeenRollout, tokenizer: Any) -> pb.RolloutSummary:

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
@@ -71,10 +70,7 @@ class ServedModel(DeclaredModel):
     def __init__(self, path: str, weights_dtype: str, *, records_routing: bool) -> None:
         super().__init__(path, weights_dtype)
         if records_routing:
-            from transformers import AutoModelForCausalLM
-
-            with torch.device("meta"):
-                self.routing = Routers(AutoModelForCausalLM.from_config(self.config), f"model {path}").shape
+            self.routing = Routers(self.skeleton, f"model {path}").shape
 
     def config_json(self) -> bytes:
         return config_json_of(self.config, self.size, {ROUTING_KEY: True} if self.routing else None)
@@ -172,7 +168,7 @@ class VersionServer:
         finished = self.pool.begin_version(handed.version)
         await self.loop.publisher.settled()
         checkpoint = await self.loop.take_checkpoint(handed.weights, handed.version)
-        await self.loop.write_checkpoint(lambda: self.loop.p.store.save(checkpoint))
+        await self.loop.write_checkpoint(checkpoint)
         self.loop.auditor.counts.steps += 1
         await self.loop.publish(handed.weights, StepTimes())
         if handed.is_last:

@@ -29,7 +29,7 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rng import derived_rng, derived_seed, uniform
 from echo2.learner.audit import Passage, Scorer
 from echo2.learner.bets import FLOOR_NATS, Piece, TokenScores
-from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.groups import Batch, TurnOf
 from echo2.learner.rollouts.prompts import PromptSource
 from echo2.learner.training.loading import digest_of
@@ -277,7 +277,7 @@ class TinyTrainer:
     ) -> Checkpoint:
         step = Step(self.step_count)
         shards = {f"{MASTERS}{name}": tensor.clone() for name, tensor in self._weights.items()}
-        checkpoint = Checkpoint(step, shards, published, version, state_of(state, step, version))
+        checkpoint = Checkpoint(step, shards, published, version, state)
         store.begin(checkpoint)
         return checkpoint
 

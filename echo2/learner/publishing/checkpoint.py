@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -47,7 +46,6 @@ _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
 _DTYPES = {  # safetensors' names
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8",
 }  # fmt: skip
-_HEADER_LENGTH = struct.Struct("<Q")  # start of a safetensors file: size of the JSON that follows
 _log = logging.getLogger("echo2.learner")
 
 
@@ -66,11 +64,6 @@ class Checkpoint:
     lent: LentTensors | None = None
 
     @property
-    def tensor_bytes(self) -> int:
-        tensors = (*self.shards.values(), *self.published.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    @property
     def masters(self) -> dict[str, Tensor]:
         return {key.removeprefix(_MASTERS): t for key, t in self.shards.items() if key.startswith(_MASTERS)}
 
@@ -79,28 +72,13 @@ def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, st
     """Takes a checkpoint between two steps: borrows the tensors if the trainer lends them, else copies them. `published`: the
     weights of `version`, never changed in place. `state`: other JSON state to save, taken at the same step boundary on the
     event loop's thread."""
-    counts = (trainer.nonfinite_steps, trainer.nonfinite_in_a_row)
-    step = Step(trainer.step_count)
-    whole = state_of(state, step, version, *counts)
+    counts = {"nonfinite_steps": trainer.nonfinite_steps, "nonfinite_in_a_row": trainer.nonfinite_in_a_row}
+    step, whole = Step(trainer.step_count), {**state, **counts}
     if not trainer.lends_state:
         return Checkpoint(step, shards_of(trainer), published, version, whole, trainer.ranks)
     shards = {key: tensor.detach() for key, tensor in _state_tensors(trainer)}
     trainer.lent = LentTensors(shards)
     return Checkpoint(step, shards, published, version, whole, trainer.ranks, trainer.lent)
-
-
-def state_of(
-    state: Mapping[str, Any], step: Step, version: Version, nonfinite_steps: int = 0, nonfinite_in_a_row: int = 0
-) -> dict[str, Any]:
-    """Returns the JSON of a checkpoint: `state` plus the trainer's counters."""
-    return {
-        **state,
-        "format": FORMAT,
-        "step": step,
-        "published_version": version,
-        "nonfinite_steps": nonfinite_steps,
-        "nonfinite_in_a_row": nonfinite_in_a_row,
-    }
 
 
 def shards_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -204,7 +182,8 @@ class CheckpointStore:
 
     def begin(self, checkpoint: Checkpoint) -> Path:
         """Creates and returns the folder that all ranks then write to; raises `DiskFull` if the checkpoint does not fit."""
-        self.check_room(checkpoint.tensor_bytes)
+        tensors = (*checkpoint.shards.values(), *checkpoint.published.values())
+        self.check_room(sum(t.numel() * t.element_size() for t in tensors))
         partial = self.folder_of(checkpoint.step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -228,7 +207,8 @@ class CheckpointStore:
         try:
             tensors = {**checkpoint.shards, **published_shards(checkpoint.published)}
             files = write_shards(tensors, partial, checkpoint.ranks, checkpoint.lent)
-            state = {**checkpoint.state, "files": files}
+            said = {"format": FORMAT, "step": checkpoint.step, "published_version": checkpoint.published_version}
+            state = {"nonfinite_steps": 0, "nonfinite_in_a_row": 0, **checkpoint.state, **said, "files": files}
             _write(partial / STATE_FILE, [json.dumps({**state, "sum": _sum_of(state)}).encode()])
             for path in (*partial.iterdir(), partial):
                 here().files.sync_path(path)
@@ -307,7 +287,7 @@ def _safetensors(tensors: Mapping[str, Tensor], ranks: Ranks, lent: LentTensors)
         rows[key] = [first_row(tensors[key], ranks), *tensors[key].shape]
     text = json.dumps({"__metadata__": {"format": "pt", "rows": json.dumps(rows)}, **header}).encode()
     text += b" " * (-len(text) % 8)
-    yield _HEADER_LENGTH.pack(len(text)) + text
+    yield len(text).to_bytes(8, "little") + text
     for key in keys:
         with lent.borrow(key) as borrowed:
             part = own_part(tensors[key] if borrowed is None else borrowed).detach().cpu().contiguous()

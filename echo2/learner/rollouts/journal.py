@@ -317,11 +317,8 @@ def read_journal(folder: Path, step: Step) -> tuple[Iterator[tuple[Step, pb.Jour
     last segment's step. Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged."""
     segments = [(begun, path) for begun, path in _segments(folder) if begun >= step]
     if not segments or segments[0][0] != step:
-        what = (
-            f"a segment of step {step}, the checkpoint's"
-            if step
-            else "a checkpoint beside it, or segments from step 0 on"
-        )
+        at_start = "a checkpoint beside it, or segments from step 0 on"
+        what = f"a segment of step {step}, the checkpoint's" if step else at_start
         raise StateError(f"journal {folder}: expected {what}, found none. Restore the learner's folder from a backup")
     newest = segments[-1][0]
     return ((begun, record) for begun, path in segments for record in _read_segment(path, begun == newest)), newest

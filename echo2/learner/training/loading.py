@@ -258,7 +258,10 @@ def size_of(config: Any) -> ModelSize:
     rotated = int(text.qk_rope_head_dim) if latent else 0
     kept = [latent + rotated if latent else 2 * keys * each for _, keys, each in shapes]
     experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
-    count, chosen = _experts_of(experts), _chosen_of(text)
+    # How many experts a token is routed to, by the names that configurations have for it.
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    chosen = next((int(value) for name in names if isinstance(value := getattr(text, name, None), int)), 1)
+    count = _experts_of(experts)
     idle = sum(p.numel() for p in experts.values()) * max(0, count - chosen) // max(1, count)
     down = next((p.numel() for name, p in experts.items() if name.endswith(("down_proj", "down_proj.weight"))), 0)
     expert_width = down // (hidden * (1 if "down_proj.weight" in " ".join(experts) else max(1, count)))
@@ -296,12 +299,6 @@ def _experts_of(experts: Mapping[str, Tensor]) -> int:
         if not first.isdigit():
             return int(tensor.shape[0])
     return len({name.partition(".experts.")[2].partition(".")[0] for name in experts})
-
-
-def _chosen_of(text: Any) -> int:
-    """How many experts a token is routed to, by the names that configurations have for it."""
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-    return next((int(value) for name in names if isinstance(value := getattr(text, name, None), int)), 1)
 
 
 def config_json_of(config: Any, size: ModelSize, more: Mapping[str, object] | None = None) -> bytes:

@@ -110,8 +110,6 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         loss_named(self.loss)
-        if not (0 < self.clip_low <= 1 and 0 < self.clip_high < math.inf):
-            raise ConfigError(f"clip: expected 0 < low <= 1 and high > 0, got {self.clip_low} and {self.clip_high}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,9 @@ class Policy(nn.Module):
             hf_model.set_attn_implementation(self._dense)
         self.uses_float_mask = self._dense == "eager"
         self.windows = windows_of(hf_model.config)
-        self.is_packed = is_packable(hf_model.config)
         text = hf_model.config.get_text_config(decoder=True)
+        # Masks keep a row's sequences apart in attention, not in layers that carry a state along.
+        self.is_packed = set(getattr(text, "layer_types", None) or []) <= {_FULL, _SLIDING}
         self._scale = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         self._cap: float | None = getattr(text, "final_logit_softcapping", None)
 
@@ -233,12 +234,6 @@ def windows_of(config: Any) -> dict[str, int]:
     if _SLIDING in kinds:
         return {_FULL: 0, _SLIDING: window}
     return {"": 0 if kinds or getattr(text, "use_sliding_window", True) is False else window}
-
-
-def is_packable(config: Any) -> bool:
-    """Whether rows may hold several sequences: masks keep them apart in attention, not in layers that carry a state along."""
-    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
-    return kinds <= {_FULL, _SLIDING}
 
 
 def backbone(hf_model: Any) -> Any:

@@ -280,7 +280,7 @@ def difference(facts: Sequence[Mapping[str, str]]) -> str:
             if name != _HOST and expected != actual:
                 return (
                     f"{name} of rank {rank} on {other[_HOST]}: expected {expected}, as on rank 0 on {first[_HOST]}, got "
-                    f"{actual}. {_TO_DO_MODEL if name.startswith(_MODEL) else _TO_DO}"
+                    f"{actual}. {'Put the same model on every machine' if name.startswith(_MODEL) else _TO_DO}"
                 )
     return ""
 
@@ -289,7 +289,6 @@ _TO_DO = (
     "Give every machine the same configuration; what it leaves to each machine to choose (learner.token_budget = 0, "
     'learner.gradient_checkpointing = "auto") has to be given where machines differ'
 )
-_TO_DO_MODEL = "Put the same model on every machine"
 
 
 def _facts(options: LearnerOptions) -> dict[str, str]:

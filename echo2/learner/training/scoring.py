@@ -53,7 +53,6 @@ _log = logging.getLogger("echo2.learner")
 
 # ---- one sequence under the weights as they are
 
-COLUMNS = len(fields(TokenScores))
 CHUNK_LOGITS = 1 << 25  # logits per chunk: their softmax and sorting take about ten times as many bytes
 GREEDY_NATS = 1.0
 """How far below the likeliest token a greedy one may be: at another precision, an engine may pick a nearly equal one."""
@@ -377,7 +376,7 @@ class VersionScorer:
         self.kept.load(version)
         is_shared = not any(reading.keeps for reading in readings)
         count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
-        scored = [torch.zeros(COLUMNS, reading.count, dtype=torch.float64) for reading in readings]
+        scored = [torch.zeros(len(fields(TokenScores)), reading.count, dtype=torch.float64) for reading in readings]
         for begin in range(0, len(readings), count):
             place = min(begin + rank, len(readings) - 1)  # without one, the last again: all must join the forward pass
             columns_CT = self._read(readings[place])

@@ -81,6 +81,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("lerner.lr", "3", r"lerner: no such option \(did you mean \[learner\]\?\)"),
         ("worker.place", '"' + "x" * 129 + '"', r"worker\.place: expected a string of at most 128 characters, got"),
         ("worker.slots", "5000", r"worker\.slots: expected a whole number from 0 to 4096, got 5000 \(no engine"),
+        ("learner.clip", "[1.1, 0.2]", r"learner\.clip\.0: expected a number above 0 and at most 1, got 1\.1"),
         ("learner.clip", "0.2", r"learner\.clip: expected a list, such as \[0\.2, 0\.28\], got 0\.2$"),
         ("sampling.stop", "x", r"sampling\.stop: expected a list, such as .* of at most 16 entries, got 'x'$"),
         ("sampling.stop", '[""]', r"sampling\.stop\.0: expected a string of 1 to 64 characters, got ''$"),

@@ -311,6 +311,3 @@ class Stage:
     def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
         for group_id in group_ids:
             self.driven.pop(group_id, None)
-
-    def numbers(self) -> Mapping[str, float]:
-        return {}

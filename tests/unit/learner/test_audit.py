@@ -232,13 +232,6 @@ def piece_of(rng: np.random.Generator, noise_nats: float, *, heavy: bool = False
     return Evidence(Piece(A, Version(2), 0, PIECE_TOKENS, draws_by_seed=True), off[rows, taken], exact, numbers)
 
 
-def others(kind: str, nats: float, count: int = 4) -> KindNoise:
-    noise, rng = KindNoise(), np.random.default_rng(0)
-    for number in range(count):
-        noise.observe(PeerId(f"other{number}"), kind, nats * rng.standard_normal(MEASURED_TOKENS))
-    return noise
-
-
 def accused(noise_nats: float, kind: str, noise: KindNoise, pieces: int = 200, **how: Any) -> tuple[int, Bets]:
     """Tokens until the worker is accused (0: it is not), and its bets."""
     rng, bets = np.random.default_rng(7), Bets(0.0, how.pop("is_excused", False))
@@ -261,17 +254,19 @@ def accused(noise_nats: float, kind: str, noise: KindNoise, pieces: int = 200, *
     ],
 )
 def test_honest_noise_is_accused_of_nothing(nats: float, kind: str, heavy: bool, is_known: bool) -> None:
-    tokens, bets = accused(nats, kind, others(kind, nats) if is_known else KindNoise(), heavy=heavy)
+    tokens, bets = accused(nats, kind, made.fleet_noise(kind, nats) if is_known else KindNoise(), heavy=heavy)
     assert not tokens, bets.accusation
 
 
 def test_an_engine_off_by_more_than_its_kind_is_found_and_by_less_is_not() -> None:
-    assert accused(0.05, "embedded none", others("embedded none", 0.002))[0]
-    assert not accused(0.05, "embedded none", others("embedded none", 0.03))[0], "its card may be another one"
-    assert not accused(0.05, "embedded none", others("vllm none", 0.002))[0], "another kind's noise says nothing of it"
-    _, bets = accused(0.2, "embedded none", others("embedded none", 0.09))
+    assert accused(0.05, "embedded none", made.fleet_noise("embedded none", 0.002))[0]
+    assert not accused(0.05, "embedded none", made.fleet_noise("embedded none", 0.03))[0], "its card may be another one"
+    assert not accused(0.05, "embedded none", made.fleet_noise("vllm none", 0.002))[0], (
+        "another kind's noise says nothing of it"
+    )
+    _, bets = accused(0.2, "embedded none", made.fleet_noise("embedded none", 0.09))
     assert bets.log_wealths["numbers"] > 100, "what is measured of a kind widens nothing beyond its prior"
-    noise = others("embedded none", 0.002, count=3)
+    noise = made.fleet_noise("embedded none", 0.002, count=3)
     noise.observe(PeerId("liar"), "embedded none", np.full(MEASURED_TOKENS, 0.09))
     assert accused(0.05, "embedded none", noise)[0], "one liar does not widen it either"
 
@@ -279,7 +274,7 @@ def test_an_engine_off_by_more_than_its_kind_is_found_and_by_less_is_not() -> No
 @pytest.mark.parametrize("own_noise", [0.0, 0.045])
 def test_a_worker_that_draws_anywhere_inside_its_noise_is_found(own_noise: float) -> None:
     """Its numbers are honest, or have the noise that is allowed: its misses come more often than such noise explains."""
-    for noise in (others("embedded none", 0.03), KindNoise()):
+    for noise in (made.fleet_noise("embedded none", 0.03), KindNoise()):
         tokens, bets = accused(own_noise, "embedded none", noise, picks="near")
         assert 0 < tokens <= 1500, bets.log_wealths
         assert bets.accusation is not None and "than its noise explains" in bets.accusation.text
@@ -326,12 +321,12 @@ def test_bets_on_misses_are_fair_at_the_most_that_noise_explains() -> None:
 
 
 def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:
-    _, bets = accused(0.05, "embedded none", others("embedded none", 0.002))
+    _, bets = accused(0.05, "embedded none", made.fleet_noise("embedded none", 0.002))
     assert bets.accusation is not None and not bets.accusation.is_certain
     assert bets.of_day(DAY_S - 1.0) is bets
     bets = bets.of_day(DAY_S)
     assert bets.accusation is None and not bets.tokens
-    assert not accused(0.05, "embedded none", others("embedded none", 0.002), is_excused=True)[0]
+    assert not accused(0.05, "embedded none", made.fleet_noise("embedded none", 0.002), is_excused=True)[0]
 
 
 # ---- the auditor
@@ -589,11 +584,6 @@ def test_honest_workers_of_another_dtype_and_batch_size_are_left_alone(bench: ma
     assert made.watched(bench, own_numbers, 4, habits=Habits(False, kind="vllm none"))[2] is None
 
 
-def known() -> KindNoise:
-    """Others of its kind, whose noise is that of bf16 on this model."""
-    return made.fleet_noise("embedded none", 0.002)
-
-
 @pytest.mark.soak
 def test_a_worker_that_rounds_to_fp8_as_vllm_can_is_left_alone_among_its_kind(bench: made.Bench) -> None:
     """Weights by row, and what they are multiplied with by token, as its kernels for fp8 do; the rest in bf16."""
@@ -605,7 +595,7 @@ def test_a_worker_that_rounds_to_fp8_as_vllm_can_is_left_alone_among_its_kind(be
     held, _, accusation = made.watched(bench, make, 40, habits=habits)
     assert accusation is None and 0.01 < held.noise_nats < 0.03
     assert made.watched(bench, make, 40, habits=habits, noise=made.fleet_noise("vllm fp8", held.noise_nats))[2] is None
-    _, _, accusation = made.watched(bench, make, 60, noise=known())
+    _, _, accusation = made.watched(bench, make, 60, noise=made.fleet_noise("embedded none", 0.002))
     assert accusation is not None and not accusation.is_certain, "one that says it does not round is set aside"
 
 
@@ -653,7 +643,9 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 def test_a_worker_that_does_not_sample_from_what_it_claims_is_found_out(bench: made.Bench, name: str) -> None:
     lie = LIES[name]
-    _, rollouts, accusation = made.watched(bench, lie.make(bench), 20, noise=known() if lie.is_known else None)
+    _, rollouts, accusation = made.watched(
+        bench, lie.make(bench), 20, noise=made.fleet_noise("embedded none", 0.002) if lie.is_known else None
+    )
     assert accusation is not None and accusation.bet in lie.bets and rollouts <= lie.rollouts_max
     assert lie.is_certain in (None, accusation.is_certain)
 
@@ -661,5 +653,5 @@ def test_a_worker_that_does_not_sample_from_what_it_claims_is_found_out(bench: m
 @pytest.mark.soak
 def test_it_is_found_out_in_float32_and_two_versions_behind_too(bench: made.Bench) -> None:
     for make in (made.one_behind(bench), made.others_tokens(bench, made.OLDEST)):
-        _, rollouts, accusation = made.watched(bench, make, 20, noise=known())
+        _, rollouts, accusation = made.watched(bench, make, 20, noise=made.fleet_noise("embedded none", 0.002))
         assert accusation is not None and rollouts <= 160

@@ -9,7 +9,7 @@ import math
 import shutil
 import threading
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -40,7 +40,7 @@ from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
 from echo2.outside.guard import FairShare
-from echo2.trust.identity import Identity, JoinLink, Role
+from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority
 from echo2.trust.tls import Credentials, load_credentials, load_or_create_identity
 from echo2.weights import fingerprint
 from echo2.wire.bounds import limits_of, parsed
@@ -68,19 +68,10 @@ RESTARTS = {"bound": 4, "kappa": 2}
 # ---- to the end
 
 
-@dataclass
-class Finished:
-    """A run of six steps, and what Prometheus read of it, at most."""
-
-    folder: Path
-    run: Run
-    summary: RunSummary
-    page: str
-
-
 @pytest.fixture(scope="module")
-def finished(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder, (port,), pages = tmp_path_factory.mktemp("finished") / "run", choose_ports((0,)), []
+def finished(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, RunSummary]:
+    """A run of six steps, which Prometheus reads."""
+    folder, (port,), pages = tmp_path_factory.mktemp("finished") / "run", choose_ports((0,)), list[str]()
     limits = LearnerLimits(free_bytes_min=1, linger_s=20.0)
     run = Run(options_for(folder, model_path, staleness={"bound": 1}, limits=limits, metrics_port=port))
     run.follower.needed_looks = 4
@@ -90,7 +81,9 @@ def finished(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
             pages.append(answer.read().decode())
 
     run.at_step = {step: lambda: threading.Thread(target=look).start() for step in (3, 4, 5)}
-    return Finished(folder, run, go(run.finish()), max(pages, key=len))
+    summary = go(run.finish())
+    assert any("echo2_learner_reward_mean" in page for page in pages)
+    return run, summary
 
 
 @pytest.mark.parametrize(("bound", "kappa", "lag"), [(0, 0, 0), (1, 1, 1), (8, 1, 0)])
@@ -127,23 +120,25 @@ def test_a_relay_whose_port_is_taken_ends_the_learner_with_all_that_it_has_begun
     assert stop.await_count == 1
 
 
-def test_a_finished_learner_stays_while_its_last_version_is_fetched(finished: Finished) -> None:
-    assert finished.run.follower.asked >= 4 and finished.run.coordinator.left_for == ["finished"]
+def test_a_finished_learner_stays_while_its_last_version_is_fetched(finished: tuple[Run, RunSummary]) -> None:
+    assert finished[0].follower.asked >= 4 and finished[0].coordinator.left_for == ["finished"]
 
 
-def test_the_exported_model_is_what_was_published_and_loads_in_transformers(finished: Finished, tmp_path: Path) -> None:
+def test_the_exported_model_is_what_was_published_and_loads_in_transformers(
+    finished: tuple[Run, RunSummary], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    target = tmp_path / "exported"
-    assert main(["export", str(finished.folder), str(target)]) == 0
-    assert main(["export", str(finished.folder), str(target)]) == 2, "a folder with files is not written over"
+    (run, summary), target = finished, tmp_path / "exported"
+    assert main(["export", str(run.options.folder), str(target)]) == 0
+    assert main(["export", str(run.options.folder), str(target)]) == 2, "a folder with files is not written over"
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "new")]) != 0
-    assert finished.summary.export_folder is not None
-    for folder in (target, finished.summary.export_folder):
+    assert summary.export_folder is not None
+    for folder in (target, summary.export_folder):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         assert AutoTokenizer.from_pretrained(folder).encode("12>")
-        key = finished.run.follower.host.key
-        assert f"{fingerprint(dict(model.named_parameters()), key):016x}" == finished.summary.fingerprint
+        key = run.follower.host.key
+        assert f"{fingerprint(dict(model.named_parameters()), key):016x}" == summary.fingerprint
 
 
 def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: Path) -> None:
@@ -353,13 +348,20 @@ def test_a_start_that_cannot_work_says_so_at_once(model_path: Path, tmp_path: Pa
         go(daemon.run())
 
 
-def test_another_runs_join_link_is_refused(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = new_authority()
+def enrolling(monkeypatch: pytest.MonkeyPatch) -> tuple[RunAuthority, RunAuthority]:
+    """Two coordinators, each of which enrols the learner by its link."""
+    both = new_authority(), new_authority()
 
     async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
+        authority = {each.identity.peer_id: each for each in both}[link.peer_id]
         return issued(authority, role, "127.0.0.1:1", identity=identity)
 
     monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
+    return both
+
+
+def test_another_runs_join_link_is_refused(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, _ = enrolling(monkeypatch)
     link = str(JoinLink("127.0.0.1", 1, authority.identity.peer_id, "a-token"))
     options = replace(options_for(tmp_path / "run", model_path, run={"name": "mine"}), join_link=link)
     with pytest.raises(ConfigError, match=f"run mine: expected a join link of this run, .* of run {RUN};"):
@@ -371,13 +373,7 @@ def test_a_learner_goes_on_under_the_coordinator_that_its_link_names(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has lost its folder is another: it was waited for, by the certificate of before, for ever."""
-    before, after = new_authority(), new_authority()
-
-    async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
-        authority = {each.identity.peer_id: each for each in (before, after)}[link.peer_id]
-        return issued(authority, role, "127.0.0.1:1", identity=identity)
-
-    monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
+    before, after = enrolling(monkeypatch)
     prepared = mock.Mock(side_effect=StateError("so far"))
     peers = []
     for authority in (before, after, None):

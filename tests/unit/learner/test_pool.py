@@ -622,7 +622,6 @@ def test_a_rollout_ends_where_its_lease_says(tokens: tuple[int, ...], reason: Fi
 
 
 SETS = (QuestionSet("held_out", 3, 1), QuestionSet("hard", 2, 4))
-V0 = Version(0)
 
 
 def begun(version: int = 0, sets: tuple[QuestionSet, ...] = SETS) -> Stage:

@@ -17,7 +17,7 @@ import torch
 from echo2.base.errors import DiskFull
 from echo2.base.ids import Step, Version
 from echo2.learner.options import LearnerLimits
-from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.outside import MACHINE, Machine, entered, here, monotonic, unix_now
 from echo2.outside.files import MachineFiles
 from echo2.outside.net import accepted
@@ -103,7 +103,7 @@ def test_secrets_and_checkpoints_are_synced_before_they_have_their_names_and_the
         files.done.clear()
         store = CheckpointStore(tmp_path / "checkpoints", LearnerLimits(free_bytes_min=1))
         weights = {"w": torch.ones(3)}
-        checkpoint = Checkpoint(Step(1), {}, weights, Version(1), state_of({"journal_from": 0}, Step(1), Version(1)))
+        checkpoint = Checkpoint(Step(1), {}, weights, Version(1), {"journal_from": 0})
         store.begin(checkpoint)
         store.save(checkpoint)
     named = files.done.index("rename to step-00000001")
