@@ -207,7 +207,7 @@ def controller(days_count: int) -> list[Row]:
             usd_budget=rng.choice([math.inf, 5.0, 30.0]), dwell_s=300.0,
         )  # fmt: skip
         train_s, spent, now, made, changed_at = fleet.learner.train_s, 0.0, 0.0, None, -1
-        measured = RobustEstimator("train_s")
+        measured = RobustEstimator()
         for step in range(STEPS_A_DAY):
             if step == STEPS_A_DAY // 2:
                 train_s, changed_at = train_s * rng.choice([0.5, 0.7, 1.5]), step

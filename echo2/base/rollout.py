@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echo2.base.errors import ConfigError, MalformedMessage
-from echo2.base.ids import GroupId, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 
 # Expert routing of a rollout in a mixture of experts: which experts computed each token. Packed, optional, bounded.
 #
@@ -468,3 +468,15 @@ class AdamStep:
             raise ConfigError(
                 f"adam_params: expected betas from 0 to below 1, the rest finite and 0 or more, got {self}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One worker's right to produce one group, as the coordinator granted it."""
+
+    lease_id: LeaseId
+    group_id: GroupId
+    worker_peer_id: PeerId
+    attempt: int
+    deadline_unix_s: float
+    run_id: RunId

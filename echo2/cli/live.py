@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -100,7 +100,6 @@ class LiveRun:
     def _show(self, live: Live | None) -> None:
         now = time.monotonic()
         self.state.elapsed_s = now - self._began
-        self.state.phase = phase_of(self.state.status)
         if live is not None:
             live.update(draw(self.state))
         elif now - self._printed_at >= PLAIN_LINE_EVERY_S:
@@ -184,7 +183,6 @@ _KINDS = {"good": "green", "info": "cyan", "warn": "yellow", "bad": "bold red"} 
 class ScreenState:
     title: str
     elapsed_s: float = 0.0
-    phase: str = ""
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     status: coordinator_pb2.RunStatus | None = None
@@ -223,32 +221,27 @@ class ResizableLines:
         yield Text(text, style=self.style, no_wrap=True, overflow="crop")
 
 
-def curve(values: Sequence[float], width: int, height: int = _CURVE_HEIGHT) -> list[str]:
-    """Draws a block chart of values in 0..1 as `height` lines, top first; each column is the mean of its slice of `values`."""
+def curve(values: Sequence[float], width: int) -> list[str]:
+    """Draws a block chart of values in 0..1, its top line first; each column is the mean of its slice of `values`."""
     if not values:
-        return [""] * height
+        return [""] * _CURVE_HEIGHT
     columns = min(width, len(values))
     edges = [round(i * len(values) / columns) for i in range(columns + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     lines = []
-    for row in range(height - 1, -1, -1):
-        cells = (max(0.0, min(1.0, value * height - row)) for value in means)
+    for row in reversed(range(_CURVE_HEIGHT)):
+        cells = (max(0.0, min(1.0, value * _CURVE_HEIGHT - row)) for value in means)
         lines.append("".join(_BLOCKS[round(cell * (len(_BLOCKS) - 1))] for cell in cells))
     return lines
 
 
-def bar(share: float, width: int) -> str:
-    return "█" * round(max(0.0, min(1.0, share)) * width)
-
-
-def lag_lines(histogram: Mapping[int, int] | Sequence[int], bound: int, width: int) -> list[str]:
-    counts = dict(enumerate(histogram)) if not isinstance(histogram, Mapping) else dict(histogram)
-    total = sum(counts.values()) or 1
-    last = max(bound, *counts) if counts else bound
-    room = max(1, width - _LAG_WORDS - len(str(last)) + 1)
+def lag_lines(histogram: Sequence[int], bound: int, width: int) -> list[str]:
+    total = sum(histogram) or 1
+    shares = [count / total for count in histogram] + [0.0] * (bound + 1 - len(histogram))
+    room = max(1, width - _LAG_WORDS - len(str(len(shares) - 1)) + 1)
     return [
-        f"lag {lag}{'  ' if lag <= bound else ' !'} {counts.get(lag, 0) / total:5.0%} {bar(counts.get(lag, 0) / total, room)}"
-        for lag in range(last + 1)
+        f"lag {lag}{'  ' if lag <= bound else ' !'} {share:5.0%} {'█' * round(share * room)}"
+        for lag, share in enumerate(shares)
     ]
 
 
@@ -262,7 +255,7 @@ def draw(state: ScreenState) -> RenderableType:
 def _header(state: ScreenState) -> RenderableType:
     minutes, seconds = divmod(int(state.elapsed_s), 60)
     text = Text(f"{state.title}   {f'{minutes}:{seconds:02d}   ' if state.elapsed_s else ''}", style="bold")
-    text.append(state.phase, style="not bold cyan")
+    text.append(phase_of(state.status), style="not bold cyan")
     if state.status is not None and state.status.headline:
         text.append(f"\n{state.status.headline}", style=_KINDS.get(state.status.headline_kind, ""))
     return text

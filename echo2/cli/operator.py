@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -91,7 +91,7 @@ class OperatorClient:
 OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs of a user
 
 
-def operator_at(run: str) -> AbstractAsyncContextManager[OperatorClient]:
+def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _Answer:
     """`run`: its folder, an operator's link, or @FILE with one."""
     link = Path(run) / "links" / "operator.link"
     if not link.is_file() and not run.startswith(("@", "echo2:")):
@@ -99,12 +99,10 @@ def operator_at(run: str) -> AbstractAsyncContextManager[OperatorClient]:
             f"{run}: expected a run's folder (RUNS/NAME) with links/operator.link, an operator's link or @FILE with one, found "
             f"{'a folder without' if Path(run).is_dir() else 'no such folder'}"
         )
-    return OperatorClient.at(link_text(f"@{link}" if link.is_file() else run), OPERATOR_FOLDER.expanduser())
+    text = link_text(f"@{link}" if link.is_file() else run)
 
-
-def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _Answer:
     async def asked() -> _Answer:
-        async with operator_at(run) as operator:
+        async with OperatorClient.at(text, OPERATOR_FOLDER.expanduser()) as operator:
             return await ask(operator)
 
     try:
@@ -126,7 +124,7 @@ def _trained(folder: Path) -> str:
 
 
 def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
-    from echo2.cli.live import ScreenState, draw, phase_of  # which asks by OperatorClient itself
+    from echo2.cli.live import ScreenState, draw  # which asks by OperatorClient itself
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
 
     folder = Path(args.run)
@@ -141,7 +139,7 @@ def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
     elif status.finished and (folder / "learner" / "metrics.jsonl").is_file():
         print(write_report(folder, status).text)
     else:
-        state = ScreenState(title=f"run {status.run_id}", phase=phase_of(status), status=status)
+        state = ScreenState(title=f"run {status.run_id}", status=status)
         state.read(folder)
         Console().print(draw(state))
     return 0

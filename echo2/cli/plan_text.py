@@ -16,7 +16,7 @@ from echo2.base.units import counted, format_bytes, format_seconds
 from echo2.cli.process import COLUMNS_MAX, wrapped
 from echo2.cli.sizing import FIT_COLUMNS, fit_rows
 from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
-from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.plan import FORMULAS, Limit, Plan, Term
 from echo2.cost_model.question import Advice, PlanQuestion, PoolOffer, advise
 from echo2.cost_model.snapshot import LearnerEstimate
 
@@ -99,7 +99,7 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
     answer_json["binding"] = answer.binding.value
     for term in answer_json["terms"]:
         kind = term["limit_kind"]
-        term |= {"limit_kind": kind.value, "formula": kind.formula}
+        term |= {"limit_kind": kind.value, "formula": FORMULAS[kind]}
     answer_json["pool_by_kind"] = pool_by_kind(answer)
     answer_json["machines"] = [
         dict(zip(FIT_COLUMNS, row, strict=True))

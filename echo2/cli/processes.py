@@ -172,7 +172,7 @@ class RunLock:
         except OSError as error:
             raise StateError(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
         until = time.monotonic() + ENDING_WITHIN_S
-        while not self._taken():
+        while not _is_locked(self.descriptor, fcntl.LOCK_EX):
             holders = holders_of(folder)
             if STARTER in holders or time.monotonic() > until:
                 raise self._refusal({STARTER: holders[STARTER]} if STARTER in holders else holders)
@@ -185,19 +185,21 @@ class RunLock:
     def note(self, name: str, pid: int) -> None:
         os.write(self.descriptor, f"{name} {pid}\n".encode())
 
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
     def _refusal(self, holders: dict[str, int]) -> StateError:
         os.close(self.descriptor)
         who = ", ".join(f"{name} (process {pid})" for name, pid in holders.items()) or "a process that cannot be named"
         pids = list(holders.values())  # 0: it has not written its own yet
         end = f"; to end it: kill {' '.join(map(str, pids))}" if pids and all(pids) else ""
         return StateError(f"run folder {self._folder}: expected no other process in it, found {who}{end}")
+
+
+def _is_locked(descriptor: int, how: int = fcntl.LOCK_SH) -> bool:
+    """Locks the file, unless another process holds it."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def holders_of(folder: Path) -> dict[str, int]:
@@ -207,12 +209,10 @@ def holders_of(folder: Path) -> dict[str, int]:
     if not path.is_file():
         return {}
     with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            rows = [line.partition(" ") for line in file.read().decode(errors="replace").splitlines()]
-            return {name: int(pid) for name, _, pid in rows if pid.isdigit() and _is_alive(int(pid))}
-    return {}
+        if _is_locked(file.fileno()):
+            return {}
+        rows = [line.partition(" ") for line in file.read().decode(errors="replace").splitlines()]
+        return {name: int(pid) for name, _, pid in rows if pid.isdigit() and _is_alive(int(pid))}
 
 
 def _is_alive(pid: int) -> bool:
@@ -226,12 +226,8 @@ def _is_alive(pid: int) -> bool:
 def held_by_hand(folder: Path) -> Iterator[tuple[str, int]]:
     for name, place in _BY_HAND.items():
         path = folder / place
-        if not path.is_file():
-            continue
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
+        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:
+            if file is not None and not _is_locked(file.fileno()):
                 text = file.read(32).decode(errors="replace").strip()
                 yield name, int(text) if text.isdigit() else 0
 

@@ -149,11 +149,6 @@ class LearnerMachine:
     def device_bytes(self) -> int:
         return self.gpu_memory_bytes if self.gpu_count else self.memory_bytes
 
-    @property
-    def host_share(self) -> float:
-        """This host's share of what all ranks keep in host memory."""
-        return (self.gpus_here or self.gpu_count) / self.gpu_count if self.gpu_count else 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class LearnerNeeds:
@@ -248,7 +243,8 @@ def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> i
 def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> list[Shortage]:
     """Lists what this machine lacks for the learner; empty if it fits."""
     memory = learner_needs(config, model, machine).memory
-    host_bytes = int(memory.host_bytes * machine.host_share)
+    host_share = (machine.gpus_here or machine.gpu_count) / machine.gpu_count if machine.gpu_count else 1.0
+    host_bytes = int(memory.host_bytes * host_share)
     needs = []
     if not _fits(memory, machine):
         if machine.gpu_count:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from echo2.base.clock import Clock
 from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed, RunFinished
 from echo2.base.ids import PeerId, RunId
+from echo2.base.rollout import Ticket
 from echo2.base.units import counted, format_seconds
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
@@ -31,7 +32,6 @@ from echo2.coordinator.fleet.members import (
     ON_TRIAL,
     Activation,
     Liveness,
-    LivenessRule,
     Member,
     Membership,
     OperatorSetting,
@@ -51,7 +51,7 @@ from echo2.outside.guard import PeerLines
 from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.rollout import Ticket, group_to_message, sign_ticket
+from echo2.wire.rollout import group_to_message, sign_ticket
 
 if TYPE_CHECKING:
     from echo2.broadcast.nat.reach import Nat
@@ -77,11 +77,6 @@ class CoordinatorOptions:
     @property
     def run_id(self) -> RunId:
         return RunId(self.config.run.name)
-
-    @property
-    def model_path(self) -> str:
-        """Where workers look for the base checkpoint."""
-        return self.config.model.path
 
     @property
     def link_host(self) -> str:
@@ -129,8 +124,8 @@ class Hub:
         self._spent = ""  # likewise by its budget
         self.awaits_plan = bool(saved.meta.get("awaits_plan"))  # since its budget was spent, in any mode of the planner
         self.book = LeaseBook(LeaseRules(self.learner_bound, self.config.coordinator.lease_timeout))
-        liveness = LivenessRule(self.config.coordinator.suspect_after, self.config.coordinator.gone_after)
-        self.membership = Membership(liveness, WORKERS_MAX, self.book.records)
+        section = self.config.coordinator
+        self.membership = Membership(section.suspect_after, section.gone_after, WORKERS_MAX, self.book.records)
         self.tokens = TokenBook(TOKENS_MAX)
         self.money = Money(self.membership, self.tokens, clock)
         self.board = LearnerBoard()
@@ -345,7 +340,7 @@ class Hub:
         """Sets them all and syncs once: the disk would hold up a fleet that was set one by one."""
         members = [self.membership.set(peer_id, setting, reason) for peer_id in peer_ids]
         if setting is OperatorSetting.AUTOMATIC and (plan := self.plan.now) is not None:
-            self._want(members, plan.pool, plan.reason)
+            self.want(members, plan.pool, plan.reason)
         for member in members:
             self.state.save("members", member.peer_id, member)
             self.review(member)
@@ -419,7 +414,7 @@ class Hub:
 
     # ---- plans
 
-    def _want(self, members: Iterable[Member], pool: Collection[PeerId], reason: str) -> None:
+    def want(self, members: Iterable[Member], pool: Collection[PeerId], reason: str) -> None:
         """Lets those of `members` work that are in `pool` or on trial, as far as cap and budget allow, whatever the plan says."""
         members = list(members)
         wanted = [member for member in members if member.peer_id in pool or member.is_on_trial]
@@ -445,21 +440,17 @@ class Hub:
         before = self.plan.message
         self.plan.adopt(plan, is_acted_on, rate_ratio, is_settled)
         if is_acted_on:
-            self._want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
+            self.want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
         if before != (update := self.plan.message):
             self.learner.send(pb.LearnerOrder(plan=update))
         if before is None or before.kappa != plan.kappa:
             self.note("plan", plan.reason)
 
-    def try_out(self, members: Iterable[Member]) -> None:
-        """Activates the newcomers on trial, which work beside the plan or without one."""
-        self._want([member for member in members if member.is_on_trial and not member.is_wanted], (), ON_TRIAL)
-
     def go_on_without_plan(self) -> None:
         """Lets everybody work if there is no plan yet and nobody does whom the last one chose: without a step none is made."""
         living = list(self.membership.living())
         if self.plan.now is None and not any(member.activation is Activation.ACTIVE for member in living):
-            self._want(living, {member.peer_id for member in living}, "there is no plan yet")
+            self.want(living, {member.peer_id for member in living}, "there is no plan yet")
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """Sends the plan to the learner now. Returns the workers' sessions, to which the caller sends it at its own pace."""
@@ -522,7 +513,7 @@ class Hub:
                 member.paused = self.halted
                 self.review(member)
         if self._spent:
-            self._want([member for member in living if member.is_wanted], (), self._spent)
+            self.want([member for member in living if member.is_wanted], (), self._spent)
             self.await_plan(True)
 
     def await_plan(self, awaits: bool) -> None:
@@ -541,7 +532,8 @@ class Hub:
         self.plan_process.close()
         for session in self.workers.values():
             session.end()
-        self.learner.close()
+        if self.learner.session is not None:
+            self.learner.session.end()
         meter(self.membership.members.values(), self.clock.now())
         self._keep_totals()
         for member in self.membership.living():

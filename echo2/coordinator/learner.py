@@ -59,21 +59,18 @@ class RolloutQuestions:
         has_failed = self._list is not None and self._list.done() and self._list.exception() is not None
         if self._list is None or has_failed or monotonic() - self._list_at > LIST_FRESH_S:
             self._list_at = monotonic()
-            self._list = asyncio.get_running_loop().create_task(self._ask("", 0))
+            self._list = asyncio.get_running_loop().create_task(self.ask("", 0))
             # Its error is told where somebody waits; the pages that asked may all have been closed.
             self._list.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         return await asyncio.shield(self._list)
-
-    async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        return await self._ask(rollout_id, offset)
 
     def on_answer(self, answer: pb.RolloutsShown) -> None:
         waiting = self._open.get(answer.request)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
-    async def _ask(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        """Sends a request and waits for the answer. LimitExceeded if too many are open, Unreachable if no learner answers."""
+    async def ask(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
+        """Waits for a rollout's tokens from `offset` on. LimitExceeded if too many are asked for, Unreachable without an answer."""
         if len(self._open) >= ASKED_MAX:
             raise LimitExceeded(f"rollouts: expected at most {ASKED_MAX} questions at a time; try again")
         self._asked += 1
@@ -119,10 +116,6 @@ class LearnerStream:
             return False
         self.session.send(order)
         return True
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.end()
 
     async def on_hello(self, peer_id: PeerId, full: pb.LearnerHello, session: StreamSession[pb.LearnerOrder]) -> None:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
@@ -200,7 +193,7 @@ class LearnerStream:
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
                 self._on_lease_message(hub.book.close, ids, message.close.reason)
             case "delivered":
-                self._on_lease_message(hub.book.on_delivered, wire.delivered_from_message(message.delivered))
+                self._on_lease_message(hub.book.on_delivered, message.delivered.workers)
             case "published":
                 self.on_publish(message.published)
             case "accused":

@@ -27,6 +27,7 @@ from echo2.base.errors import (
     VersionMismatch,
 )
 from echo2.base.ids import LeaseId, PeerId, RunId, Version
+from echo2.base.rollout import Ticket
 from echo2.base.units import one_line
 from echo2.broadcast.reachability import NAMED_MAX, Access, dialable
 from echo2.coordinator.fleet.enrolment import caller_host, check_protocol
@@ -142,9 +143,7 @@ class WorkerStream:
         hello.addresses[:] = self._dialable(Access(addresses=tuple(hello.addresses)), peer_id).addresses
         self._join(peer_id, hello, held, session)
 
-    def _join(
-        self, peer_id: PeerId, hello: pb.WorkerHello, held: tuple[le.HeldLease, ...], session: WorkerSession
-    ) -> None:
+    def _join(self, peer_id: PeerId, hello: pb.WorkerHello, held: tuple[Ticket, ...], session: WorkerSession) -> None:
         hub, section = self._hub, self._hub.config.coordinator
         hub.learner.check_model(peer_id, hello)
         if hello.quantisation not in ("", hub.config.worker.quantisation):
@@ -199,14 +198,12 @@ class WorkerStream:
         self._left_out = left_out
         return access
 
-    async def _held_leases(
-        self, peer_id: PeerId, tickets: Sequence[rollout_pb2.LeaseTicket]
-    ) -> tuple[le.HeldLease, ...]:
+    async def _held_leases(self, peer_id: PeerId, tickets: Sequence[rollout_pb2.LeaseTicket]) -> tuple[Ticket, ...]:
         """The leases that the worker holds, verified by this coordinator's signatures on the tickets. MalformedMessage if one comes
         twice. Yields to the event loop every `TICKETS_AT_ONCE` tickets."""
-        held: dict[LeaseId, le.HeldLease] = {}
+        held: dict[LeaseId, Ticket] = {}
         for ticket in tickets:
-            lease = wire.held_lease_from_ticket(ticket, self._hub.options.run_id, self._hub.identity.peer_id, peer_id)
+            lease = wire.verify_ticket(ticket, self._hub.options.run_id, self._hub.identity.peer_id, peer_id)
             if (lease_id := lease.lease_id) in held:
                 raise MalformedMessage(f"held_tickets of {peer_id}: expected each lease once, got {lease_id} again")
             held[lease_id] = lease

@@ -146,11 +146,7 @@ class WorkerPrior:
 def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
     if not tables:
         raise ConfigError("catalogue: expected a table for each kind of GPU, got none")
-    return {name: read_as(GpuType, _named(name, table), f"catalogue: GPU {name}") for name, table in tables.items()}
-
-
-def _named(name: str, table: object) -> object:
-    return {**table, "name": name} if isinstance(table, Mapping) else table
+    return {name: read_as(GpuType, table, f"catalogue: GPU {name}", name=name) for name, table in tables.items()}
 
 
 def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:

@@ -31,12 +31,8 @@ class Limit(enum.Enum):
     USD_PER_HOUR = "usd_per_hour"
     USD_BUDGET = "usd_budget"
 
-    @property
-    def formula(self) -> str:
-        return _FORMULAS[self]
 
-
-_FORMULAS = {
+FORMULAS = {
     Limit.THROUGHPUT: "mu_pool >= target*R/T_train",
     Limit.REWARDS: "rewards/s >= target*R/T_train",
     Limit.BROADCAST: "transfer <= kappa*T_train",

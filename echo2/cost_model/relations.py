@@ -24,7 +24,6 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from echo2.base.errors import MalformedMessage
 from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig, WorkerState
 
 Floats = npt.NDArray[np.float64]
@@ -69,13 +68,6 @@ def _unit_lengths(tail: float, longest: float) -> Floats:
         is_long = float(lengths.mean()) > 1.0
         low, high = (middle, high) if is_long != is_cut else (low, middle)
     lengths = cut(low, USUAL_SIGMA) if is_cut else cut(tail * math.exp(-z * low), low)
-    return np.asarray(lengths / lengths.mean())
-
-
-def lengths_from_quantiles(quantiles: tuple[float, ...]) -> Floats:
-    """The run's own lengths, from quantiles at equal shares: `QUANTILES` of them, with mean 1."""
-    shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    lengths = np.interp(shares, (np.arange(len(quantiles)) + 0.5) / len(quantiles), quantiles)
     return np.asarray(lengths / lengths.mean())
 
 
@@ -228,7 +220,9 @@ class FleetModel:
         is_available = np.array([worker.state is not WorkerState.UNAVAILABLE for worker in workers])
         slots = np.clip(np.round(full * mean_s), 1, SLOTS_MAX).astype(np.int64)
         if learner.lengths:
-            lengths = lengths_from_quantiles(learner.lengths)
+            shares, given = ((np.arange(count) + 0.5) / count for count in (QUANTILES, len(learner.lengths)))
+            lengths = np.interp(shares, given, learner.lengths)
+            lengths = np.asarray(lengths / lengths.mean())
         else:  # lengths are the task's, so all workers' measurements of them are of the same
             weights = full * is_available if is_available.any() else full
             weights = weights / weights.sum()
@@ -379,14 +373,10 @@ DELTA_PERIODS_MAX = 64  # kappa is at most S, which is at most 64
 class RobustEstimator:
     """Estimates one quantity from the newest `window` observations, `values`. A prior is as many of them as it shall weigh."""
 
-    field_name: str
     window: int = WINDOW
     values: list[float] = field(default_factory=list)
 
     def observe(self, value: float) -> None:
-        """Adds one measurement. `MalformedMessage` for one that is no number or negative, which then changes nothing."""
-        if not (math.isfinite(value) and value >= 0.0):
-            raise MalformedMessage(f"telemetry {self.field_name}: expected a finite number of at least 0, got {value}")
         self.values = [*self.values, value][-self.window :]
         if self._has_changed():
             self.values = self.values[-CHANGE_OBSERVATIONS:]
@@ -413,11 +403,7 @@ class DeltaSizeEstimator:
 
     def observe(self, artifact_bytes: float, steps: int) -> None:
         """Adds the size of a version that covers `steps` steps since its parent."""
-        if not 1 <= steps <= DELTA_PERIODS_MAX:
-            raise MalformedMessage(f"telemetry delta steps: expected 1 to {DELTA_PERIODS_MAX}, got {steps}")
-        sizes = self._by_steps.get(steps, RobustEstimator("artifact_bytes"))
-        sizes.observe(artifact_bytes)
-        self._by_steps[steps] = sizes
+        self._by_steps.setdefault(steps, RobustEstimator()).observe(artifact_bytes)
 
     @property
     def growth(self) -> float:

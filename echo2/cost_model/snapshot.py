@@ -56,12 +56,13 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def read_as(kind: Callable[..., Row], table: object, owner: str) -> Row:
-    """The dataclass `kind` from a table of TOML or JSON. `ConfigError` names a field that is unknown, missing or of another
-    type."""
+def read_as(kind: Callable[..., Row], table: object, owner: str, **more: object) -> Row:
+    """The dataclass `kind` from a table of TOML or JSON and `more` fields. `ConfigError` names a field that is unknown,
+    missing or of another type."""
     known, values = {field.name: field for field in fields(kind)}, dict[str, object]()  # type: ignore[arg-type]
     if not isinstance(table, Mapping):
         raise ConfigError(f"{owner}: expected a table with the fields {', '.join(known)}, got {table!r}")
+    table = {**table, **more}
     if unknown := sorted(set(table) - set(known)):
         raise ConfigError(f"{owner}: expected fields among {', '.join(sorted(known))}, got {unknown[0]!r}")
     for name, field in known.items():

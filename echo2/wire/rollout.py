@@ -9,8 +9,6 @@ Log-probabilities and sampling parameters travel as float32: a value comes back 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from echo2.base.errors import BadSignature, MalformedMessage, NotAllowed
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import (
@@ -21,12 +19,12 @@ from echo2.base.rollout import (
     Routing,
     SamplingParams,
     SegmentVerdict,
+    Ticket,
     Verdict,
     VersionSpan,
     Work,
 )
 from echo2.base.units import one_line
-from echo2.coordinator.leases.lease import HeldLease, WorkerDelivery
 from echo2.trust.identity import Identity, verify_signature
 from echo2.wire.bounds import MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX, core_of, message_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -175,18 +173,6 @@ def verdicts_from_message(message: ingest_pb2.RolloutVerdict) -> tuple[SegmentVe
 _PREFIX = b"echo2-lease-ticket-v1:"  # a signature over a ticket holds for nothing else
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One worker's right to produce one group, as the coordinator granted it."""
-
-    lease_id: LeaseId
-    group_id: GroupId
-    worker_peer_id: PeerId
-    attempt: int
-    deadline_unix_s: float
-    run_id: RunId
-
-
 def _signed_bytes(message: rollout_pb2.LeaseTicket) -> bytes:
     bare = rollout_pb2.LeaseTicket()
     bare.CopyFrom(message)
@@ -244,14 +230,6 @@ def cause_of_end(reason: str) -> str | None:
 _END_REASONS = {pb.LeaseEnded.Reason.Value(f"REASON_{reason.name}"): reason for reason in EndReason}
 
 
-def held_lease_from_ticket(
-    message: rollout_pb2.LeaseTicket, run_id: RunId, coordinator_peer_id: PeerId, worker_peer_id: PeerId
-) -> HeldLease:
-    """The lease of a ticket; TrustError unless this run's coordinator signed it for exactly this worker."""
-    ticket = verify_ticket(message, run_id, coordinator_peer_id, worker_peer_id)
-    return HeldLease(ticket.lease_id, ticket.group_id, ticket.attempt, ticket.deadline_unix_s)
-
-
 def end_reason_from_message(message: pb.LeaseEnded) -> EndReason:
     reason = _END_REASONS.get(message.reason)
     if reason is None:
@@ -267,7 +245,3 @@ def offer_from_message(message: pb.OfferGroups, origin: str) -> tuple[tuple[Grou
             f"held_tokens of {origin}: expected none or one for each of {len(groups)} groups, got {len(held_tokens)}"
         )
     return groups, held_tokens
-
-
-def delivered_from_message(message: pb.WorkersDelivered) -> tuple[WorkerDelivery, ...]:
-    return tuple(core_of(worker, WorkerDelivery, worker_id=PeerId(worker.peer_id)) for worker in message.workers)

@@ -214,7 +214,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "    return may_begin(version, spec.consume_step,", "    return may_begin(Version(version + 1), spec.consume_step,",
            (_UNIT + "coordinator/test_lease_book.py",)),
     Mutant("a lease that ended long ago is taken in again", "coordinator/leases/lease.py",
-           "now < self.deadline + lease_timeout_s and self.attempt", "self.attempt", (_UNIT + "coordinator/test_lease_book.py",)),
+           " and is_granted and now < ticket.deadline_unix_s + lease_timeout_s", " and is_granted", (_UNIT + "coordinator/test_lease_book.py",)),
     Mutant("a machine that was made though its answer was lost costs money for ever", "coordinator/money/provisioner.py",
            "            self._check_gone(machine, observed.get(machine.machine_id), asked_at)\n", "            pass\n",
            (_UNIT + "coordinator/test_provisioner.py",)),

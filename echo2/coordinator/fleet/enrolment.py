@@ -143,7 +143,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         """Frees the use of a rented machine's token: one that lost its disk has lost its identity. LimitExceeded, after which a
         worker tries again, until the one before is gone: so the token admits one at a time, whoever holds it. Of a barred worker,
         and after `REPLACED_MAX`, the use stays taken."""
-        machine = self._hub.money.rental_by(token.token_id)
+        rented = self._hub.money.machines.values()
+        machine = next((machine for machine in rented if machine.token_id == token.token_id), None)
         if machine is None:
             return
         for peer_id in sorted(token.peers):

@@ -1,6 +1,6 @@
 """Tracks which workers are in the fleet, which are alive, and which work.
 
-Liveness is decided by one function (`liveness`). A worker is alive if its stream is open and its last message came less than
+A worker is alive if its stream is open and its last message came less than
 `suspect_after_s` ago. Without a stream, or after a longer silence, it is suspect: it keeps its leases and gets no new ones. It is
 gone, and its leases go to others, when it has had no stream for `suspect_after_s`, has been silent for `gone_after_s`, or has
 disconnected cleanly. After a restart of the coordinator, all workers count as heard at that moment and have `gone_after_s` to
@@ -68,9 +68,6 @@ class PriceLimit:
     usd_per_hour: float = math.inf
     what: str = "any price"
 
-    def is_exceeded_by(self, usd_per_hour: float) -> bool:
-        return usd_per_hour > self.usd_per_hour * ROUNDING
-
 
 NO_LIMIT = PriceLimit()  # until one is set (costs)
 
@@ -94,8 +91,7 @@ class WorkerMeasures:
         for message, names in ((beat, OF_BEAT), (beat.link, OF_LINK)):
             for name in names:
                 if (value := getattr(message, name)) > 0:
-                    estimator = self._estimators.get(name) or RobustEstimator(name, window=WINDOW)
-                    self._estimators[name] = estimator
+                    estimator = self._estimators.setdefault(name, RobustEstimator(WINDOW))
                     estimator.observe(value)
                     self._values[name] = estimator.value_or(value)
 
@@ -106,12 +102,6 @@ class WorkerMeasures:
     def count(self, name: str) -> int:
         """Of how many heartbeats the estimate is made, up to `WINDOW`."""
         return len(self._estimators[name].values) if name in self._estimators else 0
-
-
-@dataclass(frozen=True, slots=True)
-class LivenessRule:
-    suspect_after_s: float
-    gone_after_s: float
 
 
 @dataclass(slots=True)
@@ -188,7 +178,7 @@ class Member:
     def asks_too_much(self) -> bool:
         """Whether its price is beyond its limit and beyond what the operator has approved."""
         price = self.hello.price_usd_per_hour
-        return self.price_limit.is_exceeded_by(price) and price > (self.price_approved or 0.0) * ROUNDING
+        return price > max(self.price_limit.usd_per_hour, self.price_approved or 0.0) * ROUNDING
 
     @property
     def _may_work(self) -> bool:
@@ -213,20 +203,6 @@ class Member:
         return self.setting_reason or "the operator's word"
 
 
-def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
-    """Whether a worker is alive, suspect or gone; the module's docstring gives the rule."""
-    if member.has_left:
-        return Liveness.GONE
-    silent_s = now - member.heard_at
-    patience_s = rule.gone_after_s if member.cut_at is None or member.is_restored else rule.suspect_after_s
-    absent_since = member.heard_at if member.cut_at is None else max(member.cut_at, member.heard_at)
-    if now - absent_since >= patience_s or silent_s >= rule.gone_after_s:
-        return Liveness.GONE
-    if member.cut_at is not None or silent_s >= rule.suspect_after_s:
-        return Liveness.SUSPECT
-    return Liveness.ALIVE
-
-
 def _machine(hello: pb.WorkerHello) -> tuple[str, str, str, int]:
     """Hardware and settings for which a worker's measurements are valid."""
     return hello.gpu, hello.engine, hello.quantisation, hello.slot_count
@@ -234,7 +210,8 @@ def _machine(hello: pb.WorkerHello) -> tuple[str, str, str, int]:
 
 @dataclass(slots=True)
 class Membership:
-    rule: LivenessRule
+    suspect_after_s: float
+    gone_after_s: float
     workers_max: int
     records: WorkerRecords
     members: dict[PeerId, Member] = field(default_factory=dict)
@@ -326,10 +303,20 @@ class Membership:
     def change_of(self, member: Member, now: float) -> tuple[Liveness, Activation | None] | None:
         """The worker's liveness and activation before, if either has changed since the last call for it; else None."""
         before = member.last_liveness, member.last_activation
-        member.last_liveness, member.last_activation = liveness(member, self.rule, now), member.activation
+        member.last_liveness, member.last_activation = self._liveness(member, now), member.activation
         if member.last_activation is not before[1]:
             member.activation_since = now
         return None if before == (member.last_liveness, member.last_activation) else before
+
+    def _liveness(self, member: Member, now: float) -> Liveness:
+        if member.has_left:
+            return Liveness.GONE
+        silent_s = now - member.heard_at
+        patience_s = self.gone_after_s if member.cut_at is None or member.is_restored else self.suspect_after_s
+        absent_since = member.heard_at if member.cut_at is None else max(member.cut_at, member.heard_at)
+        if now - absent_since >= patience_s or silent_s >= self.gone_after_s:
+            return Liveness.GONE
+        return Liveness.SUSPECT if member.cut_at is not None or silent_s >= self.suspect_after_s else Liveness.ALIVE
 
     def name_of(self, peer_id: str) -> str:
         """A worker's name; of a peer that is none, the end of its id."""
@@ -356,8 +343,11 @@ def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float
             member.record.trial_since = None
     places = 0 if is_spent else len(proven) or len(newcomers)
     room = usd_per_hour_cap * ROUNDING - sum(m.hello.price_usd_per_hour for m in proven if m.is_wanted)
-    for member in newcomers.values():
-        _end_vain_trial(member.record, now)
+    for record in (member.record for member in newcomers.values()):
+        if record.trial_since is not None and now - record.trial_since >= TRIAL_S:  # it has brought nothing
+            record.trial_since = None
+            record.trials_failed += 1
+            record.trial_not_before = now + TRIAL_S * 2.0 ** min(record.trials_failed, TRIAL_DOUBLINGS_MAX)
     for member in sorted(newcomers.values(), key=_turn):
         record, price = member.record, member.hello.price_usd_per_hour
         is_due = record.trial_since is not None or not proven or record.trial_not_before <= now
@@ -366,13 +356,6 @@ def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float
             continue
         record.trial_since = now if record.trial_since is None else record.trial_since
         places, room = places - 1, room - price
-
-
-def _end_vain_trial(record: WorkerRecord, now: float) -> None:
-    if record.trial_since is not None and now - record.trial_since >= TRIAL_S:
-        record.trial_since = None
-        record.trials_failed += 1
-        record.trial_not_before = now + TRIAL_S * 2.0 ** min(record.trials_failed, TRIAL_DOUBLINGS_MAX)
 
 
 def _turn(member: Member) -> tuple[float, int, float, str]:

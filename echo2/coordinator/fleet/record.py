@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 
 from echo2.base.clock import ceiling_s
 from echo2.base.ids import LeaseId, PeerId, Version
-from echo2.coordinator.leases.lease import ConfirmedTokens, GroupPhase, OpenGroup, WorkerDelivery, prompt_digest
+from echo2.coordinator.leases.lease import ConfirmedTokens, GroupPhase, OpenGroup, prompt_digest
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 CLAIM_MARGIN = 2.0  # a worker that sometimes waits for work is faster than it could show
 GROWTH = 2.0  # as in slow start of TCP
@@ -182,13 +183,13 @@ class WorkerRecords:
         if not record.used:
             record.quiet_s = 0.0
 
-    def on_delivered(self, workers: Iterable[WorkerDelivery], now: float) -> list[PeerId]:
+    def on_delivered(self, workers: Iterable[pb.WorkerDelivered], now: float) -> list[PeerId]:
         """Takes the learner's report of deliveries. Returns the workers whose leases must be taken back because nothing arrived."""
         passed_s = 0.0 if self.told_at is None else max(0.0, now - self.told_at)
         if self.told_at is None or passed_s > TELLING_S_MAX:
             self.heard_since = now
         self.told_at = now
-        delivered = {delivery.worker_id: delivery for delivery in workers}
+        delivered = {PeerId(delivery.peer_id): delivery for delivery in workers}
         for worker_id in delivered:
             self.of(worker_id)
         silent = []
@@ -227,10 +228,6 @@ class WorkerRecords:
     def first_word_s(self) -> float:
         """How long the first tokens of a worker's first leases may take to reach the learner."""
         return min(self.lease_timeout_s, max(10.0, self.lease_timeout_s / 4))
-
-    def admitted_share(self, worker_id: PeerId) -> float:
-        """A worker's part of the rollouts admitted over the whole run; 0 before the first."""
-        return max(0.0, self.of(worker_id).admitted) / self.admitted if self.admitted > 0 else 0.0
 
     # ---- failed
 

@@ -33,7 +33,7 @@ from typing import Concatenate
 from echo2.base.clock import ceiling_s
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
-from echo2.base.rollout import EndReason, GroupSpec
+from echo2.base.rollout import EndReason, GroupSpec, Ticket
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
@@ -50,10 +50,11 @@ from echo2.coordinator.leases.lease import (
     OpenGroup,
     P,
     Ranking,
-    WorkerDelivery,
+    may_be_adopted,
     may_take,
 )
 from echo2.staleness.rule import may_begin
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often
 WARM_WAIT_S = 1.0
@@ -139,7 +140,7 @@ class LeaseBook:
             yield from self._close(group_id, reason)
 
     @_from_outside
-    def on_delivered(self, now: float, workers: tuple[WorkerDelivery, ...]) -> Iterator[Action]:
+    def on_delivered(self, now: float, workers: Iterable[pb.WorkerDelivered]) -> Iterator[Action]:
         """The learner reports all workers that it received anything from; from all others it received nothing."""
         for worker_id in self.records.on_delivered(workers, now):
             yield from self._take_back_all(worker_id, now)
@@ -227,9 +228,9 @@ class LeaseBook:
 
     @_from_outside
     def reconnect(
-        self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...], is_active: bool = True
+        self, now: float, worker_id: PeerId, held: tuple[Ticket, ...], is_active: bool = True
     ) -> Iterator[Action]:
-        """A worker's session began. `held`: the leases that it still holds; `is_active`: it will be allowed new ones."""
+        """A worker's session began. `held`: tickets of the leases that it still holds; `is_active`: it will be allowed new ones."""
         self.wanting.pop(worker_id, None)  # which it has to make anew
         still = {hold.lease_id for hold in held}
         for lease in [lease for lease in self.leases_of(worker_id) if lease.lease_id not in still]:
@@ -245,7 +246,9 @@ class LeaseBook:
                 # The stream that has ended may have lost the word: it is said again to who gets nothing new, else it is void.
                 if is_recalled and not is_active:
                     yield from self.recall(now, known.lease_id, "asked again: hand back what you hold")
-            elif known is None and hold.may_be_adopted(self.groups.get(hold.group_id), now, self.rules.lease_timeout_s):
+            elif known is None and may_be_adopted(
+                hold, self.groups.get(hold.group_id), now, self.rules.lease_timeout_s
+            ):
                 yield from self._adopt(worker_id, hold, now)
             else:
                 yield le.Revoke(worker_id, hold.lease_id, "the lease has gone to another worker or its group is closed")
@@ -272,7 +275,7 @@ class LeaseBook:
     def rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
         self.rates[worker_id] = rollouts_per_s
 
-    def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
+    def _adopt(self, worker_id: PeerId, held: Ticket, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
         self._queue.remove(group)
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
@@ -638,9 +641,11 @@ def moves(
     if not room or book.has_work_for(room):
         return []
     recalls = []
-    waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
+    waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if not lease.is_recalled]
     for (stay_s, left), lease in sorted(waits, key=lambda wait: -wait[0][0]):
         spec = book.groups[lease.group_id].spec
+        if spec.exact_version is not None or book.groups[lease.group_id].moves >= MOVES_PER_GROUP_MAX:
+            continue
         fit = [
             worker for worker, free in room.items()
             if free >= spec.rollout_count and worker != lease.worker_id
@@ -649,7 +654,8 @@ def moves(
         if not fit:
             continue
         held = len(spec.prompt_token_ids) + lease.tokens
-        move_s, to = min((hand_over_s + _there_s(held, left, paces[worker]), worker) for worker in fit)
+        there_s = {w: held / paces[w].prefill_tokens_per_s + left / paces[w].tokens_per_s for w in fit}
+        move_s, to = min((hand_over_s + there_s[worker], worker) for worker in fit)
         if stay_s - move_s <= max(GAIN_S_MIN, GAIN_SHARE * stay_s):
             continue
         room[to] -= spec.rollout_count
@@ -659,16 +665,6 @@ def moves(
         )
         recalls.append((lease.lease_id, to, reason))
     return recalls
-
-
-def _may_move(book: LeaseBook, lease: Lease) -> bool:
-    group = book.groups[lease.group_id]
-    return not lease.is_recalled and group.spec.exact_version is None and group.moves < MOVES_PER_GROUP_MAX
-
-
-def _there_s(held: float, left: float, pace: WorkerPace) -> float:
-    """Seconds to prefill all that a lease holds and to sample the rest of its longest rollout."""
-    return held / pace.prefill_tokens_per_s + left / pace.tokens_per_s
 
 
 def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tuple[float, float]:

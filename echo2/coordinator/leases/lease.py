@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Concatenate, Literal, NamedTuple, ParamSpec
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import GroupSpec
+from echo2.base.rollout import GroupSpec, Ticket
 from echo2.staleness.rule import may_begin
 
 
@@ -29,28 +29,6 @@ class GroupPhase(enum.Enum):
     QUEUED = "queued"
     LEASED = "leased"
     PRODUCED = "produced"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    """A lease that a worker still works on when it reconnects, taken from its signed ticket. `deadline`: the ticket's."""
-
-    lease_id: LeaseId
-    group_id: GroupId
-    attempt: int
-    deadline: float
-
-    def may_be_adopted(self, group: OpenGroup | None, now: float, lease_timeout_s: float) -> bool:
-        """Whether to adopt a lease that is missing from the book because an earlier process granted it just before it died. The
-        group must be queued and have had no attempt as late as this one. An old ticket does not win a group back: the lease is
-        not adopted once a whole lease timeout has passed since its deadline."""
-        if (
-            group is None
-            or group.phase is not GroupPhase.QUEUED
-            or self.lease_id != lease_id_of(self.group_id, self.attempt)
-        ):
-            return False
-        return now < self.deadline + lease_timeout_s and self.attempt > group.attempts
 
 
 @dataclass(slots=True)
@@ -129,16 +107,6 @@ class LeaseCounts:
     moved: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDelivery:
-    """What the learner received from one worker: distinct rollouts that brought tokens in the last seconds, and rollouts admitted
-    since the last report."""
-
-    worker_id: PeerId
-    heard_rollouts: int
-    admitted_rollouts: float
-
-
 # ---- actions
 
 
@@ -197,6 +165,15 @@ _Key = tuple[int, bool, float, GroupId]
 def prompt_digest(spec: GroupSpec) -> str:
     """A digest of the prompt, the same in every group."""
     return hashlib.sha256(array("Q", spec.prompt_token_ids).tobytes()).hexdigest()[:12]
+
+
+def may_be_adopted(ticket: Ticket, group: OpenGroup | None, now: float, lease_timeout_s: float) -> bool:
+    """Whether to adopt a lease that a worker still holds and that is missing from the book, because an earlier process granted it
+    just before it died. The group must be queued and have had no attempt as late as this one. An old ticket does not win a group
+    back: the lease is not adopted once a whole lease timeout has passed since its deadline."""
+    is_open = group is not None and group.phase is GroupPhase.QUEUED and ticket.attempt > group.attempts
+    is_granted = ticket.lease_id == lease_id_of(ticket.group_id, ticket.attempt)
+    return is_open and is_granted and now < ticket.deadline_unix_s + lease_timeout_s
 
 
 def may_take(spec: GroupSpec, version: Version, staleness_bound: int) -> bool:

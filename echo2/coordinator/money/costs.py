@@ -127,10 +127,6 @@ class Money:
             if peer_id in machine.replaced or (token is not None and peer_id in token.peers):
                 yield machine
 
-    def rental_by(self, token_id: str) -> RentedMachine | None:
-        """The machine that joins with this token."""
-        return next((machine for machine in self.machines.values() if machine.token_id == token_id), None)
-
     def rented_workers(self) -> dict[PeerId, str]:
         machines = self.machines.values()
         return {peer_id: machine.machine_id for machine in machines for peer_id in self._joined_from(machine)}

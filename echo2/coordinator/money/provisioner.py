@@ -39,7 +39,7 @@ from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.money.costs import FleetCosts
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.providers.command import CommandProvider, LocalProvider
-from echo2.coordinator.money.providers.machine_setup import ManualProvider, base_arguments
+from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
 from echo2.coordinator.money.provisioning import (
     BUDGET_HOURS_LEFT,
@@ -545,10 +545,10 @@ def _offer(table: Mapping[str, Any], where: str) -> MachineOffer:
 
 MakeProvider = Callable[[MachineOffer, CoordinatorOptions], Provider]
 PROVIDERS: dict[str, MakeProvider] = {
-    "manual": lambda offer, run: ManualProvider(offer, run.model_path),
-    "local": lambda offer, run: LocalProvider(offer, run.folder / "local-workers", base=base_arguments(run.model_path)),
-    "skypilot": lambda offer, run: SkyPilotProvider(offer, run.run_id, model_path=run.model_path),
-    "command": lambda offer, run: CommandProvider(offer, run.run_id, run.model_path),
+    "manual": lambda offer, run: ManualProvider(offer, run.config.model.path),
+    "local": lambda offer, run: LocalProvider(offer, run.folder / "local-workers", model_path=run.config.model.path),
+    "skypilot": lambda offer, run: SkyPilotProvider(offer, run.run_id, model_path=run.config.model.path),
+    "command": lambda offer, run: CommandProvider(offer, run.run_id, run.config.model.path),
 }
 """To add a provider: write a class with the methods of `Provider` in a file of its own, and add a line here."""
 

@@ -13,7 +13,7 @@ import logging
 
 from echo2.base.errors import EchoError
 from echo2.broadcast.trees import PlanPace, is_worth_sending, serves, weighted_plan
-from echo2.coordinator.fleet.members import Liveness, try_newcomers
+from echo2.coordinator.fleet.members import ON_TRIAL, Liveness, try_newcomers
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.planning.pool_plan import make_plan
@@ -98,7 +98,7 @@ class Planning:
         has_spent = is_spent(hub.money.sums().usd_chosen, section.usd_budget)
         try_newcomers(members, section.usd_per_hour_cap, hub.clock.now(), has_spent)
         if section.planner_mode == "auto":
-            hub.try_out(members)
+            hub.want([member for member in members if member.is_on_trial and not member.is_wanted], (), ON_TRIAL)
         rate_ratio, has_settled = hub.plan.rate_ratio, is_settled(hub.board, [*hub.membership.pool()])
         snapshot = await snapshot_of(hub)
         if snapshot is None or not choosable:  # a plan without workers would put all on standby

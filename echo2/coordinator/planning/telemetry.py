@@ -84,12 +84,10 @@ class LearnerBoard:
     peer_id: PeerId | None = None
     hello: pb.LearnerHello | None = None
     report: pb.LearnerReport = field(default_factory=lambda: pb.LearnerReport(eval_reward=-1))
-    train_time: RobustEstimator = field(default_factory=lambda: RobustEstimator("train_s"))
-    discarded: RobustEstimator = field(default_factory=lambda: RobustEstimator("discarded_rollouts"))
+    train_time: RobustEstimator = field(default_factory=RobustEstimator)
+    discarded: RobustEstimator = field(default_factory=RobustEstimator)
     delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
-    reached: RobustEstimator = field(
-        default_factory=lambda: RobustEstimator("broadcast efficiency", EFFICIENCY_WINDOW, [*EFFICIENCY_PRIOR])
-    )
+    reached: RobustEstimator = field(default_factory=lambda: RobustEstimator(EFFICIENCY_WINDOW, [*EFFICIENCY_PRIOR]))
     pipe_address: str = ""
     is_connected: bool = False
     heard_at: float = 0.0

@@ -308,7 +308,7 @@ class Web:
             raise MalformedMessage(f"offset: expected 0 to {ROLLOUT_TOKENS_MAX}, got {offset[:40]!r}")
         if not rollout_id or len(rollout_id) > ROLLOUT_ID_CHARS_MAX or not rollout_id.isprintable():
             raise MalformedMessage("id: expected a rollout as /api/rollouts names it, GROUP/INDEX")
-        answer = await self._commands.hub.learner.rollouts.tokens(rollout_id, int(offset))
+        answer = await self._commands.hub.learner.rollouts.ask(rollout_id, int(offset))
         if not answer.rollouts:
             raise MalformedMessage(f"id: expected a rollout that the learner still keeps, {rollout_id!r} is none")
         return rollout_value(answer, int(offset), self._commands.hub.membership.name_of)

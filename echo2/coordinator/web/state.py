@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from heapq import nsmallest
 from typing import Any
 
@@ -87,7 +87,7 @@ class StateView:
             artifact_bytes_published=board.totals.artifact_bytes, full_bytes_published=board.totals.full_bytes,
             measured_utilisation=board.report.utilisation, learner=board.report, learner_hello=board.hello,
             events=[
-                pb.Event(unix_s=event.unix_s, kind=event.kind, text=PEER_ID.sub(self._named, event.text))
+                pb.Event(unix_s=event.unix_s, kind=event.kind, text=PEER_ID.sub(lambda at: self._name_of(at[0], ""), event.text))
                 for event in list(hub.state.events)[-EVENTS_SHOWN:]
             ],
             waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self._waits()],
@@ -156,13 +156,7 @@ class StateView:
             "chosen": finite(money.usd_chosen, 4), "chosen_per_hour": finite(money.usd_chosen_per_hour, 4),
             "useful": finite(status.usd_useful, 4),
             "cap_per_hour": finite(hub.config.coordinator.usd_per_hour_cap), "budget": finite(hub.config.coordinator.usd_budget),
-            "journal": [
-                {
-                    "at": round(entry.unix_s, 1), "action": entry.action, "whom": self._name_of(entry.whom, ""),
-                    "reason": entry.reason, "per_hour": entry.usd_per_hour, "spent": finite(entry.usd_spent, 4),
-                }
-                for entry in list(hub.state.paid)[-PAID_SHOWN:]
-            ],
+            "journal": [replace(paid, whom=self._name_of(paid.whom, "")) for paid in list(hub.state.paid)[-PAID_SHOWN:]],
         }  # fmt: skip
 
     def _machines(self, wishes: FleetAdvice) -> dict[str, Any]:
@@ -181,17 +175,7 @@ class StateView:
             ],
             "machines": [machine_value(machine, hub.money) for machine in machines[: max(MACHINES_SHOWN, rented.total())]],
             "count": rented.total(),
-            "advice": {
-                "reason": wishes.reason,
-                "rent": [
-                    {"offer": wish.offer, "count": wish.count, "per_hour": wish.usd_per_hour, "reason": wish.reason}
-                    for wish in wishes.rent
-                ],
-                "release": [
-                    {"machine": wish.machine_id, "per_hour": wish.usd_per_hour, "reason": wish.reason}
-                    for wish in wishes.release
-                ],
-            },
+            "advice": wishes,
         }  # fmt: skip
 
     def _broadcast(self, status: pb.RunStatus) -> dict[str, Any]:
@@ -279,8 +263,9 @@ class StateView:
     def _usd_per_mtok(self, member: Member) -> float | None:
         """A worker's whole bill over the tokens trained on, of which its part is that of the rollouts admitted of it; None while
         nothing of it was trained on."""
-        hub = self._hub
-        tokens = hub.board.report.trained_tokens * hub.book.records.admitted_share(member.peer_id)
+        hub, records = self._hub, self._hub.book.records
+        share = records.of(member.peer_id).admitted / records.admitted if records.admitted > 0 else 0.0
+        tokens = hub.board.report.trained_tokens * share
         return finite(1e6 * hub.money.bill_of(member) / tokens, 4) if tokens > 0 else None
 
     def _links(self, member: Member) -> list[dict[str, str]]:
@@ -343,9 +328,6 @@ class StateView:
     def _name_of(self, whom: str, kind: str = "worker ") -> str:
         member = self._hub.membership.members.get(PeerId(whom))
         return f"{kind}{member.name}" if member else whom
-
-    def _named(self, peer_id: re.Match[str]) -> str:
-        return self._name_of(peer_id[0], "")
 
     def _waits(self) -> list[tuple[str, float]]:
         """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""

@@ -20,7 +20,7 @@ import grpc
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import LeaseId, PeerId, RunId
-from echo2.base.rollout import NO_ROUTING, Verdict
+from echo2.base.rollout import NO_ROUTING, Ticket, Verdict
 from echo2.base.units import address_of
 from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.learner.audit import Habits
@@ -32,7 +32,6 @@ from echo2.trust.ports import LEARNER
 from echo2.trust.tls import Credentials, bind_server, new_server, peer_of, server_credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import (
-    Ticket,
     lease_id_from_wire,
     rollout_to_message,
     segments_from_report,

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Ticket, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import MOVES_PER_GROUP_MAX, QUIET_S, LeaseBook, WorkerPace, is_quiet, moves
 from echo2.coordinator.leases.lease import (
@@ -25,6 +25,7 @@ from echo2.coordinator.leases.lease import (
     may_take,
 )
 from echo2.coordinator.planning.advice import lease_waits, slowest
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 BOUND = 4
 TIMEOUT_S = 30.0
@@ -49,6 +50,20 @@ def book(*groups: GroupSpec) -> LeaseBook:
 def ready(one: LeaseBook, worker: PeerId, version: int = 0, free: int = 4, now: float = 0.0) -> list[le.Grant]:
     one.allow(now, worker, True)
     return grants(one.request(now, worker, free, Version(version)))
+
+
+def ticket(group: str, attempt: int, lease_id: str = "", deadline: float = 10.0) -> Ticket:
+    """Of a lease that a worker says it holds."""
+    group_id = GroupId(group)
+    return Ticket(LeaseId(lease_id or le.lease_id_of(group_id, attempt)), group_id, A, attempt, deadline, RunId("r"))
+
+
+def hold(grant: le.Grant) -> Ticket:
+    return ticket(grant.group.group_id, grant.attempt, grant.lease_id, grant.deadline)
+
+
+def delivery(worker: PeerId, heard: int, admitted: float) -> pb.WorkerDelivered:
+    return pb.WorkerDelivered(peer_id=worker, heard_rollouts=heard, admitted_rollouts=admitted)
 
 
 def grants(actions: list[le.Action]) -> list[le.Grant]:
@@ -218,11 +233,7 @@ def test_a_silent_lease_expires_to_another_worker_as_a_continuation_and_progress
 def test_a_worker_that_comes_back_keeps_what_it_holds_and_is_given_nothing_that_its_last_life_asked_for() -> None:
     one = book(spec("g"), spec("h"))
     kept, lost = ready(one, A, free=16)
-    held = (
-        le.HeldLease(kept.lease_id, kept.group.group_id, 1, 10.0),
-        le.HeldLease(LeaseId("l-unknown"), GroupId("never"), 3, 10.0),
-    )
-    actions = one.reconnect(5.0, A, held)
+    actions = one.reconnect(5.0, A, (hold(kept), ticket("never", 3, "l-unknown")))
     assert [grant.lease_id for grant in grants(actions)] == [kept.lease_id] and revoked(actions) == ["l-unknown"]
     assert one.groups[lost.group.group_id].phase is le.GroupPhase.QUEUED, "its engine may not run yet"
     assert len(grants(one.request(7.0, A, 4, Version(0)))) == 1
@@ -230,14 +241,14 @@ def test_a_worker_that_comes_back_keeps_what_it_holds_and_is_given_nothing_that_
 
 def test_a_lease_that_a_lost_process_granted_is_taken_in() -> None:
     one = book(spec("g"))
-    held = le.HeldLease(le.lease_id_of(GroupId("g"), 7), GroupId("g"), 7, 10.0)
-    assert revoked(one.reconnect(10.0 + TIMEOUT_S, A, (held,))) == [held.lease_id], "not for ever"
-    (grant,) = grants(one.reconnect(1.0, A, (held,)))
-    assert (grant.lease_id, grant.attempt, one.queued) == (held.lease_id, 7, 0)
-    assert revoked(one.reconnect(2.0, B, (held,))) == [held.lease_id], "the lost process granted it as well"
+    lost = ticket("g", 7)
+    assert revoked(one.reconnect(10.0 + TIMEOUT_S, A, (lost,))) == [lost.lease_id], "not for ever"
+    (grant,) = grants(one.reconnect(1.0, A, (lost,)))
+    assert (grant.lease_id, grant.attempt, one.queued) == (lost.lease_id, 7, 0)
+    assert revoked(one.reconnect(2.0, B, (lost,))) == [lost.lease_id], "the lost process granted it as well"
 
     def is_refused(attempt: int, named_as: int) -> bool:
-        said = le.HeldLease(le.lease_id_of(GroupId("g"), named_as), GroupId("g"), attempt, 10.0)
+        said = ticket("g", attempt, le.lease_id_of(GroupId("g"), named_as))
         return revoked(one.reconnect(2.0, B, (said,))) == [said.lease_id]
 
     assert is_refused(9, 9), "another has it"
@@ -254,12 +265,12 @@ def test_a_recalled_lease_that_its_worker_still_holds_when_it_comes_back_goes_on
     one = book(spec("g"))
     (first,) = ready(one, A)
     one.recall(1.0, first.lease_id, "its machine will go")
-    one.reconnect(2.0, A, (le.HeldLease(first.lease_id, GroupId("g"), 1, first.deadline),))
+    one.reconnect(2.0, A, (hold(first),))
     for now in (20.0, 40.0, 60.0):
         one.on_progress(now, A, first.lease_id, 0, int(now))
     assert one.tick(61.0) == []
     one.recall(62.0, first.lease_id, "its machine will go")
-    actions = one.reconnect(63.0, A, (le.HeldLease(first.lease_id, GroupId("g"), 1, first.deadline),), False)
+    actions = one.reconnect(63.0, A, (hold(first),), False)
     assert [action.lease_id for action in actions if isinstance(action, le.Revoke)] == [first.lease_id], (
         "it is told again"
     )
@@ -408,9 +419,9 @@ class AnyOrder(RuleBasedStateMachine):
     def recall(self, data: st.DataObject, to: PeerId | None) -> None:
         self.tell(self.book.recall, self.some_lease(data), "it is slow", to)
 
-    @rule(heard=st.lists(st.builds(le.WorkerDelivery, st.sampled_from(WORKERS), st.integers(0, 9), st.floats(0, 9))))
-    def deliver(self, heard: list[le.WorkerDelivery]) -> None:
-        self.tell(self.book.on_delivered, tuple({one.worker_id: one for one in heard}.values()))
+    @rule(heard=st.lists(st.builds(delivery, st.sampled_from(WORKERS), st.integers(0, 9), st.floats(0, 9))))
+    def deliver(self, heard: list[pb.WorkerDelivered]) -> None:
+        self.tell(self.book.on_delivered, tuple({one.peer_id: one for one in heard}.values()))
 
     @rule(worker=st.sampled_from(WORKERS))
     def lose(self, worker: PeerId) -> None:
@@ -421,9 +432,7 @@ class AnyOrder(RuleBasedStateMachine):
     def come_back(self, worker: PeerId, keep: int) -> None:
         held = self.book.leases_of(worker)[:keep]
         self.tell(
-            self.book.reconnect,
-            worker,
-            tuple(le.HeldLease(x.lease_id, x.group_id, x.attempt, x.deadline) for x in held),
+            self.book.reconnect, worker, tuple(ticket(x.group_id, x.attempt, x.lease_id, x.deadline) for x in held)
         )
         assert {lease.lease_id for lease in self.book.leases_of(worker)} >= {lease.lease_id for lease in held}
 
@@ -592,7 +601,7 @@ def test_a_question_held_far_longer_than_leases_take_goes_to_another(
                     assert {each.worker_id for each in given if each.group.group_id == "next"} == {B}, "A is slow"
                     return now
                 now += 5.0
-                heard = (le.WorkerDelivery(A, 1, 0.0), le.WorkerDelivery(B, 4, 4.0))
+                heard = (delivery(A, 1, 0.0), delivery(B, 4, 4.0))
                 one.on_progress(now, A, held.lease_id, 0, int(now))
                 one.on_delivered(now, heard)
                 ends(one, grant, EndReason.FINISHED, now)
@@ -614,7 +623,7 @@ def test_after_a_restart_the_question_that_is_held_longest_is_still_the_first_th
     again = LeaseBook(one.rules)
     again.restore((one.groups[GroupId(name)] for name in "az"), one.leases.values())
     again.offer(25.0, tuple(spec(name, 3) for name in "cdef"))
-    again.on_delivered(25.0, (le.WorkerDelivery(C, 16, 16.0),))
+    again.on_delivered(25.0, (delivery(C, 16, 16.0),))
     for grant in ready(again, C, 3, 16, 25.0):
         ends(again, grant, now=26.0)
     assert [grant.group.group_id for grant in ready(again, C, 3, 4, 31.0)] == ["z"]

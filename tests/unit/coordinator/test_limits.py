@@ -22,7 +22,6 @@ from echo2.coordinator.fleet.members import (
     WINDOW,
     Activation,
     Liveness,
-    LivenessRule,
     Member,
     Membership,
     OperatorSetting,
@@ -32,7 +31,6 @@ from echo2.coordinator.fleet.members import (
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.hub import BUDGET_TICKS, MEMBERS_KEPT_TICKS, Hub
-from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.costs import FleetCosts, Money, meter
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.service import Planning, snapshot_of
@@ -50,6 +48,7 @@ from echo2.cost_model.plan import Plan
 from echo2.cost_model.relations import DeltaSizeEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import options
+from tests.unit.coordinator.test_lease_book import delivery
 from tests.unit.coordinator.test_planner_input import beat, board, fleet, link
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 from tests.unit.cost_model.fleets import plan_of
@@ -318,7 +317,7 @@ class Bill:
     nobody has agreed to is charged only while it works."""
 
     def __init__(self) -> None:
-        self.fleet, self.now = Membership(LivenessRule(3.0, 9.0), 8, WorkerRecords(60.0)), 0.0
+        self.fleet, self.now = Membership(3.0, 9.0, 8, WorkerRecords(60.0)), 0.0
         self.tokens = TokenBook(1)
         token = self.tokens.create("s" * 43, "worker", "", 1e6, 0, 0.0)
         token.peers.add(RENTED)
@@ -341,7 +340,7 @@ class Bill:
             self.machine.state, self.machine.ended_at, self.is_rented = MachineState.GONE, self.now, False
         elif what == "restart":  # the coordinator is away for so long, and nobody was charged for it yet
             self.passes(100.0)
-            before, self.fleet = self.fleet, Membership(LivenessRule(3.0, 9.0), 8, WorkerRecords(60.0))
+            before, self.fleet = self.fleet, Membership(3.0, 9.0, 8, WorkerRecords(60.0))
             self.fleet.restore(list(before.members.values()), self.now)
         elif peer_id in members:
             match what:
@@ -463,27 +462,6 @@ async def test_a_cap_that_is_lowered_counts_for_workers_that_are_there_and_one_e
         assert fleet.hub.config.coordinator.usd_per_hour_cap == 20.0 + number
 
 
-async def test_a_price_that_was_raised_is_not_approved_by_a_restart(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 1.0)
-    (peer,) = fleet.everybody
-
-    def asks(usd_per_hour: float) -> Activation:
-        hello = pb.WorkerHello(name=peer, price_usd_per_hour=usd_per_hour)
-        member = fleet.hub.membership.on_hello(peer, hello, fleet.clock.now())
-        member.price_limit = PriceLimit(0.5, "a limit")
-        fleet.hub.review(member)
-        return member.activation
-
-    assert asks(1.0) is Activation.STANDBY
-    fleet.hub.set_worker(peer, OperatorSetting.ACTIVE, "the operator's word")
-    assert asks(1.0) is Activation.ACTIVE, "that price is approved"
-    assert asks(50.0) is Activation.STANDBY, "and none above it"
-    fleet.hub.flush_now()
-    fleet.begin()
-    assert asks(50.0) is Activation.STANDBY
-    assert asks(1.0) is Activation.ACTIVE
-
-
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
 async def test_once_the_budget_is_raised_a_plan_says_who_works_in_every_mode_and_after_a_restart(
     tmp_path: Path, mode: str
@@ -546,7 +524,7 @@ async def test_what_was_paid_and_delivered_is_known_after_a_stop_and_but_for_hal
     first, second, third = fleet.everybody
     fleet.hub.set_worker(third, OperatorSetting.STANDBY, "")
     fleet.hub.learner.on_publish(pb.VersionPublished(version=1, artifact_bytes=9, full_snapshot_bytes=20))
-    fleet.hub.handle(fleet.hub.book.on_delivered, tuple(WorkerDelivery(peer, 1, 1.0) for peer in (first, second)))
+    fleet.hub.handle(fleet.hub.book.on_delivered, tuple(delivery(peer, 1, 1.0) for peer in (first, second)))
     for _ in range(2 * MEMBERS_KEPT_TICKS):
         fleet.passes(0.5, 1)
         await asyncio.sleep(0)  # its changes are saved
@@ -559,7 +537,7 @@ async def test_what_was_paid_and_delivered_is_known_after_a_stop_and_but_for_hal
     assert 0 <= paid.usd_spent - fleet.hub.money.sums().usd_spent + 1e-5 <= lost_usd + 2e-5
     assert fleet.hub.money.sums().usd_chosen > 0.5
     assert fleet.hub.board.totals == Totals(9, 20, 1)
-    fleet.hub.handle(fleet.hub.book.on_delivered, (WorkerDelivery(first, 1, 1.0),))
+    fleet.hub.handle(fleet.hub.book.on_delivered, (delivery(first, 1, 1.0),))
     assert [member.is_newcomer for member in fleet.hub.membership.members.values()] == [False, False, True]
 
 

@@ -16,7 +16,6 @@ from echo2.coordinator.fleet.members import (
     TRIAL_S,
     Activation,
     Liveness,
-    LivenessRule,
     Member,
     Membership,
     OperatorSetting,
@@ -26,7 +25,6 @@ from echo2.coordinator.fleet.members import (
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.hub import timed_section
-from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.costs import Money
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.planning.telemetry import believed_rate
@@ -36,6 +34,7 @@ from echo2.cost_model.planner import plan as plan_of
 from echo2.cost_model.snapshot import PlanConfig
 from echo2.outside import SteadyClock
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_lease_book import delivery
 from tests.unit.coordinator.test_planner_input import beat, board, fleet_snapshot
 
 A = PeerId("a")
@@ -44,7 +43,7 @@ RATE, LIE = 20.0, 1000.0  # rollouts/s
 
 
 def membership(suspect_after_s: float = 3.0, gone_after_s: float = 9.0, workers_max: int = 2) -> Membership:
-    return Membership(LivenessRule(suspect_after_s, gone_after_s), workers_max, WorkerRecords(60.0))
+    return Membership(suspect_after_s, gone_after_s, workers_max, WorkerRecords(60.0))
 
 
 def join(fleet: Membership, name: str = "a", price: float = 1.0, now: float = 0.0) -> Member:
@@ -130,7 +129,7 @@ class Fleet:
         member = join(self.membership, name, price)
         self.membership.on_heartbeat(member.peer_id, beat(rate, 1.0) if rate else pb.Heartbeat(), None, 0.0)
         if delivered:
-            self.records.on_delivered((WorkerDelivery(member.peer_id, 8, delivered),), 0.0)
+            self.records.on_delivered((delivery(member.peer_id, 8, delivered),), 0.0)
         return member
 
     def on_trial(self, now: float = 0.0, cap: float = NONE, is_spent: bool = False) -> set[str]:
@@ -168,7 +167,7 @@ def test_a_plan_is_made_of_what_was_delivered_and_no_claim_of_a_newcomer_is_in_i
     assert (after.pool, after.kappa, after.predicted_utilisation) == (
         before.pool, before.kappa, before.predicted_utilisation
     )  # fmt: skip
-    fleet.records.on_delivered((WorkerDelivery(liars[1].peer_id, 8, 1.0),), 1.0)
+    fleet.records.on_delivered((delivery(liars[1].peer_id, 8, 1.0),), 1.0)
     fleet.on_trial(1.0)
     assert believed_rate(liars[1]) < 1.0
     assert len(set(fleet.plan().pool) & set(before.pool)) >= 3, "a little buys a little"
@@ -255,7 +254,8 @@ def test_a_price_is_bounded_by_offers(
     member.hello.gpu = gpu
     limit = limit_of(member, fleet, machine, cap, budget)
     assert limit.usd_per_hour == pytest.approx(expected) and limit.what
-    assert limit.is_exceeded_by(expected * 1.01 + 0.01) and not limit.is_exceeded_by(expected)
+    for member.price_limit, member.hello.price_usd_per_hour in ((limit, expected), (limit, expected * 1.01 + 0.01)):
+        assert member.asks_too_much is (member.hello.price_usd_per_hour > expected)
 
 
 def test_what_a_heartbeat_leaves_out_stays_as_it_was_but_links_end_with_their_session_and_measures_with_their_gpu(
@@ -284,13 +284,12 @@ def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alon
     assert member.activation is Activation.ACTIVE
     member.hello.price_usd_per_hour = 6.1
     assert member.activation is Activation.STANDBY
-    member.hello.price_usd_per_hour = 5.9
     restored = Member(A, member.hello, 0.0, 0.0, setting=OperatorSetting.ACTIVE, price_approved=member.price_approved)
     membership().restore([restored], 0.0)
     restored.price_limit = member.price_limit
-    assert restored.activation is Activation.ACTIVE
-    restored.hello.price_usd_per_hour = 6.1
     assert restored.activation is Activation.STANDBY, "a restart approves no other price"
+    restored.hello.price_usd_per_hour = 5.9
+    assert restored.activation is Activation.ACTIVE
 
 
 def test_a_price_that_was_approved_when_no_release_saved_that_is_approved_still() -> None:

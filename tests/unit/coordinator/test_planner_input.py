@@ -10,7 +10,7 @@ import pytest
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.trees import Needs, is_worth_sending, weighted_plan
 from echo2.config.run import RunConfig
-from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, OperatorSetting
+from echo2.coordinator.fleet.members import Member, Membership, OperatorSetting
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.planning import telemetry
@@ -35,7 +35,7 @@ def beat(rollouts_per_s: float = 2.0, rollout_s_mean: float = 10.0) -> pb.Heartb
 
 
 def fleet(*gpus: str) -> Membership:
-    membership = Membership(LivenessRule(15.0, 45.0), 100, WorkerRecords(60.0))
+    membership = Membership(15.0, 45.0, 100, WorkerRecords(60.0))
     for index, gpu in enumerate(gpus):
         hello = pb.WorkerHello(name=f"w{index}", run_id=RUN, gpu=gpu, slot_count=4, link=link(1e6))
         membership.change_of(membership.on_hello(PeerId(f"w{index}"), hello, 0.0), 0.0)

@@ -34,7 +34,7 @@ from echo2.coordinator.fleet.record import (
 )
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.planning.advice import lease_waits
-from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, A, B, C, book, grants, revoked
+from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, A, B, C, book, delivery, grants, hold, revoked
 
 ROOM, ALL = 4, 1 << 20
 
@@ -59,7 +59,7 @@ class Run:
 
     def hears(self, *workers: tuple[PeerId, int, float]) -> list[le.Action]:
         """The learner reports from whom it has received what."""
-        return self.tell(self.one.on_delivered, tuple(le.WorkerDelivery(*worker) for worker in workers))
+        return self.tell(self.one.on_delivered, tuple(delivery(*worker) for worker in workers))
 
     def offer(self, count: int = 1, prompt: int | None = None, exam: Version | None = None) -> list[GroupSpec]:
         found = []
@@ -210,7 +210,7 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
 
     def rate_after(seconds: Iterable[int], admitted: float) -> float:
         for second in seconds:
-            records.on_delivered((le.WorkerDelivery(A, 8, admitted),), float(second))
+            records.on_delivered((delivery(A, 8, admitted),), float(second))
         return records.of(A).delivered_per_s or 0.0
 
     records.on_delivered((), 0.0)
@@ -290,8 +290,7 @@ def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: str) -
                 run.passes(1.0)
                 run.tell(run.one.on_progress, A, kept.lease_id, 0, int(run.now))
         elif way == MISSING:
-            held = le.HeldLease(kept.lease_id, kept.group.group_id, kept.attempt, kept.deadline)
-            run.tell(run.one.reconnect, A, (held,))
+            run.tell(run.one.reconnect, A, (hold(kept),))
         else:
             run.ends(grant, EndReason.FINISHED)
             run.passes(1.0)

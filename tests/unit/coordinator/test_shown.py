@@ -91,7 +91,7 @@ async def test_page_and_status_tell_the_same_and_what_is_so(tmp_path: Path) -> N
     hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True)
     page, status = same_facts(fleet)
     assert status.plan.kappa == page["plan"]["kappa"] and tuple(status.plan_terms) == hub.plan.now.term_lines()
-    assert [(one["action"], one["whom"]) for one in page["money"]["journal"]] == [("standby", "w1")]
+    assert [(one.action, one.whom) for one in page["money"]["journal"]] == [("standby", "w1")]
     before = status
     fleet.passes(3600.0)
     _, status = same_facts(fleet)

@@ -73,7 +73,6 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
 }
 READ: dict[type[Message], Convert] = {
     coordinator_pb2.OfferGroups: lambda m: rw.offer_from_message(m, W),
-    coordinator_pb2.WorkersDelivered: rw.delivered_from_message,
 }
 """Read only: what is read must depend on every field."""
 SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the place of those that follow from names

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -138,18 +138,18 @@ def _started_at(pid: int) -> str:
 
 
 class LocalProvider:
-    """`arguments(link_path, folder, machine_id)`: returns the command of one worker. `base`: arguments appended to it."""
+    """`arguments(link_path, folder, machine_id)`: returns the command of one worker."""
 
     def __init__(
         self,
         offer: MachineOffer,
         folder: Path,
         arguments: Callable[[Path, Path, str], list[str]] = _worker_arguments,
-        base: Sequence[str] = (),
+        model_path: str = "",
     ) -> None:
         offer.allow("arguments")
         self._offer, self._folder, self._arguments = offer, folder / offer.name, arguments
-        self._more = [*base, *offer.setting("arguments", "").split()]
+        self._more = [*base_arguments(model_path), *offer.setting("arguments", "").split()]
         self._reaping: dict[str, asyncio.Task[int]] = {}
 
     async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:

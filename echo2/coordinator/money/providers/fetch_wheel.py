@@ -26,14 +26,6 @@ LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")  # libp2p's TL
 FETCH_S, RETRY_S, TRIES = 120.0, 5.0, 60  # a coordinator that is started again is back in five minutes
 
 
-def identity_key(peer_id: str) -> bytes:
-    """The ed25519 public key at the end of a peer ID."""
-    number = 0
-    for character in peer_id:
-        number = number * 58 + BASE58.index(character)
-    return number.to_bytes(38, "big")[-32:]
-
-
 def checked_certificate(host: str, port: int, peer_id: str) -> x509.Certificate:
     """The certificate that the port shows, after the check that the link's identity signed its key."""
     unchecked = ssl.create_default_context()
@@ -44,9 +36,13 @@ def checked_certificate(host: str, port: int, peer_id: str) -> x509.Certificate:
     signed = b"libp2p-tls-handshake:" + certificate.public_key().public_bytes(
         Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     )
+    number = 0
+    for character in peer_id:
+        number = number * 58 + BASE58.index(character)
+    key = number.to_bytes(38, "big")[-32:]  # at the end of a peer ID
     extension = certificate.extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
     assert isinstance(extension, x509.UnrecognizedExtension)
-    Ed25519PublicKey.from_public_bytes(identity_key(peer_id)).verify(extension.value[-64:], signed)
+    Ed25519PublicKey.from_public_bytes(key).verify(extension.value[-64:], signed)
     return certificate
 
 

@@ -32,8 +32,8 @@ const askRelease = (machine) => confirm(`Release ${machine.machine_id}?`, `Its w
 let seen = {}; // the advice as it is shown: no other is approved
 export const approve = () => act("/api/machines/approve", seen).then((ok) => ok && toast(`${count(ok.count, "machine")} rented or released`));
 function drawAdvice(advice, mode) {
-  seen = { rent: Object.fromEntries(advice.rent.map((w) => [w.offer, w.count])), release: advice.release.map((w) => w.machine) };
-  const wishes = [...advice.rent.map((w) => [`Rent ${w.count} x ${w.offer}`, change("+", w.per_hour), w.reason]), ...advice.release.map((w) => [`Release ${w.machine}`, change("-", w.per_hour), w.reason])];
+  seen = { rent: Object.fromEntries(advice.rent.map((w) => [w.offer, w.count])), release: advice.release.map((w) => w.machine_id) };
+  const wishes = [...advice.rent.map((w) => [`Rent ${w.count} x ${w.offer}`, change("+", w.usd_per_hour), w.reason]), ...advice.release.map((w) => [`Release ${w.machine_id}`, change("-", w.usd_per_hour), w.reason])];
   if (!wishes.length) { $("advice").replaceChildren(make("p", { class: "quiet" }, `Nothing to rent or release: ${advice.reason}.`)); return; }
   const button = make("button", { type: "button", class: "primary", id: "approve", onclick: approve }, mode === "approve" ? "Approve" : "Do it");
   $("advice").replaceChildren(make("div", { class: "wish" }, make("div", { class: "grow" }, ...wishes.map(([what, cost, why]) => make("p", {}, make("b", {}, what), ` ${cost} `, make("span", { class: "quiet" }, why)))), button));
@@ -65,5 +65,5 @@ export function drawMachines(state, mode, now) {
 }
 export function drawJournal(money) {
   const all = joined([...(money.journal || [])].reverse(), (one) => `${one.action} ${one.reason}`);
-  $("journal").replaceChildren(...(all.length ? all.map(({ first: one, count, all: few }) => make("li", {}, make("time", {}, clock(one.at)), make("span", { class: "n" }, count > 1 ? `${count} times` : perHour(one.per_hour)), make("span", {}, make("b", {}, `${one.action} ${few.map((each) => each.whom).join(", ")}${count > few.length ? ` and ${count - few.length} more` : ""}`), count === 1 && one.spent ? ` ${usd(one.spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for.")]));
+  $("journal").replaceChildren(...(all.length ? all.map(({ first: one, count, all: few }) => make("li", {}, make("time", {}, clock(one.unix_s)), make("span", { class: "n" }, count > 1 ? `${count} times` : perHour(one.usd_per_hour)), make("span", {}, make("b", {}, `${one.action} ${few.map((each) => each.whom).join(", ")}${count > few.length ? ` and ${count - few.length} more` : ""}`), count === 1 && one.usd_spent ? ` ${usd(one.usd_spent)} so far` : "", make("span", { class: "sub" }, one.reason)))) : [make("li", { class: "empty" }, "Nothing has been paid for.")]));
 }
