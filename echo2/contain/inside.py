@@ -206,9 +206,8 @@ def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
         resource.setrlimit(which, (bound, bound))
     steps = filter_program(platform.machine())
     program = _Program(len(steps) // 8, steps)
-    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _libc.prctl(
-        _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0
-    ):
+    is_refused = _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if is_refused or _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
         raise OSError(ctypes.get_errno(), "the filter of system calls could not be installed")
 
 

@@ -143,9 +143,7 @@ def too_large() -> CallRefused:
 
 def _refusal(request: Request, *, is_known: bool) -> CallRefused | None:
     if not is_known:
-        return CallRefused(
-            401, "invalid_api_key", "expected the gateway's key, or that of an episode that has not ended"
-        )
+        return CallRefused(401, "invalid_api_key", "expected the gateway's key, or that of an episode under way")
     if not _has_body(request):
         return None
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -101,11 +101,8 @@ def _program_harness(command: str) -> Harness:
     async def play(episode: Episode) -> float | None:
         pipe, problem = asyncio.subprocess.PIPE, json.dumps(dict(episode.problem), default=str)
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment |= {
-            "OPENAI_BASE_URL": episode.base_url,
-            "OPENAI_API_KEY": episode.api_key,
-            "ECHO2_PROBLEM": problem,
-        }
+        environment |= {"OPENAI_BASE_URL": episode.base_url, "OPENAI_API_KEY": episode.api_key}
+        environment["ECHO2_PROBLEM"] = problem
         if len(problem) > PROBLEM_BYTES_MAX:
             raise TaskError(
                 f"agent {arguments[0]}: expected a problem of at most {PROBLEM_BYTES_MAX} bytes as JSON, the most that Linux "

@@ -41,7 +41,7 @@ async def play(episode: Episode) -> float:
     async with connected(str(settings["url"])) as server, AsyncOpenAI(
         base_url=episode.base_url, api_key=episode.api_key, timeout=None
     ) as client:  # fmt: skip
-        if server.asks_for_json:
+        if server.instructions:
             messages.append({"role": "system", "content": server.instructions})
         observation = await server.ask("reset", {"seed": settings["seed"], **settings["reset"]})
         reward = observation.reward
@@ -90,12 +90,10 @@ class OpenEnvServer:
         self._field = only if len(fields) == 1 and fields[only].get("type") == "string" else ""
 
     @property
-    def asks_for_json(self) -> bool:
-        """Whether an action is more than one text, which a completion as a whole is."""
-        return not self._field
-
-    @property
     def instructions(self) -> str:
+        """Empty where an action is one text, which a completion as a whole is."""
+        if self._field:
+            return ""
         fields = {key: self._action[key] for key in ("properties", "required", "$defs") if key in self._action}
         return f"Answer with one action as a JSON object of this schema: {json.dumps(fields)}"
 

@@ -181,6 +181,4 @@ class OpenEnvTask:
         return TaskInstance(index, self._instructions, "", {**self._told, "seed": seed})
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
-        raise TaskError(
-            f'{self.name}: expected agent.harness = "{OPENENV_PLAYER}", through which the environment rewards'
-        )
+        raise TaskError(f'{self.name}: expected agent.harness = "{OPENENV_PLAYER}", by which the environment rewards')

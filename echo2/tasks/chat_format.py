@@ -197,10 +197,8 @@ class ChatFormat:
             if not lost:
                 return text
             problem = problem or f"it leaves out {lost[0][:60]!r}"
-        raise ConfigError(
-            f"chat template: expected one that takes the roles {', '.join(dict.fromkeys(str(m['role']) for m in chat))}; "
-            f"{problem}"
-        )
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
+        raise ConfigError(f"chat template: expected one that takes the roles {roles}; {problem}")
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

@@ -143,9 +143,7 @@ def _rows_of(file: Path) -> Iterator[Row]:
     with file.open("rb") as stream:
         start = stream.read(1 << 10)
     if start.startswith(b"version https://git-lfs."):
-        raise TaskError(
-            f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
-        )
+        raise TaskError(f"data file {file}: expected its content, got the pointer of Git LFS to it; `git lfs pull`")
     return (_columnar_rows if file.suffix in (".parquet", ".arrow") else _json_rows)(file, start)
 
 
@@ -262,9 +260,7 @@ def _prompt(value: object, where: str) -> Prompt:
         return _text(value, where)
     messages = _messages(value, "", f"{where} prompt")
     if messages[-1].role == "assistant":
-        raise TaskError(
-            f"{where}: expected a prompt that the model answers, got one that ends with the assistant's message"
-        )
+        raise TaskError(f"{where}: expected a prompt to be answered, got one that ends with the assistant's message")
     return messages
 
 

@@ -161,7 +161,7 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
         scorer = make_scorer(task, spec, None, containment)
         asked = (scorer.submit(0, text) for text in texts)
     messages = []
-    try:
+    with contextlib.closing(scorer):
         for answer in asked:
             result = answer.result()
             if result.failure is None:
@@ -169,12 +169,8 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
             messages.append(result.message)
             if result.failure is RewardFailure.FAULT:  # the process itself: another text does not help
                 break
-    finally:
-        scorer.close()
     advice = "" if containment.is_trusted else remedy(messages[0])
-    raise TaskError(
-        f"task {spec.name}: expected a reward for a sample before the run starts, got {messages[0]}{advice}"
-    )
+    raise TaskError(f"task {spec.name}: expected a reward for a sample before a run, got {messages[0]}{advice}")
 
 
 REFERENCES_S = 20.0  # what a start may take for them: thousands of rows; others are met while training
@@ -189,8 +185,8 @@ def unjudgeable_references(spec: TaskSpec, containment: Containment | None = Non
         return frozenset()
     failed: dict[int, str] = {}
     asked: deque[tuple[range, Future[Scored]]] = deque()
-    pool, until, count = RewardPool(spec, None, containment), time.monotonic() + REFERENCES_S, 0
-    try:
+    until, count = time.monotonic() + REFERENCES_S, 0
+    with contextlib.closing(RewardPool(spec, None, containment)) as pool:
         while asked or (count < task.size and time.monotonic() < until):
             if count < task.size and len(asked) < 4 * pool.process_count and time.monotonic() < until:
                 part = range(count, min(task.size, count + REFERENCES_AT_ONCE))
@@ -204,15 +200,11 @@ def unjudgeable_references(spec: TaskSpec, containment: Containment | None = Non
             elif result.failure is not None:
                 index = part.start
                 failed[index] = f"{task.where(index)} ({task.sample(index).answer[:40]!r}: {result.message[:120]})"
-    finally:
-        pool.close()
     if count < task.size:
         _log.info("%s: %d of %d references were tried within %.0f s", task.name, count, task.size, REFERENCES_S)
     named = "; ".join(list(failed.values())[:8])
     if 2 * len(failed) > count:
-        raise TaskError(
-            f"{task.name}: expected references that can be judged, {len(failed)} of {count} cannot: {named}"
-        )
+        raise TaskError(f"{task.name}: expected references to judge by, {len(failed)} of {count} are none: {named}")
     if failed:
         text = "%s: %d of %d references cannot be judged; their rows are left out: %s"
         _log.warning(text, task.name, len(failed), count, named)
@@ -515,9 +507,7 @@ class RayRunner:
             answer: Answer = ray.get(self._actor.ask.remote(dict(body), times), timeout=limit_s)
         except Exception as error:  # noqa: BLE001 - as above; a timeout, too
             self.kill()
-            raise RunnerLost(
-                shown(f"no answer of a machine of the Ray cluster within {limit_s:.0f} s: {error}")
-            ) from None
+            raise RunnerLost(shown(f"no answer from the Ray cluster within {limit_s:.0f} s: {error}")) from None
         return answer
 
     def kill(self) -> None:

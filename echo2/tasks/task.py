@@ -38,9 +38,8 @@ class TaskInstance:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        is_chat = isinstance(self.prompt, tuple | list) and all(
-            isinstance(message, ChatMessage) for message in self.prompt
-        )
+        is_list = isinstance(self.prompt, tuple | list)
+        is_chat = is_list and all(isinstance(message, ChatMessage) for message in self.prompt)
         if not isinstance(self.prompt, str) and not (is_chat and self.prompt):
             raise TaskError(
                 f"instance {self.index}: expected a prompt of text or of ChatMessages, got {self.prompt!r:.80}"

@@ -83,10 +83,8 @@ def _refuse_container(task: Any, taskset: str) -> None:
     parameters = {fn.__name__: inspect.signature(fn).parameters.get("runtime") for fn in task.hooks("reward")}
     needing = [name for name, entry in parameters.items() if entry is not None and entry.default is entry.empty]
     if needing or task.NEEDS_CONTAINER:
-        raise ConfigError(
-            f"verifiers/{taskset}: expected rewards of the text alone, but {', '.join(needing) or 'its tasks'} need a "
-            "container"
-        )
+        who = ", ".join(needing) or "its tasks"
+        raise ConfigError(f"verifiers/{taskset}: expected rewards of the text alone, but {who} need a container")
 
 
 def _prompt(data: Any) -> Prompt:

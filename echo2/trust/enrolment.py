@@ -125,9 +125,8 @@ def renewal_due_unix_s(certificate: NodeCertificate) -> float:
 async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) -> None:
     """Gets a new certificate for this node, with a fresh TLS key. Raises Unreachable, NotAllowed or TrustError."""
     key = new_tls_key()
-    request = enrolment_pb2.RenewRequest(
-        protocol_version=PROTOCOL_VERSION, certificate_request_der=certificate_request(credentials.identity, key)
-    )
+    wanted = certificate_request(credentials.identity, key)
+    request = enrolment_pb2.RenewRequest(protocol_version=PROTOCOL_VERSION, certificate_request_der=wanted)
     c = credentials
     async with open_channel(c.coordinator_address, c.coordinator_peer_id, c) as channel:
         stub = enrolment_pb2_grpc.RenewalStub(channel)

@@ -538,20 +538,12 @@ def _connections(ports: Iterable[int]) -> Iterator[tuple[tuple[int, Remote], tup
 
 def _shut(caller: Caller) -> bool:
     """Shuts down a connection through a copy of its descriptor, which stays gRPC's and may have been reused meanwhile."""
-    try:
-        copy = socket.socket(fileno=os.dup(caller.fd))
-    except OSError:
-        return False
-    try:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(caller.fd)) as copy:
         host, port = copy.getpeername()[:2]
-        if (host.removeprefix("::ffff:"), port) != caller.remote or copy.getsockname()[1] != caller.port:
-            return False
-        copy.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return False
-    finally:
-        copy.close()
-    return True
+        if (host.removeprefix("::ffff:"), port) == caller.remote and copy.getsockname()[1] == caller.port:
+            copy.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 DOORS = Doors()  # one per process: the kernel's filters are

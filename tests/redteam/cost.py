@@ -38,9 +38,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def held_bytes(cluster: Cluster) -> dict[str, int]:
-    return {
-        name: resident_bytes(cluster.processes[name].pid) for name in DAEMONS if cluster.processes[name].poll() is None
-    }
+    alive = {name: cluster.processes[name].pid for name in DAEMONS if cluster.processes[name].poll() is None}
+    return {name: resident_bytes(pid) for name, pid in alive.items()}
 
 
 def idle_run(folder: Path) -> str:

@@ -55,9 +55,8 @@ class Grammar:
                     values.add().CopyFrom(self.message(each.message_type, is_wild, depth + 1))
             else:
                 value = self._value(each, bound.each, is_wild)
-                values.extend(
-                    [value] * count if self.rng.random() < 0.7 else [self._value(each, bound.each, False)] * count
-                )
+                value = value if self.rng.random() < 0.7 else self._value(each, bound.each, False)
+                values.extend([value] * count)
         elif each.message_type is not None:
             if depth < 4:
                 getattr(message, each.name).CopyFrom(self.message(each.message_type, is_wild, depth + 1))
@@ -83,12 +82,7 @@ class Grammar:
                 within = ("", rng.choice(self.words), "x" * min(chars_max, 500))
                 return rng.choice((*within, "x" * (chars_max + 1), "a\x00b\x1b[2J", "é" * 200) if is_wild else within)
             case Data(bytes_max):
-                within = (
-                    rng.choice(self.keys),
-                    b"",
-                    rng.randbytes(64)[: min(bytes_max, 64)],
-                    b"\xff" * min(bytes_max, 9000),
-                )
-                known = [data for data in within if len(data) <= bytes_max]
+                shorter = rng.randbytes(64)[: min(bytes_max, 64)], b"\xff" * min(bytes_max, 9000)
+                known = [data for data in (rng.choice(self.keys), b"", *shorter) if len(data) <= bytes_max]
                 return rng.choice((*known, b"x" * min(bytes_max + 1, MESSAGE_BYTES_MAX)) if is_wild else known)
         raise AssertionError(f"{each.full_name} has no bound")

@@ -94,9 +94,8 @@ async def scene_of(folder: Path) -> Scene:
     """Of the run in this folder, once the fleet works: the worker has joined and a step was made."""
     keys = folder / "coordinator"
     identity = tls.load_or_create_identity(keys)
-    authority = RunAuthority(
-        identity, TlsKey.from_pem(tls.read_secret(keys / "authority.key")), (keys / "authority.pem").read_bytes()
-    )
+    key = TlsKey.from_pem(tls.read_secret(keys / "authority.key"))
+    authority = RunAuthority(identity, key, (keys / "authority.pem").read_bytes())
     config = tomllib.loads((folder / "run.toml").read_text())
     ports = config["coordinator"]
     coordinator = Target(f"127.0.0.1:{ports['port']}", identity.peer_id)

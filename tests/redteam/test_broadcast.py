@@ -28,7 +28,7 @@ from tests.patience import cpu_time_within
 KEYFRAME = ArtifactId(Version(0))
 BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(4)]
 PEER = PeerId("")  # whom a frame is for, only its connection says
-EVERYTHING = (1 << CHUNKS_MAX) - 1
+EVERYTHING, LAST = (1 << CHUNKS_MAX) - 1, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX))
 CPU_S_MAX = 0.5
 """For a hundred of the worst messages, with TLS and gRPC at both ends of one process; one of them took 36 s."""
 
@@ -63,9 +63,7 @@ FLOODS: dict[str, Callable[[ArtifactKey], bytes]] = {
     "have-maps of everything": lambda key: wire.control_frame(Have(PEER, key, EVERYTHING, False)),
     "have-maps of the last": lambda key: wire.control_frame(Have(PEER, key, 1 << (CHUNKS_MAX - 1), False)),
     "requests of everything": lambda key: wire.control_frame(Request(PEER, key, tuple(range(4096)))),
-    "cancels of the last": lambda key: wire.control_frame(
-        Cancel(PEER, key, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX)))
-    ),
+    "cancels of the last": lambda key: wire.control_frame(Cancel(PEER, key, LAST)),
     "acknowledgements": lambda key: wire.control_frame(RelayAck(PEER, key, CHUNKS_MAX - 1, CHUNKS_MAX)),
 }
 

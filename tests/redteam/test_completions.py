@@ -112,7 +112,6 @@ def test_a_completion_that_its_scorer_executes_reaches_nothing(data_set: str, ou
     assert data_set in EXECUTING_DATA_SETS
     spec = TaskSpec("reasoning_gym", {"dataset": data_set, "size": 10}, 1)
     hidden = Containment(readable=(str(outside.key.parents[3]),), hidden=(str(outside.key.parents[1]),), processes=1)
-    pool = RewardPool(spec, LIMITS, hidden)
     actions = (
         f"__import__('os').close(__import__('os').open({str(outside.mark)!r}, 66))",
         f"open({str(outside.mark)!r}, 'w').write(open({str(outside.key)!r}).read())",
@@ -120,7 +119,7 @@ def test_a_completion_that_its_scorer_executes_reaches_nothing(data_set: str, ou
         f"__import__('os').kill({os.getpid()}, 15)",
         f"__import__('os').system('touch {outside.mark}')",
     )
-    try:
+    with contextlib.closing(RewardPool(spec, LIMITS, hidden)) as pool:
         for action in actions:
             for text in (action, f"[{action}]", f"<answer>{action}</answer>"):
                 scored = pool.submit(0, text, "hostile").result(WAIT_S)
@@ -131,22 +130,16 @@ def test_a_completion_that_its_scorer_executes_reaches_nothing(data_set: str, ou
         answer = make_task(spec).sample(1).answer
         good = pool.submit(1, answer, "honest").result(WAIT_S)
         assert good.reward is not None, f"{good.failure} {good.message}"
-    finally:
-        pool.close()
 
 
 def test_the_same_completions_do_harm_where_rewards_are_trusted(outside: Outside) -> None:
     """The attack is real: without containment it writes the mark. So the test above shows what contains it."""
     pytest.importorskip("reasoning_gym")
-    pool = RewardPool(
-        TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}), LIMITS, Containment(True, processes=1)
-    )
-    try:
+    spec = TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10})
+    with contextlib.closing(RewardPool(spec, LIMITS, Containment(True, processes=1))) as pool:
         text = f"open({str(outside.mark)!r}, 'w').write(open({str(outside.key)!r}).read())"
         pool.submit(0, text).result(WAIT_S)
         assert outside.mark.read_text() == SECRET
-    finally:
-        pool.close()
 
 
 def contained_cpu_s() -> float:
@@ -168,8 +161,7 @@ MATHS_BOMBS = (
 def test_a_maths_bomb_costs_its_sender_and_the_others_wait_little(data_set: str) -> None:
     pytest.importorskip("reasoning_gym")
     spec = TaskSpec("reasoning_gym", {"dataset": data_set, "size": 10}, 1)
-    pool = RewardPool(spec, Limits(cpu_s=1, wall_s=5.0), Containment(processes=2))
-    try:
+    with contextlib.closing(RewardPool(spec, Limits(cpu_s=1, wall_s=5.0), Containment(processes=2))) as pool:
         pool.submit(0, "0", "worker that is honest").result(WAIT_S)  # started
         before_s = contained_cpu_s()
         bad: list[Future[Scored]] = [pool.submit(0, text, "hostile worker") for text in MATHS_BOMBS]
@@ -184,8 +176,6 @@ def test_a_maths_bomb_costs_its_sender_and_the_others_wait_little(data_set: str)
             assert scored.reward is None or scored.reward.value < 1.0, text[:50]
         held = [scored for scored in results if scored.failure is RewardFailure.EXHAUSTED]
         assert held and all(s.reward is not None and s.reward.value == 0.0 for s in held)
-    finally:
-        pool.close()
 
 
 def body_of(code: str) -> dict[str, object]:
@@ -230,8 +220,7 @@ def _ran(pool: ProgramPool, outside: Outside, codes: Iterator[str]) -> list[tupl
 def test_hostile_programs_get_nothing_and_leave_nothing(outside: Outside) -> None:
     codes = list(programs_that_want_something())
     assert len(codes) >= 160
-    pool = ProgramPool(Limits(cpu_s=2, wall_s=6.0))
-    try:
+    with contextlib.closing(ProgramPool(Limits(cpu_s=2, wall_s=6.0))) as pool:
         got = [
             (code, ran)
             for code, ran in _ran(pool, outside, iter(codes))
@@ -242,23 +231,19 @@ def test_hostile_programs_get_nothing_and_leave_nothing(outside: Outside) -> Non
         assert not got, got
         _, again = _ran(pool, outside, iter(["print('still here')"]))[0]
         assert again.output == "still here\n"
-    finally:
-        pool.close()
     assert outside.is_untouched()
 
 
 def test_bombs_end_within_their_limits_and_the_next_program_runs(outside: Outside) -> None:
     before = descendants_of(os.getpid())
     assert len(BOMBS) + len(list(programs_that_want_something())) >= 200
-    pool = ProgramPool(Limits(cpu_s=1, wall_s=2.0, memory_bytes=1 << 30, scratch_bytes=8 << 20))
-    try:
+    limits = Limits(cpu_s=1, wall_s=2.0, memory_bytes=1 << 30, scratch_bytes=8 << 20)
+    with contextlib.closing(ProgramPool(limits)) as pool:
         for code in BOMBS:
             (_, ran), (_, after) = _ran(pool, outside, iter([code, "import os; print(1 + 1, os.listdir())"]))
             assert ran.seconds < 8.0 and len(ran.output) <= 64 << 10, (code, ran.seconds)
             assert ran.ending not in (Ending.FAULT, Ending.CONTAINMENT_ENDED), (code, ran)
             assert after.output == "2 []\n", (code, after)
-    finally:
-        pool.close()
     assert descendants_of(os.getpid()) <= before, "nothing outlives the pool"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20, "nothing it sent filled this process"
 

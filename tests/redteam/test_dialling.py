@@ -77,11 +77,7 @@ async def seen_from(host: str, address: str) -> AsyncIterator[str]:
 def named_by(victim: int) -> dict[str, list[str]]:
     """What it says, each in eight addresses at most: more are no message."""
     return {
-        "services of the machine that dials": [
-            f"127.0.0.1:{victim}",
-            f"[::1]:{victim}",
-            f"[::ffff:127.0.0.1]:{victim}",
-        ],
+        "services of the machine": [f"127.0.0.1:{victim}", f"[::1]:{victim}", f"[::ffff:127.0.0.1]:{victim}"],
         "its network and its cloud": ["169.254.169.254:8080", "10.0.0.1:8080", "192.168.1.1:8080", "[fe80::1]:8080"],
         "names": [f"localhost:{victim}", "metadata.google.internal:8080", f"127.1:{victim}", f"0:{victim}"],
         "others of the world": ["198.41.0.4:5000", "203.0.113.7:5000"],

@@ -22,18 +22,12 @@ from tests.unit.worker.peers import RUN, SmallLearner, SmallRun
 from tests.unit.worker.test_worker import group, prepared, short_pauses, until, working  # noqa: F401 - a fixture
 
 ORDERS, ANSWERS = 100, 60
-ORDER, VERDICT, PARTIALS = (
-    kind.DESCRIPTOR
-    for kind in (
-        coordinator_pb2.WorkerOrder, ingest_pb2.RolloutVerdict, ingest_pb2.GetPartialsReply
-    )
-)  # fmt: skip
 
 
 def order_by(grammar: Grammar, run: SmallRun, *, is_wild: bool) -> coordinator_pb2.WorkerOrder:
     """Any but a refusal and another model, which say that the worker is to end."""
     while True:
-        message = grammar.message(ORDER, is_wild)
+        message = grammar.message(coordinator_pb2.WorkerOrder.DESCRIPTOR, is_wild)
         assert isinstance(message, coordinator_pb2.WorkerOrder)
         if message.WhichOneof("kind") == "learner":
             message.learner.model_digest = run.model_digest
@@ -91,13 +85,13 @@ class LyingLearner(SmallLearner):
             return
         async for _ in requests:
             self.answered += 1
-            yield self.grammar.message(VERDICT, self.answered % 3 == 0)
+            yield self.grammar.message(ingest_pb2.RolloutVerdict.DESCRIPTOR, self.answered % 3 == 0)
 
     async def GetPartials(self, request: Any, context: Any) -> Any:
         if self.answered >= ANSWERS:
             return await super().GetPartials(request, context)
         self.answered += 1
-        return self.grammar.message(PARTIALS, self.answered % 3 == 0)
+        return self.grammar.message(ingest_pb2.GetPartialsReply.DESCRIPTOR, self.answered % 3 == 0)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])

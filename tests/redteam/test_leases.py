@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echo2.base.ids import GroupId, LeaseId, RunId
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.leases.lease import GroupPhase, lease_id_of
 from echo2.trust.identity import Identity, Role
@@ -22,10 +22,8 @@ TICKS_S = 1.2
 
 
 def ticket_of(worker: Node, **changes: Any) -> Ticket:
-    known = Ticket(
-        lease_id_of(GroupId("g1"), 7), GroupId("g1"), worker.credentials.peer_id, 7, time.time() + 60, RunId(RUN)
-    )
-    return replace(known, **changes)
+    g1, worker_id = GroupId("g1"), worker.credentials.peer_id
+    return replace(Ticket(lease_id_of(g1, 7), g1, worker_id, 7, time.time() + 60, RunId(RUN)), **changes)
 
 
 def raw(ticket: Ticket, signature: bytes = b"s" * 64) -> rollout_pb2.LeaseTicket:
@@ -41,19 +39,12 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     "the largest attempt": (lambda w, c: [raw(ticket_of(w, attempt=(1 << 32) - 1))], "MalformedMessage"),
     "no signature": (lambda w, c: [raw(ticket_of(w), b"")], "BadSignature"),
     "another signer": (lambda w, c: [sign_ticket(ticket_of(w), Identity.generate())], "BadSignature"),
-    "another worker's": (
-        lambda w, c: [sign_ticket(ticket_of(w, worker_peer_id=Identity.generate().peer_id), c)],
-        "NotAllowed",
-    ),
+    "another worker's": (lambda w, c: [sign_ticket(ticket_of(w, worker_peer_id=PeerId("another")), c)], "NotAllowed"),
     "another run's": (lambda w, c: [sign_ticket(ticket_of(w, run_id=RunId("another")), c)], "NotAllowed"),
     "one twice": (lambda w, c: [sign_ticket(ticket_of(w), c)] * 2, "MalformedMessage"),
     "too many": (lambda w, c: [raw(ticket_of(w, lease_id=LeaseId(f"l{n}"))) for n in range(1025)], "MalformedMessage"),
     "deadline that is no number": (lambda w, c: [raw(ticket_of(w, deadline_unix_s=float("nan")))], "MalformedMessage"),
 }
-
-
-def coordinator_of(daemon: CoordinatorDaemon) -> Identity:
-    return daemon.hub.identity
 
 
 def group_state(daemon: CoordinatorDaemon) -> tuple[GroupPhase, int]:
@@ -67,7 +58,7 @@ async def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends
         await learner.hello(open_groups=[group("g1")])
         for name, (forge, expected) in FORGERIES.items():
             worker = await Node.join(daemon, Role.WORKER)
-            answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
+            answer = await worker.hello(held_tickets=forge(worker, daemon.hub.identity))
             assert answer.refusal.code == expected, (name, answer)
             await worker.close()
         await asyncio.sleep(TICKS_S)  # the daemon's own clock has looked at what is there since
@@ -93,31 +84,24 @@ async def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_ado
         old = ticket_of(thief, group_id=GroupId("g2"), lease_id=lease_id_of(GroupId("g2"), 7), deadline_unix_s=9.0)
         wrong = replace(old, lease_id=LeaseId(stolen.lease_id), deadline_unix_s=time.time() + 60)
         for ticket in (old, wrong):
-            await thief.hello(held_tickets=[sign_ticket(ticket, coordinator_of(daemon))])
+            await thief.hello(held_tickets=[sign_ticket(ticket, daemon.hub.identity)])
             assert (await thief.until("lease_revoke")).lease_id == ticket.lease_id
         lease = daemon.hub.book.leases[LeaseId(stolen.lease_id)]
         assert (lease.worker_id, lease.group_id) == (honest.credentials.peer_id, "g1")
         assert daemon.hub.book.groups[GroupId("g2")].phase is GroupPhase.QUEUED
 
 
-BEYOND: tuple[dict[str, int], ...] = (
-    {"tokens": (1 << 64) - 1},
-    {"tokens": 1 << 63},
-    {"finished_rollouts": (1 << 32) - 1},
-)
-
-
 async def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
         learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
         await learner.hello(open_groups=[group("g1")])
-        for numbers in BEYOND:
-            await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
+        for name, number in (("tokens", (1 << 64) - 1), ("tokens", 1 << 63), ("finished_rollouts", (1 << 32) - 1)):
+            await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), daemon.hub.identity)])
             ticket = (await worker.until("lease_grant")).ticket
             assert ticket.attempt == 7 and group_state(daemon) == (GroupPhase.LEASED, 7)
-            await worker.say(lease_progress=pb.LeaseProgress(lease_id=ticket.lease_id, **numbers))
+            await worker.say(lease_progress=pb.LeaseProgress(lease_id=ticket.lease_id, **{name: number}))
             refusal = await worker.until("refusal")
-            assert (refusal.code, next(iter(numbers)) in refusal.message) == ("MalformedMessage", True)
+            assert (refusal.code, name in refusal.message) == ("MalformedMessage", True)
             daemon.hub.flush_now()  # every row of it can be written
 
 

@@ -68,9 +68,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("ports")
     config = idle_run(folder)
     metrics, gateway = choose_ports((0, 0))
-    config = config.replace(
-        "[coordinator]", f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"'
-    )
+    addresses = f'host = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"'
+    config = config.replace("[coordinator]", f"[coordinator]\n{addresses}")
     config += f'[agent]\nharness = "agent:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:
         shutil.copy(ROOT / "examples" / "agent.py", cluster.run_folder)
@@ -87,9 +86,8 @@ def scene(cluster: Cluster) -> Scene:
 
 
 def all_of(cluster: Cluster) -> dict[str, int]:
-    return {
-        f"{name}:{port}": port for name, process in cluster.processes.items() for port in sorted(listening(process.pid))
-    }
+    pids = {name: process.pid for name, process in cluster.processes.items()}
+    return {f"{name}:{port}": port for name, pid in pids.items() for port in sorted(listening(pid))}
 
 
 def port_of(address: str) -> int:

@@ -123,11 +123,16 @@ async def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered
         daemon.hub.book.records.proven.add(PeerId("a"))
         of_link = service._share_of(b, own)
         assert of_link is service._share_of(PeerIdentity(PeerId("b2"), Role.WORKER, "x"), own)
-        assert (
-            service._share_of(a, own) is own
-            and len({id(one) for one in (own, of_link, service._share_of(c, own))}) == 3
-        )
+        assert service._share_of(a, own) is own
+        assert len({id(one) for one in (own, of_link, service._share_of(c, own))}) == 3
         assert service._share_of(PeerIdentity(PeerId("learner"), Role.LEARNER, "x"), own) is own
+
+
+def spend(made: list[float]) -> None:
+    """A fiftieth of a second of work."""
+    made.append(time.monotonic())
+    while time.monotonic() < made[-1] + 0.02:
+        pass
 
 
 def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +140,7 @@ def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_alone(monk
     true = ingest_module.rollout_to_message
 
     def slowly(rollout: object) -> object:
-        made.append(time.monotonic())
-        while time.monotonic() < made[-1] + 0.02:
-            pass
+        spend(made)
         return true(rollout)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ingest_module, "rollout_to_message", slowly)
@@ -165,9 +168,7 @@ def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(mon
     made: list[float] = []
 
     def slowly(kind: object, data: bytes, limits: object, whose: str) -> object:
-        made.append(time.monotonic())
-        while time.monotonic() < made[-1] + 0.02:
-            pass
+        spend(made)
         raise MalformedMessage(f"{whose}: expected another message")
 
     monkeypatch.setattr(calls, "parsed", slowly)
@@ -233,10 +234,7 @@ def test_a_workers_unfinished_messages_to_the_coordinator_hold_four_mib_and_the_
     def caller(peer: str, size: int, limit: int) -> ports.Caller:
         return ports.Caller(1, ("10.0.0.1", hash(peer) % 60_000), 0.0, peer, received_bytes=size, in_flight_max=limit)
 
-    worker = [
-        caller("w", 3 * MIB, ports.SERVICES.in_flight_bytes),
-        caller("w", 3 * MIB, ports.SERVICES.in_flight_bytes),
-    ]
+    worker = [caller("w", 3 * MIB, ports.SERVICES.in_flight_bytes) for _ in range(2)]
     learner = caller("l", 30 * MIB, ports.IN_FLIGHT_OF_TRUSTED)
     small = caller("v", 3 * MIB, ports.SERVICES.in_flight_bytes)
     assert ports.overweight([*worker, learner, small], 1.0) == worker

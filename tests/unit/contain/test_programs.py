@@ -7,12 +7,9 @@ import os
 import resource
 import select
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from multiprocessing.connection import Client, Connection
+from contextlib import closing
 
 import pytest
 
@@ -20,7 +17,7 @@ from echo2.base.errors import TaskError
 from echo2.contain.box import bubblewrap, containment_problem, view_here
 from echo2.contain.inside import ending_of
 from echo2.contain.messages import SCRATCH, Answer, Ending, Limits
-from echo2.contain.pool import Program, ProgramPool, RunnerLost
+from echo2.contain.pool import Program, ProgramPool, RunnerLost, program_sandboxes
 from echo2.contain.sandbox import Launch, Sandbox
 from tests.patience import WAIT_S
 
@@ -75,70 +72,37 @@ def test_a_failing_program_says_how(pool: ProgramPool) -> None:
     assert "SyntaxError" in pool.submit(Program("def")).result(WAIT_S).note
 
 
-FAR = """
-import json
-from multiprocessing.connection import Listener
-from echo2.contain.pool import program_sandboxes
-
-make = program_sandboxes()
-with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
-    print(listener.address[1], flush=True)
-    while True:
-        sandbox = make()
-        with listener.accept() as asked:
-            try:
-                while True:
-                    answer = sandbox.ask(*json.loads(asked.recv_bytes()))
-                    told = answer.body.decode("latin1"), answer.printed.decode("latin1"), answer.note
-                    asked.send_bytes(json.dumps([answer.ending, *told]).encode())
-            except EOFError:
-                sandbox.kill()
-"""
-
-
 class FarRunner:
-    """A sandbox of another machine, behind a connection."""
+    """As of another machine, which is lost once: all that is asked and answered travels as text, and nothing else does."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._connection: Connection | None = None
+    def __init__(self) -> None:
+        self._make, self.has_lost = program_sandboxes(), False
+        self._sandbox = self._make()
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
-        self._connection = self._connection or Client(("127.0.0.1", self._port), authkey=b"key")
         return True
 
     def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
-        assert self._connection is not None
-        if body["stdin"] == "lost" and not LOST:
-            LOST.append(True)
+        if body["stdin"] == "lost" and not self.has_lost:
+            self.has_lost = True
             self.kill()
+            self._sandbox = self._make()
             raise RunnerLost("its machine is gone")
-        self._connection.send_bytes(json.dumps([body, times]).encode())
-        ending, told, printed, note = json.loads(self._connection.recv_bytes())
-        return Answer(Ending(ending), told.encode("latin1"), printed.encode("latin1"), note)
+        answer = self._sandbox.ask(*json.loads(json.dumps([body, times])))
+        return Answer(Ending(int(answer.ending)), answer.body, answer.printed, answer.note)
 
     def kill(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
-
-
-LOST: list[bool] = []
+        self._sandbox.kill()
 
 
 def test_programs_run_in_a_sandbox_elsewhere_by_the_same_three_methods_and_again_where_it_was_lost() -> None:
-    with subprocess.Popen([sys.executable, "-c", FAR], stdout=subprocess.PIPE, text=True) as far:
-        assert far.stdout is not None
-        pool = ProgramPool(make=partial(FarRunner, int(far.stdout.readline())))
-        try:
-            files = {"answer.py": "def double(n): return 2 * n"}
-            ran = pool.submit(Program("from answer import double\nprint(double(4))", files=files)).result(WAIT_S)
-            assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "8\n", "")
-            assert pool.submit(Program("print(1)", "lost")).result(WAIT_S).output == "1\n" and LOST
-            assert "exit 3" in pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).note
-        finally:
-            pool.close()
-            far.kill()
+    runner = FarRunner()
+    with closing(ProgramPool(make=lambda: runner)) as pool:
+        files = {"answer.py": "def double(n): return 2 * n"}
+        ran = pool.submit(Program("from answer import double\nprint(double(4))", files=files)).result(WAIT_S)
+        assert (ran.ending, ran.output, ran.note) == (Ending.ANSWERED, "8\n", "")
+        assert pool.submit(Program("print(1)", "lost")).result(WAIT_S).output == "1\n" and runner.has_lost
+        assert "exit 3" in pool.submit(Program("raise SystemExit(3)")).result(WAIT_S).note
 
 
 SPIN = "while True: pass"

@@ -117,13 +117,8 @@ async def on_port(
     fleet: RecordingFleet, codec: ChatCodec | None = None, harness: str = "", port_limits: HttpLimits = GATEWAY, **limits: Any
 ) -> AsyncIterator[tuple[Episodes, GatewayPort]]:  # fmt: skip
     """A gateway on a real port of loopback. `harness`: plays its episodes; else outside ones do, with the key `master`."""
-    given = {
-        "context_tokens": 100_000,
-        "max_new_tokens": 64,
-        "vocabulary_size": 200_000,
-        "token_bytes_max": 4,
-        **limits,
-    }
+    given = {"context_tokens": 100_000, "max_new_tokens": 64, "vocabulary_size": 200_000, "token_bytes_max": 4}
+    given |= limits
     port, clock = GatewayPort("", limits=port_limits), asyncio.get_running_loop().time
     episodes = Episodes(
         GatewayLimits(**given), codec or LetterCodec(), fleet, clock, lambda: os.urandom(8).hex(),

@@ -234,9 +234,8 @@ async def test_the_longest_problem_reaches_a_program_and_a_longer_one_is_told() 
     play, longest = make_harness("sh -c 'echo ${#ECHO2_PROBLEM}'"), PROBLEM_BYTES_MAX - len('{"text": ""}')
     assert play is not None
     assert await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * longest})) == PROBLEM_BYTES_MAX
-    assert await play(Episode("http://127.0.0.1:1/v1", "key", {"day": date(2026, 1, 1)})) == len(
-        '{"day": "2026-01-01"}'
-    )
+    dated = Episode("http://127.0.0.1:1/v1", "key", {"day": date(2026, 1, 1)})
+    assert await play(dated) == len('{"day": "2026-01-01"}')
     with pytest.raises(TaskError, match="let agent.harness name a function"):
         await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * (longest + 1)}))
 
@@ -271,12 +270,8 @@ async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -
         world.episodes.open_problem(f"a{number}", 1, {})
         await settle()
     assert [end.reward for end in world.fleet.ends] == [0.25, 0.75, None, None, None, None, None]
-    assert [end.failure for end in world.fleet.ends[3:]] == [
-        "OSError: no such row",
-        "OSError: no such tool",
-        "SystemExit: 0",
-        "CancelledError: mine",
-    ]
+    failures = ["OSError: no such row", "OSError: no such tool", "SystemExit: 0", "CancelledError: mine"]
+    assert [end.failure for end in world.fleet.ends[3:]] == failures
     assert world.fleet.ends[1].parts == {"exact": 0.5}
     await world.episodes.close()
 
@@ -514,10 +509,7 @@ async def test_calls_of_all_episodes_together_have_a_limit() -> None:
         ({"messages": [{"role": "user", "content": "x"}], "stop": ["y" * 65]}, "stop: expected"),
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": "9"}, "max_tokens: expected"),
         *(
-            (
-                {"messages": [{"role": "user", "content": "x"}], name: odd},
-                f"{name}: expected true or false, got {odd!r}",
-            )
+            ({"messages": [{"role": "user", "content": "x"}], name: odd}, f"{name}: expected true or false, got")
             for name, odd in (("stream", "true"), ("logprobs", 5), ("return_token_ids", 1))
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls: expected"),

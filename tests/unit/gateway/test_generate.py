@@ -315,9 +315,8 @@ async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_seve
     hi = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     request = chat_call(hi) if is_chat else text_call({"prompt": "hi", "logprobs": 0})
     call = Call(1, "a1", request, TreePlace(Wording(), None, b""), asyncio.get_running_loop().create_future(), 0.0)
-    reply: Any = reply_of(
-        call, [Choice(text, (), whole_rollout(tuple(range(6))), "stop")], "policy", 0, lambda token: pieces[token]
-    )
+    choice = Choice(text, (), whole_rollout(tuple(range(6))), "stop")
+    reply: Any = reply_of(call, [choice], "policy", 0, lambda token: pieces[token])
     logprobs = reply["choices"][0]["logprobs"]
     if is_chat:
         assert b"".join(bytes(token["bytes"]) for token in logprobs["content"]).decode() == text
@@ -333,9 +332,8 @@ async def test_a_stream_has_the_token_ids_that_a_whole_answer_has() -> None:
     *lines, _ = "".join(pieces_of(call, choices, "policy", 0, letter_bytes)).strip().split("\n\n")
     events = [json.loads(line[6:]) for line in lines]
     assert [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event] == [whole["prompt_token_ids"]]
-    said = [
-        (piece["token_ids"], piece["versions"]) for event in events for piece in event["choices"] if "versions" in piece
-    ]
+    pieces = [piece for event in events for piece in event["choices"] if "versions" in piece]
+    said = [(piece["token_ids"], piece["versions"]) for piece in pieces]
     assert said == [(choice["token_ids"], choice["versions"]) for choice in whole["choices"]]
     assert all(choice["prompt_token_ids"] == whole["prompt_token_ids"] for choice in whole["choices"]), "as vLLM's"
 

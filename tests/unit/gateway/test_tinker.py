@@ -178,11 +178,7 @@ async def test_one_token_is_sampled_where_more_than_a_scoring_is_asked_for(more:
     ("path", "body", "told"),
     [
         ("optim_step", {"adam_params": {"learning_rate": None}}, "learning_rate: Input should be a valid number"),
-        (
-            "load_weights",
-            {"path": "tinker://x/sampler_weights/a", "optimizer": True},
-            "expected tinker://CLIENT/weights",
-        ),
+        ("load_weights", {"path": "tinker://x/sampler_weights/a", "optimizer": True}, "expected tinker://CLIENT"),
     ],
 )
 async def test_an_operation_that_is_refused_keeps_none_behind_it_waiting(path: str, body: Any, told: str) -> None:
@@ -292,9 +288,8 @@ async def test_numbers_that_no_sdk_sends_are_refused_before_they_take_memory_or_
     for change, told in ((no_numbers, "as many targets"), (too_many, fill), (far_around, fill)):
         async with played() as (post, driven):
             model_id = await model_of(post)
-            message = proto.ForwardBackwardRequest.FromString(
-                passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])])
-            )
+            asked = passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])])
+            message = proto.ForwardBackwardRequest.FromString(asked)
             change(message.data[0].loss_fn_inputs["target_tokens"])
             await post("forward_backward", message.SerializeToString())
             answer = (await post("retrieve_future", {"request_id": f"{model_id}:1"})).json()

@@ -125,13 +125,10 @@ def installed_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if shutil.which("uv") is None:
         pytest.skip("verifiers starts its chat program by uv, which is not installed")
-    for name, files in (
-        ("echo2_calc", {"__init__.py": TASKSET, "tools.py": TOOLS}),
-        ("echo2_game", {"__init__.py": GAME}),
-    ):
-        (tmp_path / name).mkdir()
-        for file, text in files.items():
-            (tmp_path / name / file).write_text(text)
+    files = {"echo2_calc/__init__.py": TASKSET, "echo2_calc/tools.py": TOOLS, "echo2_game/__init__.py": GAME}
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
@@ -207,24 +204,8 @@ def test_a_taskset_with_its_own_environment_plays_in_it_as_textarena_and_openenv
 def test_a_taskset_with_tools_is_played_as_it_is_and_its_rewards_are_its_own() -> None:
     spec = TaskSpec("verifiers", {"taskset": "echo2_calc", "options": {"count": 2}, "agent": {"max_turns": 4}})
 
-    async def scene() -> RecordingFleet:
-        loop, answers = asyncio.get_running_loop(), ["2", "3"]
-
-        def sample(group_id: str) -> None:
-            """Calls the tool first, then gives the answers in their order, one an episode."""
-            text = chr(*CALLS_THE_TOOL) if fleet.leases[group_id].chain is None else answers.pop(0)
-            loop.call_later(0.05, episodes.on_completion, group_id, completion(text))
-
-        fleet = RecordingFleet(sample)
-        async with on_port(fleet, Script(), PLAYER, episode_s=120.0) as (episodes, _):
-            for number in range(2):
-                episodes.open_problem(f"a{number}", 1, told_of(spec, 1))
-                async with asyncio.timeout(WAIT_S):
-                    while len(fleet.ends) <= number:
-                        await asyncio.sleep(0.05)
-        return fleet
-
-    fleet = asyncio.run(scene())
+    call = chr(*CALLS_THE_TOOL)
+    fleet = played(spec, 1, [call, "2", call, "3"])
     assert [end.reward for end in fleet.ends] == [1.0, 0.0], "1+1 is 2"
     assert [lease.chain for lease in fleet.leases.values()] == [None, 0, None, 1], "it goes on token for token"
     first, second = list(fleet.leases.values())[:2]

@@ -169,8 +169,7 @@ def tokenizer_of(name: str) -> Any:
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
     closing = family.closing or family.special[-1]
     bos = family.bos if family.bos in family.special else closing
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=closing, bos_token=bos, clean_up_tokenization_spaces=False
-    )
+    names = {"eos_token": closing, "bos_token": bos}
+    found = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **names)
     found.chat_template = family.template
     return found

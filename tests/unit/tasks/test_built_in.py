@@ -122,15 +122,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "configs"
         (TaskSpec("math"), "expected the argument path"),
         (TaskSpec("reasoning_gym"), "expected the argument dataset"),
         (TaskSpec("no.such.module:Task"), "expected an importable module no.such.module, got No module named 'no'"),
-        (
-            TaskSpec("no_such:Task"),
-            "got No module named 'no_such'; a module is looked for beside the run file and among",
-        ),
+        (TaskSpec("no_such:Task"), "got No module named 'no_such'; a module is looked for beside the run file and"),
         (TaskSpec("unfinished:Task"), r"module unfinished, got SyntaxError: .*\(unfinished.py, line 2\)$"),
-        (
-            TaskSpec("undefined:Task"),
-            r"module undefined, got NameError: name 'no' is not defined \(undefined.py, line 1\)$",
-        ),
+        (TaskSpec("undefined:Task"), r"undefined, got NameError: name 'no' is not defined \(undefined.py, line 1\)$"),
         (TaskSpec("ending:Task"), r"module ending, got SystemExit: no task here \(ending.py, line 1\)$"),
         (TaskSpec("tests.unit.tasks.naughty:Absent"), "expected a function or class Absent"),
         (TaskSpec("tests.unit.tasks.naughty:Naughty", {"colour": 1}), r"expected a constructor \(seed, \*\*args\)"),

@@ -49,10 +49,8 @@ def grown(family: Family, rng: random.Random, is_canonical: bool) -> tuple[Chat,
             sampled.append(tokenizer.convert_tokens_to_ids(family.closing))
         known.append((*tokens, *sampled))
         tools = rng.random() < 0.4
-        fresh = [
-            {"role": "tool" if tools else "user", "content": said(rng)}
-            for _ in range(rng.randint(1, 2) if tools else 1)
-        ]
+        role, count = ("tool", rng.randint(1, 2)) if tools else ("user", 1)
+        fresh = [{"role": role, "content": said(rng)} for _ in range(count)]
         chat += [{"role": "assistant", "content": text}, *fresh]
         tokens = [*known[-1], *chat_format.between(fresh, sampled)]
     return chat, tokens, known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -39,8 +40,7 @@ def nodes_of_actors() -> set[str]:
 
 
 def test_both_machines_score_contained_and_one_that_goes_costs_no_reward(cluster: Any) -> None:
-    pool = RewardPool(SPEC, LIMITS, Containment(ray=cluster.address))
-    try:
+    with closing(RewardPool(SPEC, LIMITS, Containment(ray=cluster.address))) as pool:
         texts = ["fine", "raise", "nan", "chatter", "fine"]
         results = [future.result(WAIT_S) for future in [pool.submit(n, text) for n, text in enumerate(texts)]]
         assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0]
@@ -54,8 +54,6 @@ def test_both_machines_score_contained_and_one_that_goes_costs_no_reward(cluster
         cluster.remove_node(cluster.second)
         results = [future.result(WAIT_S) for future in [pool.submit(n, "fine") for n in range(8)]]
         assert [r.reward.value if r.reward else r.message for r in results] == [n + 1.0 for n in range(8)]
-    finally:
-        pool.close()
 
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,8 +168,7 @@ def test_plain_comparisons_of_our_own_stay_in_this_process_and_others_do_not() -
 
 
 def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> None:
-    pool = RewardPool(TaskSpec("calculator", {"turns_max": 3}, seed=1), LIMITS)
-    try:
+    with closing(RewardPool(TaskSpec("calculator", {"turns_max": 3}, seed=1), LIMITS)) as pool:
         call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
         for step in [pool.submit_step(index, [call]) for index in range(4)]:
             assert [message.content for message in step.result(WAIT_S).messages] == ["42"]
@@ -178,8 +177,6 @@ def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> Non
             assert reward is not None and reward.value == 0.0
         late = pool.submit_step(0, [call, "I give up", "again"]).result(WAIT_S)
         assert late.failure is RewardFailure.RAISED and "no completion after its end" in late.message
-    finally:
-        pool.close()
 
 
 def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +223,8 @@ def own_task(folder: Path, monkeypatch: pytest.MonkeyPatch, **args: object) -> T
     """A task in several files beside one another, which nobody has installed."""
     name = f"own_{folder.name}".replace("-", "_")
     (folder / f"{name}.py").write_text(OWN_TASK.format(name=name))
-    (folder / f"{name}_sorter.py").write_text(
-        f"from {name}_deep.order import sort\nclass Sorter:\n    sort = staticmethod(sort)\n"
-    )
+    sorter = f"from {name}_deep.order import sort\nclass Sorter:\n    sort = staticmethod(sort)\n"
+    (folder / f"{name}_sorter.py").write_text(sorter)
     (folder / f"{name}_deep").mkdir()
     (folder / f"{name}_deep" / "__init__.py").write_text("")
     (folder / f"{name}_deep" / "order.py").write_text("def sort(text):\n    return ''.join(sorted(text))\n")
@@ -256,9 +252,8 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
     with pytest.raises(TaskError) as told:
         check_rewards(spec)
     unseen = tmp_path / f"{module}_unseen.py"
-    assert f"No module named '{module}_unseen'" in str(told.value) and f'task.readable = ["{unseen}"]' in str(
-        told.value
-    )
+    assert f"No module named '{module}_unseen'" in str(told.value)
+    assert f'task.readable = ["{unseen}"]' in str(told.value)
     check_rewards(spec, Containment(readable=(str(unseen),)))
     with closing(RewardPool(replace(SPEC, name="tests.unit.tasks.naughty:Heavy"), LIMITS, TRUSTED)) as pool:
         assert "it needs more than 2048 MiB of memory" in pool.submit(0, "fine").result(WAIT_S).message
@@ -283,15 +278,9 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
 
 
 def test_references_that_cannot_be_judged_are_told_with_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [
-        ("3 + 4", "7"),
-        ("a tower", "9^{9^{9^{9^{9}}}}"),
-        ("a half", r"\frac{1}{2}"),
-        ("two", "2"),
-        ("none", "\\text{}"),
-    ]
+    answers = ["7", "9^{9^{9^{9^{9}}}}", r"\frac{1}{2}", "2", "\\text{}"]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"question": text, "answer": answer}) for text, answer in rows))
+    path.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": text}) for n, text in enumerate(answers)))
     spec = TaskSpec("math", {"path": str(path)}, 0)
     left_out = unjudgeable_references(spec)
     assert left_out == {1, 4}

@@ -39,10 +39,8 @@ NEWER = {
 
 @pytest.mark.parametrize(("name", "text"), [*WRITTEN.items(), *NEWER.items()])
 def test_a_familys_calls_are_found_and_taken_out_of_its_text(name: str, text: str) -> None:
-    assert (
-        tool_format_of(f"... {BY_NAME[name].sign} ...").name == name
-        and tool_format_of("{{ messages }}").name == "hermes"
-    )
+    assert tool_format_of(f"... {BY_NAME[name].sign} ...").name == name
+    assert tool_format_of("{{ messages }}").name == "hermes"
     rest, calls = BY_NAME[name].split(text)
     assert [(call.name, call.arguments) for call in calls] == [("add", ADD)]
     assert rest == ("" if name.startswith("llama") else "so:")
@@ -51,13 +49,8 @@ def test_a_familys_calls_are_found_and_taken_out_of_its_text(name: str, text: st
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_what_does_not_parse_stays_text(name: str) -> None:
     text = WRITTEN[name]
-    for broken in (
-        text[:-9],
-        text.replace("add", ""),
-        "no call",
-        "",
-        text.replace("name", "nom").replace("add", "<a{"),
-    ):
+    unnamed, misnamed = text.replace("add", ""), text.replace("name", "nom").replace("add", "<a{")
+    for broken in (text[:-9], unnamed, "no call", "", misnamed):
         rest, calls = BY_NAME[name].split(broken)
         assert calls or rest == broken
     if '"a"' in text:  # half of a character, which no answer of the gateway could hold

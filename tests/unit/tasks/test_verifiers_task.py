@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -76,11 +77,8 @@ def test_prompts_rewards_with_their_weights_and_metrics_are_the_tasksets_own() -
     right, wrong = task.score(instance, "6"), task.score(instance, "seven")
     assert (right.value, right.parts) == (2.0, {"letters": 1.0})
     assert (wrong.value, wrong.parts) == (0.0, {"letters": 5.0})
-    pool = RewardPool(spec(count=5), containment=Containment(is_trusted=True, processes=1))
-    try:
+    with closing(RewardPool(spec(count=5), containment=Containment(is_trusted=True, processes=1))) as pool:
         assert pool.submit(3, "6").result(WAIT_S).reward == right, "above 1, too"
-    finally:
-        pool.close()
 
 
 def test_rewards_that_need_a_container_and_unknown_names_and_options_are_refused() -> None:

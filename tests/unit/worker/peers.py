@@ -91,9 +91,8 @@ class SmallLearner(_Told, ingest_pb2_grpc.IngestServicer):
             async with self.changed:
                 self.reports.append(report)
                 self.changed.notify_all()
-            yield ingest_pb2.RolloutVerdict(
-                sequence=report.sequence, segments=[wire.verdict_to_message(verdict) for verdict in verdicts]
-            )
+            segments = map(wire.verdict_to_message, verdicts)
+            yield ingest_pb2.RolloutVerdict(sequence=report.sequence, segments=segments)
 
     async def GetPartials(self, request: Any, context: Any) -> Any:
         caller = tls.peer_of(context)
@@ -157,16 +156,11 @@ class SmallCoordinator(_Told, coordinator_pb2_grpc.CoordinatorServicer):
             return
         self._level = 0
         self.outbox = asyncio.Queue()
-        yield coordinator_pb2.WorkerOrder(
-            welcome=coordinator_pb2.WorkerWelcome(
-                run_id=self.run_id,
-                staleness_bound=4,
-                heartbeat_interval_s=self.heartbeat_interval_s,
-                report_interval_s=self.report_interval_s,
-                learner=self.learner,
-                unix_s=time.time() + self.clock_ahead_s,
-            )
+        welcome = coordinator_pb2.WorkerWelcome(
+            run_id=self.run_id, staleness_bound=4, heartbeat_interval_s=self.heartbeat_interval_s,
+            report_interval_s=self.report_interval_s, learner=self.learner, unix_s=time.time() + self.clock_ahead_s,
         )  # fmt: skip
+        yield coordinator_pb2.WorkerOrder(welcome=welcome)
         reading, outbox = asyncio.create_task(self._read(requests, caller.peer_id)), self.outbox
         reading.add_done_callback(lambda _: outbox.put_nowait(None))
         try:
@@ -198,15 +192,12 @@ class SmallCoordinator(_Told, coordinator_pb2_grpc.CoordinatorServicer):
             self.leases += 1
             lease_id = LeaseId(f"lease-{self.leases}")
             ticket = Ticket(lease_id, group.group_id, peer_id, 1, time.time() + self.lease_s, RUN)
-            self.outbox.put_nowait(
-                coordinator_pb2.WorkerOrder(
-                    lease_grant=coordinator_pb2.LeaseGrant(
-                        ticket=sign_ticket(ticket, self.authority.identity),
-                        group=wire.group_to_message(group),
-                        is_continuation=group.group_id in self.continues,
-                    )
-                )
+            grant = coordinator_pb2.LeaseGrant(
+                ticket=sign_ticket(ticket, self.authority.identity),
+                group=wire.group_to_message(group),
+                is_continuation=group.group_id in self.continues,
             )
+            self.outbox.put_nowait(coordinator_pb2.WorkerOrder(lease_grant=grant))
 
 
 class _Enrolment(enrolment_pb2_grpc.EnrolmentServicer):

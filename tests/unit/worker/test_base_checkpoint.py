@@ -101,9 +101,8 @@ async def test_weights_are_in_memory_only_until_another_way_is_taken(
     assert again is not None and f"{again.fingerprint():016x}" == fingerprint, "a delta from the base may come yet"
     assert await ended.candidate() is None
     loads.clear()
-    short = BaseCheckpointLoader(
-        RUN, str(folder), "m", LINES, loads_ahead=False
-    )  # memory is, or the store has a version
+    # As where memory is short, or the store has a version.
+    short = BaseCheckpointLoader(RUN, str(folder), "m", LINES, loads_ahead=False)
     assert (await offered(short)).told[-1] == BaseCheckpoint(Version(0), 0.0)
     assert short.proven(Version(0), "0" * 16) is None and not loads
     weights = await short.candidate()
@@ -135,10 +134,7 @@ def test_a_download_that_was_given_up_half_way_is_no_checkpoint(tmp_path: Path) 
     assert find_base(str(tmp_path), "m") is None, "the hub is asked for the rest"
     save_file({"w": torch.zeros(4)}, str(tmp_path / names[2]))
     assert find_base(str(tmp_path), "m") == tmp_path
-    for other in (
-        "consolidated",
-        "model",
-    ):  # the weights by their maker's names; one file, beside the parts of another time
+    for other in ("consolidated", "model"):  # by their maker's names; one file, beside parts of another time
         save_file({other: torch.zeros(4)}, str(tmp_path / f"{other}.safetensors"))
         weights = load_base(tmp_path)
         assert weights is not None

@@ -370,14 +370,12 @@ class LeaseRules(RuleBasedStateMachine):
 
     def is_free(self, at: float) -> bool:
         """Whether nothing needs the live version then, nor may need it within the grace."""
-        ends = [
-            (name, since, self.it.ended_at.get(name, math.inf)) for name, since in self.exact.items() if since <= at
-        ]
-        grace_s = {
-            name: leases.TURN_GRACE_S if warm_groups(self.specs[name].group_id) else leases.EXACT_GRACE_S
-            for name, *_ in ends
-        }
-        return all(end + grace_s[name] <= at for name, _, end in ends)
+        for name in (name for name, since in self.exact.items() if since <= at):
+            is_turn = warm_groups(self.specs[name].group_id)
+            grace_s = leases.TURN_GRACE_S if is_turn else leases.EXACT_GRACE_S
+            if self.it.ended_at.get(name, math.inf) + grace_s > at:
+                return False
+        return True
 
     @invariant()
     def a_version_goes_live_once_nothing_needs_the_one_before_and_after_the_hold_at_the_latest(self) -> None:

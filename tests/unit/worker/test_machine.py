@@ -83,10 +83,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_it_needs(tmp_path: Path) -
     for machine, text in (
         (replace(BARE, **small), r"memory: expected 4\.5 GB while a keyframe of 1\.2 GB is taken"),
         (replace(BARE, free_disk_bytes=1 << 30), "disk at"),
-        (
-            replace(WITH_GPUS, shared_memory_bytes=64 << 20),
-            r"/dev/shm: expected 311\.2 MB free, .* 67\.1 MB; .*--shm-size",
-        ),
+        (replace(WITH_GPUS, shared_memory_bytes=64 << 20), r"shm: expected 311\.2 MB free, .* 67\.1 MB; .*--shm-size"),
     ):
         with pytest.raises(ResourceError, match=text):
             check_room(machine, size, published, tmp_path)

@@ -178,10 +178,8 @@ def test_siblings_prefill_their_prompt_once_also_after_its_sequence_has_left() -
 def test_a_prompt_that_no_longer_fits_a_step_waits_for_the_next_in_which_it_fits_whole() -> None:
     table = SlotTable(3, CONTEXT)
     for name, width in (("first", 61), ("long", 51), ("short", 9)):
-        start = len(name) * 1000
-        table.submit(
-            GenerateRequest(name, tuple(range(start, start + width)), (), SamplingParams(max_new_tokens=4), name)
-        )
+        prompt = tuple(range(len(name) * 1000, len(name) * 1000 + width))
+        table.submit(GenerateRequest(name, prompt, (), SamplingParams(max_new_tokens=4), name))
     table.admit()
     filled = []
     for _ in range(2):

@@ -41,13 +41,8 @@ def artifact(version: int, parent: int | None) -> bytes:
     if parent is None:
         return b"".join(encode_keyframe(target.tensors(), DeltaHeader(Version(version), fingerprint_key=KEY)))
     base = published(parent)
-    return b"".join(
-        encode_delta(
-            base.tensors(),
-            target.tensors(),
-            DeltaHeader(Version(version), Version(parent), base.fingerprint(), fingerprint_key=KEY),
-        )
-    )
+    header = DeltaHeader(Version(version), Version(parent), base.fingerprint(), fingerprint_key=KEY)
+    return b"".join(encode_delta(base.tensors(), target.tensors(), header))
 
 
 class Engine:
@@ -217,10 +212,8 @@ async def test_a_delta_from_other_weights_than_ours_is_fetched_anew_only_where_i
     bench, node, base, delta = Bench(), Mock(), Mock(), ArtifactId(Version(4), Version(0))
     of_another, keyframe = (published(99), published(98)), ArtifactId(Version(0))
     header = DeltaHeader(delta.version, delta.parent, of_another[0].fingerprint(), fingerprint_key=KEY)
-    data = {
-        delta: b"".join(encode_delta(of_another[0].tensors(), published(4).tensors(), header)),
-        keyframe: artifact(0, None),
-    }
+    frames = encode_delta(of_another[0].tensors(), published(4).tensors(), header)
+    data = {delta: b"".join(frames), keyframe: artifact(0, None)}
     of_another[1].version = Version(0)
     base.candidate = AsyncMock(return_value=of_another[1])
     node.artifacts_available.return_value, node.library.fingerprint_of.return_value = [], ""
@@ -266,8 +259,5 @@ async def test_weights_of_another_model_than_the_one_announced_are_refused() -> 
     data = b"".join(encode_keyframe(other.tensors(), DeltaHeader(Version(0), fingerprint_key=KEY)))
     with pytest.raises(VersionMismatch, match="names, shapes or types of its tensors differ"):
         await bench.take(data)
-    assert (
-        model_digest(CONFIG, [("w", (8, 4), "bfloat16")])
-        != MODEL[0]
-        != model_digest(b"{ }", [("w", SHAPE, "bfloat16")])
-    )
+    assert MODEL[0] != model_digest(CONFIG, [("w", (8, 4), "bfloat16")])
+    assert MODEL[0] != model_digest(b"{ }", [("w", SHAPE, "bfloat16")])

@@ -203,15 +203,9 @@ def test_forward_agrees_with_transformers_for_sequences_of_several_lengths(confi
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "nonsense"}, "nonsense"),
         (tiny_config("gemma2", rope_parameters=GROWING_ROPE), "rope_type"),
-        (
-            tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=20, max_window_layers=1),
-            "says its window of 20",
-        ),
+        (tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=20, max_window_layers=1), "window of 20"),
         (tiny_config("phimoe", sliding_window=20, num_local_experts=2), "says its window of 20"),
-        (
-            tiny_config("gpt_neo", num_heads=4, num_layers=3, attention_types=[[["local"], 3]]),
-            "gpt_neo: transformers cannot",
-        ),
+        (tiny_config("gpt_neo", num_heads=4, num_layers=3, attention_types=[[["local"], 3]]), "transformers cannot"),
         ({"model_type": "bloom", "vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "bloom"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -229,16 +223,12 @@ def test_what_attends_otherwise_is_refused(
 def test_a_model_whose_attention_does_more_than_it_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of transformers may hand over what we know nothing of: here the heads' weights for attending to nothing."""
     known = ALL_ATTENTION_FUNCTIONS[ATTENTION]
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS._global_mapping, ATTENTION, lambda *a, **n: known(*a, **{**n, "s_aux": None})
-    )
+    functions = ALL_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(functions, ATTENTION, lambda *a, **n: known(*a, **{**n, "s_aux": None}))
     config = tiny_config("gpt_oss", num_local_experts=2, num_experts_per_tok=1, sliding_window=37)
     weights, _ = weights_of(config)
     decoder = GeneralDecoder(weights, full_blocks(1, 128))
-    with (
-        pytest.raises(ConfigError, match=r"gpt_oss.*does not attend as transformers does.*vllm"),
-        torch.inference_mode(),
-    ):
+    with pytest.raises(ConfigError, match=r"gpt_oss.*does not attend as transformers.*vllm"), torch.inference_mode():
         decoder.fill([Fill(0, 0, (1, 2, 3))])
 
 

@@ -85,18 +85,8 @@ HYBRID = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
     [
         ("embedded", CONFIG, {"quantisation": "bf16"}, "needs a processor that multiplies it .amx_bf16 or avx512_bf16"),
         ("embedded", CONFIG, {"quantisation": "fp8"}, "worker.quantisation: fp8 is vLLM's.*expected none"),
-        (
-            "embedded",
-            HYBRID,
-            {"quantisation": "bf16"},
-            "worker.quantisation: bf16 is for the fused path; expected none",
-        ),
-        (
-            "embedded",
-            ADAPTED,
-            {"quantisation": "bf16"},
-            "bf16 is for whole weights, .* publishes an adapter",
-        ),  # before its base
+        ("embedded", HYBRID, {"quantisation": "bf16"}, "quantisation: bf16 is for the fused path; expected none"),
+        ("embedded", ADAPTED, {"quantisation": "bf16"}, "bf16 is for whole weights, .* publishes an adapter"),
         ("vllm", CONFIG, {"quantisation": "bf16"}, "bf16 is the embedded engine's; .*expected none or fp8"),
         ("embedded", HYBRID, {"swap_mode": "keep_kv"}, "worker.swap_mode: keep_kv is not for .* a state.*recompute_kv"),
         ("vllm", ADAPTED | {"kv_lora_rank": 8}, {}, "latent attention .* only in whole weights"),
@@ -124,10 +114,7 @@ def test_what_an_engine_does_not_do_is_refused_by_name_before_it_starts(
     asked = options(tmp_path, **worker)
     with pytest.raises(ConfigError, match=named):
         make_engine(choice, config, asked, fit_engine(choice, CONFIG, asked, FOUR_GPUS, 64))
-    for taken in (
-        {"mamba_d_state": 8, "layer_types": ["attention"]},
-        {"kv_lora_rank": 8},
-    ):  # a hybrid; latent attention
+    for taken in ({"mamba_d_state": 8, "layer_types": ["attention"]}, {"kv_lora_rank": 8}):  # hybrid; latent attention
         refuse_unsupported(CONFIG | taken, Quantisation.NONE, None)
 
 
