@@ -241,9 +241,7 @@ class LearnerSection(Section):
     correction: Correction = opt("behaviour", "Correction for stale samples (docs/algorithms.md).")
     clip: tuple[Share, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
     kl_coefficient: float = opt(0.0, "Weight of the k3 KL penalty to the base model.", ge=0)
-    teacher: str = opt(
-        "", "Model whose log-probabilities of the sampled tokens are the advantage (docs/algorithms.md)."
-    )
+    teacher: str = opt("", "Model whose log-probabilities of sampled tokens are the advantage (docs/algorithms.md).")
     train_on_truncated: bool = opt(True, "Trains on truncated completions; they count in the baseline anyway.")
     overlong_buffer_tokens: Whole = opt(0, "Reward falls within this many tokens of the limit; 0: off.")
     drop_equal_groups: bool = opt(False, "Dynamic sampling: replaces groups with equal rewards, up to a limit.")
@@ -358,9 +356,7 @@ class WorkerSection(Section):
         0, "Most concurrent sequences; 0: as many as fit.", le=4096, why="no engine decodes more sequences together"
     )
     swap_mode: SwapModeName = opt("recompute_kv", "What a new version does to sequences in flight (docs/worker.md).")
-    price_usd_per_hour: float = opt(
-        0.0, "This machine's price.", ge=0, lt=1e6, why="no machine costs a million an hour"
-    )
+    price_usd_per_hour: float = opt(0.0, "This machine's price.", ge=0, lt=1e6, why="none costs a million an hour")
     is_spot: bool = opt(False, "The machine may be preempted.")
     place: str = opt("", "PROVIDER or PROVIDER/REGION, where traffic is free; empty: detected.", max_length=128)
     draft_tokens: Whole = opt(

@@ -19,8 +19,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from echo2.base.clock import Backoff, Waits
@@ -95,20 +93,6 @@ def parts_of(specs: Iterable[GroupSpec]) -> Iterator[list[rollout_pb2.GroupSpec]
         yield part
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """State of the run at the end. `evaluations`: held-out reward by step."""
-
-    steps: int
-    is_finished: bool
-    version: Version
-    fingerprint: str
-    evaluations: dict[int, float]
-    trained_rollouts: int
-    over_stale_tokens: int
-    export_folder: Path | None
-
-
 class LearnerDaemon:
     """One run of one learner. Call `run` once, and `stop` on the same event loop. `learner` is None until everything is loaded."""
 
@@ -127,7 +111,7 @@ class LearnerDaemon:
         self._starting = "its run folder"
 
     def stop(self) -> None:
-        """Ends the run after the step in progress; `run` then returns its summary."""
+        """Ends the run after the step in progress; `run` then returns."""
         self._stopped.set()
         if self.learner is not None:
             self.learner.stop()
@@ -139,7 +123,7 @@ class LearnerDaemon:
             return self._waits.longest()[0] or self._starting, 0.0
         return self.learner.waits_for
 
-    async def run(self) -> RunSummary:
+    async def run(self) -> None:
         folder, trainer = RunFolder(self.options.folder), ThreadPoolExecutor(1, thread_name_prefix="trainer")
         in_trainer = asyncio.get_running_loop().run_in_executor
         try:
@@ -154,9 +138,8 @@ class LearnerDaemon:
                 self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster,
                 self._make_server,
             )  # fmt: skip
-            summary = await self.learner.run()
+            await self.learner.run()
             await in_trainer(trainer, prepared.team.stop)
-            return summary
         finally:
             if self.learner is not None:
                 self.learner.begin_wait("the step or the encoding under way to end")
@@ -204,6 +187,7 @@ class Learner:
         make_server: ServerFactory | None,
     ) -> None:  # fmt: skip
         self.options, self._prepared, self._credentials = options, prepared, credentials
+        config = options.config
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
@@ -213,11 +197,9 @@ class Learner:
         self.pool = make_pool(
             prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, self
         )
-        self.agents = (
-            Agents(options.config, options.folder, self.pool, self.fail) if options.config.agent.is_on else None
-        )
+        self.agents = Agents(config, options.folder, self.pool, self.fail) if config.agent.is_on else None
         self.pool.agents = self.agents
-        self.auditor = Auditor(options.config, here().rng, self.pool, self.fail)
+        self.auditor = Auditor(config, here().rng, self.pool, self.fail)
         self._ingest = IngestPort(self.pool, options, credentials, self.fail)
         self.address = self._ingest.address
         calls = NodeCalls(self.pool.groups.workers.is_proven, self._on_lost_chunks)
@@ -231,9 +213,7 @@ class Learner:
             self._broadcaster, prepared.journal, prepared.schedule, self, prepared.fingerprint_key,
             SettingChoice(cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
-        self._sinks = open_sinks(
-            options.folder, options.config.run.name, options.config.learner.sinks, prepared.team.step_count
-        )
+        self._sinks = open_sinks(options.folder, config.run.name, config.learner.sinks, prepared.team.step_count)
         self._prometheus: PrometheusEndpoint | None = None
         if options.metrics_port:
             self._prometheus = PrometheusEndpoint(options.metrics_port, self._numbers_now)
@@ -247,7 +227,7 @@ class Learner:
 
     # ---- life
 
-    async def run(self) -> RunSummary:
+    async def run(self) -> None:
         await self._ingest.server.start()
         await self._broadcaster.start()
         prepared = self._prepared
@@ -263,11 +243,11 @@ class Learner:
                 _log.info("agents ask %s; the key of outside harnesses is in %s", self.agents.url, self.agents.key_file)
             if not self.loop.is_supervised:  # else after it
                 self.pool.resume()
-            return await self._work()
+            await self._work()
         finally:
             await self._close()
 
-    async def _work(self) -> RunSummary:
+    async def _work(self) -> None:
         begin = asyncio.get_running_loop().create_task
         talking, training = begin(self.talk()), begin((self.server or self.loop).run())
         beside = (self._remind(), self._report_deliveries(), keep_renewed(self._credentials, self._save))
@@ -285,14 +265,13 @@ class Learner:
             for ended in (self._failure, talking, training):
                 if ended.done():
                     ended.result()
-            summary = await self._export()
+            await self._export()
             self.loop.is_exported = self.loop.is_finished
             self._on_step()
             if self.loop.is_finished:
                 await self._serve_last_version()
                 reason = FINISHED
                 await self._await_coordinator()
-            return summary
         except EchoError as error:
             reason = leaving_reason(str(error), is_over=reason == FINISHED)
             raise
@@ -358,10 +337,10 @@ class Learner:
 
     # ---- the end
 
-    async def _export(self) -> RunSummary:
-        """Writes the last published version to the model folder if the run is complete; returns the summary."""
+    async def _export(self) -> None:
+        """Writes the last published version to the model folder if the run is complete."""
         self.begin_wait("the finished model to be written")
-        loop, publisher, folder = self.loop, self.publisher, None
+        loop, publisher = self.loop, self.publisher
         if loop.is_finished:
             folder = self.options.folder / "model"
             assert publisher.newest_version == loop.step, "the last step is always published"
@@ -375,11 +354,6 @@ class Learner:
                 loop.step, self.options.config.learner.steps, self.options.folder / "checkpoints",
             )  # fmt: skip
         await asyncio.to_thread(keep, loop.recent, loop.p.prompts.tokenizer, self.options.folder)
-        groups = self.pool.groups
-        return RunSummary(
-            loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
-            self.pool.evaluations.rewards, groups.counts.trained, groups.ledger.over_stale_tokens(), folder,
-        )  # fmt: skip
 
     async def _serve_last_version(self) -> None:
         """Serves the last version of a finished run while a connected worker lacks part of it, for at most `linger_s`. Later

@@ -142,11 +142,9 @@ def _read(path: Path) -> dict[str, object]:
     try:
         content: dict[str, object] = json.loads(path.read_text())
         if content.pop("check", None) != _check_of(content):
-            raise ValueError("it differs from what was written")
+            raise ValueError("other content than was written")
     except (OSError, ValueError, AttributeError) as error:
-        raise StateError(
-            f"{path}: expected the run's identity, got something else ({error}); restore it from a backup"
-        ) from None
+        raise StateError(f"{path}: expected the run's identity, got: {error}; restore it from a backup") from None
     return content
 
 

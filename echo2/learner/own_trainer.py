@@ -164,9 +164,7 @@ class OwnTrainer:
         """Waits for the batch to train on; None once the run is over. Raises `StateError` if the previous batch was not handed in,
         or the learner's failure."""
         if not self._is_trained:
-            raise StateError(
-                f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
-            )
+            raise StateError(f"publish: expected a call after step {self.step_count + 1}, before more rollouts")
         self.saved()
         while (batch := self._asked.get()) is _GATHER:
             self._tell({"is_gathered": True})
@@ -262,9 +260,7 @@ class OwnTrainer:
         """The user's own checkpoint of this step has masters and optimiser. It is written first: a kill between the two would
         leave a run that goes on from a step of which the user has nothing."""
         while not self._is_saved.wait(WAIT_TOLD_S):
-            _log.info(
-                "the checkpoint of step %d waits for your trainer to ask for the next batch or leave", self.step_count
-            )
+            _log.info("the checkpoint of step %d waits for your trainer to ask for a batch or leave", self.step_count)
         return take_published(store, Step(self.step_count), published, version, state)
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
@@ -345,6 +341,4 @@ class OwnTrainerFollower:
     def end(self) -> None:
         """Waits until rank 0's learner has ended, for whose last version this rank's weights may be needed."""
         if self._live and self.next_batch() is not None:
-            raise StateError(
-                f"rank {self.ranks.rank}: expected the trainer to take the batch of step {self.step_count}"
-            )
+            raise StateError(f"rank {self.ranks.rank}: expected the trainer to take step {self.step_count}'s batch")

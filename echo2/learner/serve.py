@@ -190,9 +190,7 @@ class VersionServer:
             "step": int(version), "unix_s": unix_now(), "step_s": interval_s - wait_s, "phase/wait_s": wait_s,
             "tokens": tokens, "rollouts": batch.rollout_count, "version": int(version),
         })  # fmt: skip
-        _log.info(
-            "version %d: %d completions, %s tokens since the last one", version, batch.rollout_count, f"{tokens:,}"
-        )
+        _log.info("version %d: %d completions, %s tokens since the last", version, batch.rollout_count, f"{tokens:,}")
         self.loop.on_step()
 
     # ---- what clients ask

@@ -209,9 +209,8 @@ def _train_again(prepared: Prepared, left: LeftVersions) -> None:
             _log.info("trained again on %d recorded batches, %d are left%s", len(rows), left_count, about)
         version = Version(batch.step + 1)
         row = step_row(batch, team.step(batch, version in published), StepTimes(), RunFacts())
-        rows.append(
-            {**row, **task_fields(batch, prepared.prompts.task_of)}
-        )  # the kill may have come before it was written
+        # The kill may have come before it was written.
+        rows.append({**row, **task_fields(batch, prepared.prompts.task_of)})
         if version not in published or difference is not None:
             continue
         standing = version, team.snapshot()
@@ -259,9 +258,7 @@ def _go_on_from_published(
             f"{difference[1]} after training on the recorded batches again; to go on from version {last}, which workers "
             f"hold, its weights are needed, and they are not in the chunk store: {error}"
         ) from None
-    _log.info(
-        "version %d, the last published, is rebuilt from %s", last, ", ".join(map(str, applied)) or "the checkpoint"
-    )
+    _log.info("version %d, published last, is rebuilt from %s", last, ", ".join(map(str, applied)) or "the checkpoint")
     tensors = host.tensors()
     rebuilt = last, team.hold(last, {name: tensors[name] for name in exact[1]})
     team.coder.forget_before(last)

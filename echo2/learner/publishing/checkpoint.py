@@ -321,9 +321,8 @@ def check(folder: Path) -> dict[str, Any]:
     if unknown := sorted(there.keys() - files.keys()):
         raise _damaged(folder, "only files of this checkpoint", unknown[0])
     with ThreadPoolExecutor(min(len(files) or 1, os.cpu_count() or 1)) as pool:
-        for (name, (_, expected)), actual in zip(
-            files.items(), pool.map(_hash_of, map(folder.joinpath, files)), strict=True
-        ):
+        hashes = pool.map(_hash_of, map(folder.joinpath, files))
+        for (name, (_, expected)), actual in zip(files.items(), hashes, strict=True):
             if actual != expected:
                 raise _damaged(folder, f"{name} with the hash {expected}", actual)
     return state

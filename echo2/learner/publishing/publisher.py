@@ -50,6 +50,7 @@ class SeedNode:
             ),
             calls,
         )  # fmt: skip
+        self.listen, self.start, self.stop = self.node.listen, self.node.start, self.node.stop
 
     async def publish(
         self, artifact: ArtifactId, frames: Iterator[bytes], fingerprint: Callable[[], str], full_snapshot_bytes: int,
@@ -64,12 +65,6 @@ class SeedNode:
         """The frames of a delta as it was published; None if it is no longer stored."""
         return self.node.library.blocks_of(ArtifactId(version, parent))
 
-    def listen(self) -> int:
-        return self.node.listen()
-
-    async def start(self) -> None:
-        await self.node.start()
-
     async def serve_relay(self, listen_host: str, port: int) -> int:
         return await self.node.nat.serve(HostOptions(listen_host, port))
 
@@ -78,9 +73,6 @@ class SeedNode:
         `local`: host and port at which this machine itself can dial the learner's server."""
         self.node.nat.hold_pipe_place(relay, relay_address)
         self.node.serves_grpc_at(local)
-
-    async def stop(self) -> None:
-        await self.node.stop()
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None:
         self.node.set_plan(plan_from_message(plan))

@@ -164,10 +164,7 @@ class OpenGroups:
         """The ids of a group and its rollouts' later turns; with `index`, only that rollout's later turns."""
         names = [root] if index is None else []
         for each in range(len(self.groups[root].rollouts)) if index is None else (index,):
-            at = TurnOf(root, each, 1)
-            while at.group_id in self.groups:
-                names.append(at.group_id)
-                at = at.next
+            names += [group.spec.group_id for group, _ in self.turns(root, each) if group.spec.group_id != root]
         return names
 
     # ---- opening

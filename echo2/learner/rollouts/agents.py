@@ -25,7 +25,6 @@ from echo2.learner.rollouts.prompts import PromptWorld
 from echo2.learner.rollouts.workers import FailureStreak
 from echo2.outside import here, monotonic
 from echo2.outside.guard import Refusals, Tasks
-from echo2.tasks.task import TaskInstance
 from echo2.trust.tls import read_secret, write_secret
 
 KEY_FILE = "gateway.key"
@@ -100,7 +99,14 @@ class Agents:
         else:
             instance = prompts.instance(prompts.split.train_index(cursor))
         self._problems[spec.group_id] = instance.index, world
-        description = _description(instance)
+        prompt = instance.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [
+            {"role": message.role, "content": message.content} for message in prompt
+        ]  # fmt: skip
+        description: dict[str, object] = {
+            "index": instance.index, "messages": messages, "answer": instance.answer,
+            "metadata": dict(instance.metadata),
+        }  # fmt: skip
         if world is None and prompts.is_mixed:
             description["task"] = prompts.name_of(instance.index)
         if is_evaluation:
@@ -161,13 +167,3 @@ def gateway_key(folder: Path) -> str:
     if not file.exists():
         write_secret(file, here().rng.randbytes(32).hex().encode())
     return read_secret(file).decode().strip()
-
-
-def _description(instance: TaskInstance) -> dict[str, object]:
-    prompt = instance.prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [
-        {"role": message.role, "content": message.content} for message in prompt
-    ]  # fmt: skip
-    return {
-        "index": instance.index, "messages": messages, "answer": instance.answer, "metadata": dict(instance.metadata)
-    }  # fmt: skip

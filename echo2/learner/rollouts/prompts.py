@@ -213,7 +213,11 @@ class Prompts:
         stops = _stops(model.stop_token_ids, ChatFormat(self.tokenizer, chat))
         self.chat = ChatFormat(self.tokenizer, chat, stops)
         self.stop_strings = StopStrings(self.tokenizer)
-        self.sampling = _sampling_of(config, stops, self.stop_strings)
+        sampling, (piece_ids, pieces) = config.sampling, self.stop_strings.pieces_of(config.sampling.stop)
+        self.sampling = SamplingParams(
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stops,
+            stop_strings=tuple(text.encode() for text in sampling.stop), stop_piece_ids=piece_ids, stop_pieces=pieces,
+        )  # fmt: skip
         self.seed, self.secret, self.is_driven = config.run.seed, secret, config.agent.is_on
         self._path, self._model_tokens = path, model.context_tokens
         self.context_tokens = min(options.longest_tokens, model.context_tokens)
@@ -403,15 +407,6 @@ def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:
             ", ".join(map(str, sorted(further))), model_stops,
         )  # fmt: skip
     return tuple(sorted({*model_stops, *further}))
-
-
-def _sampling_of(config: RunConfig, stop_token_ids: tuple[int, ...], stops: StopStrings) -> SamplingParams:
-    sampling = config.sampling
-    piece_ids, pieces = stops.pieces_of(sampling.stop)
-    return SamplingParams(
-        sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_token_ids,
-        stop_strings=tuple(text.encode() for text in sampling.stop), stop_piece_ids=piece_ids, stop_pieces=pieces,
-    )  # fmt: skip
 
 
 # ---- conversations of the supervised warm start: the model's turns are trained on; a restart trains on the same batches

@@ -251,9 +251,8 @@ class RequestPool(RolloutPool):
     def waits_for(self) -> str:
         if not self._asked and not self._waiting:
             return NO_REQUESTS
-        groups = [
-            self.groups.groups.get(name) for name in self._asked
-        ]  # None: closed, which is told with the next version
+        # None: closed, which is told with the next version.
+        groups = [self.groups.groups.get(name) for name in self._asked]
         begun = sum(group is not None and group.is_begun for group in groups)
         return f"{len(self._asked)} requests, {begun} begun by workers; {len(self._waiting)} wait for their turn"
 

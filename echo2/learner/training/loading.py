@@ -179,10 +179,8 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
     model.generation_config = read_generation_config(str(local)) or model.generation_config
     files = _files_of(local)
     buffers = (name for name, _ in model.named_buffers() if name in model.state_dict())
-    odd = _odd([(name, tuple(p.shape)) for name, p in model.named_parameters()], files, [*buffers]) or _untied(
-        model, files
-    )
-    if odd:
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    if odd := _odd(shapes, files, [*buffers]) or _untied(model, files):
         _log.warning("model %s: each rank loads all of it first, since %s", path, odd)
         return None
     return Skeleton(model.eval(), files, dtype, device)
@@ -322,8 +320,6 @@ def stop_tokens_of(generation_config: Any, config: Any) -> tuple[int, ...]:
     for ends in (getattr(generation_config, "eos_token_id", None), getattr(config, "eos_token_id", None)):
         tokens += ends if isinstance(ends, list) else [] if ends is None else [ends]
     if odd := [end for end in tokens if not isinstance(end, int) or isinstance(end, bool)]:
-        raise ConfigError(
-            f"eos_token_id: expected token ids in the model's config and generation config, got {odd[0]!r}"
-        )
+        raise ConfigError(f"eos_token_id: expected token ids in config and generation config, got {odd[0]!r}")
     vocabulary = config.get_text_config(decoder=True).vocab_size
     return tuple(dict.fromkeys(end for end in tokens if 0 <= end < vocabulary))

@@ -483,9 +483,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, name: str, weight_R: Te
             weight_R = weight_R.to(torch.float64)
             total_R = _sums(weight_R, group_R)
             weighted_R = _sums(weight_R * values_R, group_R) / total_R.clamp(min=1e-300)
-            mean_R = torch.where(
-                total_R > 1e-300, weighted_R, mean_R
-            )  # the plain one where all weights have underflowed
+            # The plain one where all weights have underflowed.
+            mean_R = torch.where(total_R > 1e-300, weighted_R, mean_R)
             centred_R, spread_R = values_R - mean_R, std_R + SPREAD_EPSILON
     return Advantages(torch.where(count_R < 2, 0.0, centred_R / spread_R).to(torch.float32), trained_R)
 

@@ -275,9 +275,8 @@ class PolicyModel:
         shard(self.policy, self.ranks, device, skeleton)
         self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
         self.published_names = [published_name(name) if lora_rank else name for name in self.names]
-        self.kept = (
-            {} if lora_rank else {n: t for n, t in published_tensors(self.hf_model).items() if n not in self.names}
-        )
+        published = {} if lora_rank else published_tensors(self.hf_model)
+        self.kept = {name: tensor for name, tensor in published.items() if name not in self.names}
         if self.kept and self.ranks.count > 1:
             raise ConfigError(
                 f"model {path}: expected one rank for a model that keeps {next(iter(self.kept))} beside its weights, got "
@@ -595,9 +594,7 @@ def put_on_adapter(hf_model: Any, rank: int, weights_dtype: str, device: torch.d
     digest = fingerprint({name: p.detach().to(dtype) for name, p in hf_model.named_parameters()}, 0)
     if not layers:
         raise ConfigError("model.lora_rank: expected a model with linear layers, found none")
-    config = LoraConfig(
-        r=rank, lora_alpha=round(SCALE * rank), target_modules=list(layers), lora_dropout=0.0, bias="none"
-    )
+    config = LoraConfig(r=rank, lora_alpha=round(SCALE * rank), target_modules=list(layers))
     # Wrapped: by the model's own config peft leaves out layers that have the names of former experts.
     inject_adapter_in_model(config, nn.ModuleDict({"policy": hf_model}))
     if weights_dtype == "nf4":

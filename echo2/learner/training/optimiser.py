@@ -62,9 +62,8 @@ def host_tensors(like: Iterable[Tensor], device: torch.device) -> list[Tensor]:
         # Registered, not pin_memory(): that rounds up to a power of two. Refused, the copies are slower and right.
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if not int(cudart.cudaHostRegister(held.ctypes.data, held.nbytes, 0)):
-            weakref.finalize(
-                held, cudart.cudaHostUnregister, held.ctypes.data
-            ).atexit = False  # else the address stays taken
+            # Else the address stays taken.
+            weakref.finalize(held, cudart.cudaHostUnregister, held.ctypes.data).atexit = False
     parts = torch.split(torch.from_numpy(held), [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

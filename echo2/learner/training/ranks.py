@@ -245,9 +245,7 @@ def _number(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(
-            f"environment variable {name}: expected a number, as torchrun sets it, got {text!r}"
-        ) from None
+        raise ConfigError(f"environment's {name}: expected a number, as torchrun sets it, got {text!r}") from None
 
 
 # ---- whether all ranks were started with the same configuration

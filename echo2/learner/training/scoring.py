@@ -129,9 +129,8 @@ def chunk_scores(
     at_C2, is_inner_C2 = edges_C2.clamp(min=0), edges_C2 >= 0
     cumulative_C2 = torch.where(is_inner_C2, sums_CV.gather(-1, at_C2), 0.0)
     below_C2 = torch.where(is_inner_C2, squares_CV.gather(-1, at_C2), 0.0)
-    spread_C2 = (
-        (1.0 - cumulative_C2).square() * below_C2 + cumulative_C2.square() * (squares_CV[:, -1:] - below_C2)
-    ).sqrt()
+    above_C2 = squares_CV[:, -1:] - below_C2
+    spread_C2 = ((1.0 - cumulative_C2).square() * below_C2 + cumulative_C2.square() * above_C2).sqrt()
     picked_C = picked_C1[:, 0] == targets_C
     edges = (*cumulative_C2.unbind(-1), *spread_C2.unbind(-1))
     return trained_C, drawn_C.clamp(min=2 * FLOOR_NATS), expected_C, picked_C, *edges

@@ -128,11 +128,6 @@ class HeldVersions:
         with self._lock:
             self._held = {held: weights for held, weights in self._held.items() if held >= version or held == but}
 
-    @property
-    def versions(self) -> list[Version]:
-        with self._lock:
-            return sorted(self._held)
-
     def _names(self) -> str:
         return ", ".join(map(str, sorted(self._held))) or "none"
 
@@ -308,7 +303,7 @@ class Ahead:
         self._begin = begin
         self._changed = threading.Condition()
         self._ready: deque[bytes] = deque()
-        self._ready_bytes = self.ready_bytes_most = 0
+        self._ready_bytes = 0
         self._failure: Exception | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="sections", daemon=True)
@@ -354,7 +349,6 @@ class Ahead:
                 return False
             self._ready.append(item)
             self._ready_bytes += len(item)
-            self.ready_bytes_most = max(self.ready_bytes_most, self._ready_bytes)
             self._changed.notify_all()
             return True
 

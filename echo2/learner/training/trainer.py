@@ -312,9 +312,7 @@ class Trainer:
         and the loss."""
         assert self.ranks.count == 1, "clients drive a single rank"
         torch.set_num_threads(self.threads)
-        flat = {
-            name: np.concatenate([e.columns[name].reshape(-1) for e in examples]) for name in LOSS_COLUMNS[loss.name]
-        }
+        flat = {name: np.concatenate([e.columns[name].ravel() for e in examples]) for name in LOSS_COLUMNS[loss.name]}
         logprobs, total = torch.empty(sum(example.targets_NK.size for example in examples)), 0.0
         device, policy = self.model.device, policy or self.model.policy
         with torch.set_grad_enabled(is_trained):

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict,
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeCalls
 from echo2.config.run import RunConfig
-from echo2.learner.learner import Learner, LearnerDaemon, RunSummary
+from echo2.learner.learner import Learner, LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.rollouts.prompts import Prompts
 from echo2.learner.startup import Prepared, prepare
@@ -306,6 +306,18 @@ def prompts_for(
 T = TypeVar("T")
 
 
+class RunSummary(NamedTuple):
+    """State of a run at its end. `evaluations`: held-out reward by step."""
+
+    steps: int
+    is_finished: bool
+    version: Version
+    fingerprint: str
+    evaluations: dict[int, float]
+    trained_rollouts: int
+    over_stale_tokens: int
+
+
 class Run:
     """One learner with its coordinator and workers."""
 
@@ -339,12 +351,17 @@ class Run:
             self.workers.append(worker)
             tasks.append(asyncio.get_running_loop().create_task(worker.run()))
         try:
-            return await asyncio.wait_for(running, WAIT_S)
+            await asyncio.wait_for(running, WAIT_S)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.coordinator.stop()
+        loop, publisher, pool = self.learner.loop, self.learner.publisher, self.learner.pool
+        return RunSummary(
+            loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
+            pool.evaluations.rewards, pool.groups.counts.trained, pool.groups.ledger.over_stale_tokens(),
+        )  # fmt: skip
 
     @property
     def learner(self) -> Learner:

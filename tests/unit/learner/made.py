@@ -27,9 +27,8 @@ def rollout_of(
     reason: FinishReason = FinishReason.STOP,
 ) -> Rollout:  # fmt: skip
     """Of version 0 unless `spans` say otherwise; both log-probabilities of a token are the same, by default -1."""
-    told = tuple(
-        VersionSpan(Version(version), count) for version, count in ([(0, len(tokens))] if spans is None else spans)
-    )
+    spans = [(0, len(tokens))] if spans is None else spans
+    told = tuple(VersionSpan(Version(version), count) for version, count in spans)
     numbers = tuple(logprobs) or (-1.0,) * len(tokens)
     return Rollout(GroupId(name), index, tuple(tokens), numbers, numbers, told, reason)
 

@@ -243,9 +243,8 @@ class Stage:
 
         async def ask() -> Batch | None:
             try:
-                return await asyncio.wait_for(
-                    self.pool.next_batch(), 0.001 if not self.pool.groups.is_batch_ready else 5
-                )
+                within_s = 5 if self.pool.groups.is_batch_ready else 0.001
+                return await asyncio.wait_for(self.pool.next_batch(), within_s)
             except TimeoutError:
                 return None
 

@@ -213,9 +213,8 @@ def piece_of(rng: np.random.Generator, noise_nats: float, *, heavy: bool = False
     if picks == "others":
         used = rng.random(PIECE_TOKENS)
     if picks == "near":
-        used = np.clip(
-            numbers + 0.3 * np.sqrt(numbers * (1 - numbers)) * rng.uniform(-1, 1, PIECE_TOKENS), 0.0, 1.0 - 1e-9
-        )
+        off_by = 0.3 * np.sqrt(numbers * (1 - numbers)) * rng.uniform(-1, 1, PIECE_TOKENS)
+        used = np.clip(numbers + off_by, 0.0, 1.0 - 1e-9)
     taken, pick = (
         (np.exp(values).cumsum(-1) / np.exp(values).sum(-1, keepdims=True) <= by[:, None]).sum(-1)
         for values, by in ((off, used), (logs, numbers))
@@ -491,9 +490,8 @@ def test_tokens_are_scored_as_they_were_sampled(
     """Under their own versions, behind the cache that their engine had, and by the numbers of their lease."""
     model, scorer, snapshots = model_with_history(tmp_path, changed, is_own, weights_dtype)
     spans = [(2, SAMPLED // 2), (4, SAMPLED // 2)]
-    passages = [
-        honestly_sampled(model, snapshots, spans, replace(sampling, seed=seed), keeps_cache) for seed in range(2)
-    ]
+    seeded = [replace(sampling, seed=seed) for seed in range(2)]
+    passages = [honestly_sampled(model, snapshots, spans, each, keeps_cache) for each in seeded]
     model.load_masters({name: master + 1e-3 for name, master in model.masters_by_name().items()})
     trained = {name: p.detach().clone() for name, p in model.hf_model.named_parameters()}
     all_found = found_by(scorer, passages) + found_by(scorer, passages)  # in two turns

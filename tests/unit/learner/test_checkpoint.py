@@ -163,9 +163,7 @@ def test_a_harmed_checkpoint_is_refused_and_the_one_before_is_used(two: Path, tm
         assert {path.name for path in folder.iterdir()} == {"step-00000000", "damaged-00000001"}, what
         if number % 3 == 0:  # and where none before it is whole
             what = harmed(chance.choice(sorted((folder / "step-00000000").iterdir())), chance)
-            with pytest.raises(
-                StateError, match="step-00000000: expected .* found .*restore this folder from a backup"
-            ):
+            with pytest.raises(StateError, match="step-00000000: expected .* found .*restore this folder from"):
                 CheckpointStore(folder, LearnerLimits()).load_newest()
         shutil.rmtree(folder)
     assert len({what.split(":")[1].split()[0] for what in told}) == 4 and len({w.split(":")[0] for w in told}) == 2

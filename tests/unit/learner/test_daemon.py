@@ -31,7 +31,7 @@ from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.cli.main import main
 from echo2.control.session import ControlSession
 from echo2.coordinator.planning.telemetry import LearnerBoard
-from echo2.learner.learner import LearnerDaemon, RunSummary, as_reported, parts_of
+from echo2.learner.learner import LearnerDaemon, as_reported, parts_of
 from echo2.learner.loop import keep_for_inspection
 from echo2.learner.options import LearnerLimits, RunFolder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
@@ -51,6 +51,7 @@ from tests.unit.learner.fleet import (
     RUN,
     FollowerBroadcaster,
     Run,
+    RunSummary,
     crash_image,
     evaluations_of,
     go,
@@ -133,8 +134,7 @@ def test_the_exported_model_is_what_was_published_and_loads_in_transformers(
     assert main(["export", str(run.options.folder), str(target)]) == 0
     assert main(["export", str(run.options.folder), str(target)]) == 2, "a folder with files is not written over"
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "new")]) != 0
-    assert summary.export_folder is not None
-    for folder in (target, summary.export_folder):
+    for folder in (target, run.options.folder / "model"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         assert AutoTokenizer.from_pretrained(folder).encode("12>")
         key = run.follower.host.key
@@ -171,9 +171,7 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
     coordinator = run.coordinator
     assert has_model and all(has_model) and max(summary.evaluations) == 5, "the last version is evaluated, too"
     (hello,) = coordinator.hellos
-    assert list(run.learner.hello().barred_peer_ids) == ["liar"], (
-        "it asks whether they still are; whom it accuses it says itself"
-    )
+    assert list(run.learner.hello().barred_peer_ids) == ["liar"], "it asks whether it still is; whom it accuses it says"
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
     assert kept == [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
@@ -286,7 +284,7 @@ def test_a_stopped_learner_does_not_say_that_the_run_is_finished(model_path: Pat
     run = Run(options)
     run.at_step[3] = run.daemon.stop
     summary = go(run.finish())
-    assert not summary.is_finished and summary.steps == 3 and summary.export_folder is None
+    assert not summary.is_finished and summary.steps == 3 and not (tmp_path / "run" / "model").exists()
     assert run.coordinator.left_for == ["stopped"]
     again = prepared_from(options)
     assert not again.rows_again and again.team.step_count == 3
@@ -481,9 +479,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_cause(model_path: Pat
             await asyncio.sleep(0.01)
         await finishing
 
-    with pytest.raises(
-        TaskError, match="64 rewards failed one after another, all like this: ValueError: no reward today"
-    ):
+    with pytest.raises(TaskError, match="64 rewards failed one after another, all .*: ValueError: no reward today"):
         go(watched())
     assert any("rewards failed one after another" in text and "groups complete" in text for text in waits)
     (reason,) = run.coordinator.left_for

@@ -53,9 +53,8 @@ def test_an_export_has_its_base_s_form_and_size(tmp_path: Path, dtype: str, rank
     export(model, model.snapshot(), load_tokenizer(str(base)), tmp_path / "out")
     assert not (tmp_path / "out.previous").exists()
     of_base, of_export = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
-    assert {name: (t.shape, t.dtype) for name, t in of_export.items()} == {
-        name: (t.shape, t.dtype) for name, t in of_base.items()
-    }
+    shapes, expected = ({name: (t.shape, t.dtype) for name, t in each.items()} for each in (of_export, of_base))
+    assert shapes == expected
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == (base / "model.safetensors").stat().st_size
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "whoever reads one file reads all"
     said = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -142,9 +142,8 @@ def test_the_metrics_are_those_of_their_formulas() -> None:
     entropy_T = torch.rand(len(tokens.mask_T), generator=torch.Generator().manual_seed(0))
     found = []
     for entropies_T in (None, entropy_T):
-        result = policy_loss(
-            replace(tokens, entropy_T=entropies_T), LossConfig(correction="tis_token", cap=1.1), totals_of(tokens)
-        )
+        config = LossConfig(correction="tis_token", cap=1.1)
+        result = policy_loss(replace(tokens, entropy_T=entropies_T), config, totals_of(tokens))
         found.append(loss_metrics(result.sums_M, float(result.ratio_max)))
     every_T = (tokens.logprobs_T, tokens.behaviour_logprobs_T, tokens.proximal_logprobs_T, tokens.reference_logprobs_T)
     current_N, behaviour_N, proximal_N, reference_N = (x_T.detach()[tokens.mask_T].double() for x_T in every_T)
@@ -293,7 +292,6 @@ BATCH: dict[str, Any] = FIXTURE["batch"]
 CASES: list[dict[str, Any]] = FIXTURE["cases"]
 SETTINGS = [{k: v for k, v in case.items() if k not in ("advantages", "loss", "gradient")} for case in CASES]
 NAMES = [" ".join(f"{k}={v}" for k, v in settings.items()) for settings in SETTINGS]
-ADVANTAGE_OF_SCALE = {"group": "grpo", "none": "dr_grpo"}
 
 
 def flat(rows: list[list[float]]) -> Tensor:
@@ -317,12 +315,6 @@ def config_of(case: dict[str, Any]) -> LossConfig:
         clip_high=high - 1.0 if loss == "cispo" else high, correction=correction_of(case),
         cap=case.get("clip_max", 2.0), kl_coefficient=case.get("beta", 0.0),
     )  # fmt: skip
-
-
-def advantages_of(case: dict[str, Any]) -> Tensor:
-    rewards_R = torch.tensor(BATCH["rewards"], dtype=torch.float32)
-    group_R = torch.arange(len(rewards_R)) // BATCH["group_size"]
-    return group_advantages(rewards_R, group_R, ADVANTAGE_OF_SCALE[case.get("scale_rewards", "group")]).values_R
 
 
 def loss_and_gradient(case: dict[str, Any], advantages_R: Tensor) -> tuple[float, Tensor]:
@@ -353,7 +345,10 @@ def loss_and_gradient(case: dict[str, Any], advantages_R: Tensor) -> tuple[float
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_advantages_loss_and_gradient_agree_with_trl(case: dict[str, Any]) -> None:
-    advantages_R = advantages_of(case)
+    rewards_R = torch.tensor(BATCH["rewards"], dtype=torch.float32)
+    group_R = torch.arange(len(rewards_R)) // BATCH["group_size"]
+    name = {"group": "grpo", "none": "dr_grpo"}[case.get("scale_rewards", "group")]
+    advantages_R = group_advantages(rewards_R, group_R, name).values_R
     expected_R = torch.tensor(case["advantages"])
     torch.testing.assert_close(advantages_R, expected_R, rtol=TOLERANCE, atol=TOLERANCE)
     loss, gradient_T = loss_and_gradient(case, advantages_R)

@@ -279,9 +279,8 @@ def test_an_episode_shows_what_the_environment_said_before_each_turn_and_no_more
     seen = []
     while begun < 200:
         one = shown(recent, "g1/0", begun)
-        assert len(one.turns) <= TURNS_SHOWN_MAX and all(
-            begun <= turn.position < begun + len(one.tokens) for turn in one.turns
-        )
+        assert len(one.turns) <= TURNS_SHOWN_MAX
+        assert all(begun <= turn.position < begun + len(one.tokens) for turn in one.turns)
         seen += [(turn.turn, turn.position, turn.text) for turn in one.turns]
         begun += len(one.tokens)
     assert seen == [(turn + 1, 2 * turn, "a<b>") for turn in range(1, 100)]

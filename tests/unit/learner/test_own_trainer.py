@@ -81,7 +81,7 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path)
         thread = stepping(own, step, failures)
         batch = own.next_batch()
         assert batch is not None and batch.step == step
-        with pytest.raises(StateError, match=f"expected it to be called after step {step + 1}, before more rollouts"):
+        with pytest.raises(StateError, match=f"expected a call after step {step + 1}, before more rollouts"):
             own.next_batch()
         with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
             own.hand_in(step + 2, weights)

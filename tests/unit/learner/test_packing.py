@@ -50,9 +50,8 @@ def test_every_completion_has_one_place_and_budgets_hold(groups: list[GroupLengt
         for row in micro.rows:
             used = 0
             for unit in row:
-                assert unit.tokens == groups[unit.group].prompt + sum(
-                    groups[unit.group].completions[m] for m in unit.members
-                )
+                group = groups[unit.group]
+                assert unit.tokens == group.prompt + sum(group.completions[member] for member in unit.members)
                 assert limits.is_packed or len(unit.members) == 1
                 places.update((unit.group, member) for member in unit.members)
                 used += unit.tokens

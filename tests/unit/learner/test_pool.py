@@ -309,9 +309,8 @@ class PoolMachine(RuleBasedStateMachine):
     def _is_over(self, group_id: GroupId) -> bool:
         """Whether it belongs to an evaluation that ended, moved on, or asks the question again."""
         records = (record for _, record in self.stage.journal.records)
-        return evaluated_version(group_id) is not None and (
-            closed(group_id) in records or Step(0) < self.stage.checkpoint[0]
-        )
+        is_over = closed(group_id) in records or Step(0) < self.stage.checkpoint[0]
+        return evaluated_version(group_id) is not None and is_over
 
     @invariant()
     def nothing_is_trained_twice_and_answers_count_once(self) -> None:
@@ -325,9 +324,8 @@ class PoolMachine(RuleBasedStateMachine):
         sets = self.stage.evaluations.sets
         for row in self.stage.evaluations.rows:
             assert row["eval/rollouts"] >= sum(each.questions * each.samples for each in sets)
-            assert all(
-                {f"eval/{each.name}/reward", f"eval/{each.name}/pass@{each.samples}"} <= row.keys() for each in sets
-            )
+            for each in sets:
+                assert {f"eval/{each.name}/reward", f"eval/{each.name}/pass@{each.samples}"} <= row.keys()
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -762,9 +760,8 @@ def test_a_report_of_a_long_rollout_checks_its_own_tokens_alone() -> None:
     held, new = piece("g", 0, [9] * 30_000), piece("g", 0, [9, STOP], offset=30_000, version=1)
     whole = extended(held, new)
     assert whole is not None and whole == replace(whole) and whole.is_finished and whole.token_ids[-2:] == (9, STOP)
-    assert [(span.version, span.count) for span in whole.version_spans] == [(0, 30_000), (1, 2)] and len(
-        held.token_ids
-    ) == 30_000
+    assert [(span.version, span.count) for span in whole.version_spans] == [(0, 30_000), (1, 2)]
+    assert len(held.token_ids) == 30_000
     assert least_s(lambda: extended(held, new)) < 0.5 * least_s(lambda: replace(held)), "as to check all"
 
 

@@ -131,9 +131,8 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
     assert port.versions == [1, 2, 3, 4, 5, 6]
     records, _ = read_journal(tmp_path, Step(0))
     told = [record.published for _, record in records if record.HasField("published")]
-    assert [(one.version, bool(one.fingerprint)) for one in told] == [
-        (n, is_out) for n in port.versions for is_out in (False, True)
-    ]
+    expected = [(version, is_out) for version in port.versions for is_out in (False, True)]
+    assert [(one.version, bool(one.fingerprint)) for one in told] == expected
 
 
 class Failing(FollowerBroadcaster):
@@ -291,20 +290,17 @@ def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes
 @given(lags=st.lists(st.integers(1, 5), min_size=1, max_size=150), start=st.integers(0, 149))
 def test_merges_join_halves_that_left_before_and_any_lag_takes_few_pieces(lags: list[int], start: int) -> None:
     schedule, versions = MergeSchedule(), [Version(0)]
-    edges: dict[tuple[Version, Version], ArtifactOffer] = {}
+    edges: set[tuple[Version, Version]] = set()
     for lag in lags:
         version = Version(versions[-1] + lag)
-        edges[versions[-1], version] = ArtifactOffer(
-            ArtifactKey(b""), ArtifactId(version, versions[-1]), 1, is_pushed=False
-        )
+        edges.add((versions[-1], version))
         for merge in schedule.published(version, versions[-1]):
-            assert {(merge.parent, merge.middle), (merge.middle, version)} <= edges.keys()
-            edges[merge.parent, version] = ArtifactOffer(
-                ArtifactKey(b""), ArtifactId(version, merge.parent), 1, is_pushed=False
-            )
+            assert {(merge.parent, merge.middle), (merge.middle, version)} <= edges
+            edges.add((merge.parent, version))
         versions.append(version)
+    offers = [ArtifactOffer(ArtifactKey(b""), ArtifactId(b, a), 1, is_pushed=False) for a, b in sorted(edges)]
     behind = len(lags) - min(start, len(lags) - 1)
-    way = plan_catch_up(versions[-1 - behind], versions[-1], list(edges.values()), WorkerLink())
+    way = plan_catch_up(versions[-1 - behind], versions[-1], offers, WorkerLink())
     assert way is not None
     assert len(way.offers) <= 2 * math.log2(min(behind, MERGED_LAG_MAX)) + 1 + behind // MERGED_LAG_MAX
 

@@ -22,7 +22,7 @@ from echo2.learner.rollouts.groups import Batch, Group, SentTokens, group_id_of
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.ranks import Ranks
-from echo2.learner.training.shards import VersionCoder
+from echo2.learner.training.shards import HeldVersions, VersionCoder
 from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
@@ -193,9 +193,8 @@ def test_workers_may_hold_a_version_without_a_record(model_path: Path, tmp_path:
     unsealed = replace(options, folder=shutil.copytree(tmp_path / "3", tmp_path / "unsealed"))
     shutil.rmtree(unsealed.chunk_folder)  # a moment before
     again = prepared_from(unsealed)
-    assert again.cut_off is not None and (again.cut_off[0], again.schedule.newest) == (2, 3), (
-        "workers wait for the rest"
-    )
+    assert again.cut_off is not None, "workers wait for the rest"
+    assert (again.cut_off[0], again.schedule.newest) == (2, 3)
     again.prompts.close()
     crashed = replace(options, folder=tmp_path / "3")
     worker = worker_at(crashed, 3, before[3])
@@ -205,8 +204,8 @@ def test_workers_may_hold_a_version_without_a_record(model_path: Path, tmp_path:
     crashed = replace(options, folder=tmp_path / "6")
     worker = worker_at(crashed, 6, before[6])
     summary = go(new_run(crashed, first_step=0).finish())
-    assert summary.export_folder is not None and summary.fingerprint == before[6]
-    exported = AutoModelForCausalLM.from_pretrained(summary.export_folder, dtype=torch.bfloat16)
+    assert summary.fingerprint == before[6]
+    exported = AutoModelForCausalLM.from_pretrained(crashed.folder / "model", dtype=torch.bfloat16)
     held = worker.tensors()
     assert all(torch.equal(tensor, held[name]) for name, tensor in exported.named_parameters())
 
@@ -287,26 +286,21 @@ class RankCoder(VersionCoder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: set[Version] = set()
-        self.from_base: list[Version] = []
-        self.kept: Version | None = None
-
-    def keep(self, version: Version | None) -> None:
-        self.kept = version
+        self.held, self.from_base = HeldVersions(), list[Version]()
 
     def forget_before(self, version: Version) -> None:
-        self.held = {held for held in self.held if held >= version or held == self.kept}
+        self.held.forget_before(version, self._kept)
 
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
-        self.held.add(version)
+        self.held.keep(version, weights)
         return super().fingerprint(version, weights, key)
 
     def encode(
         self, parent: WeightSet | None, target: WeightSet, header: DeltaHeader, executor: Any = None
     ) -> Encoding:
-        if parent is not None and header.parent_version not in self.held:
-            raise StateError(f"version {header.parent_version}: expected it among {sorted(self.held)}")
-        self.held.add(header.target_version)
+        if header.parent_version is not None:
+            self.held.of(header.parent_version)
+        self.held.keep(header.target_version, target)
         self.from_base += [header.target_version] if header.parent_version == 0 else []
         return super().encode(parent, target, header, executor)
 
@@ -324,7 +318,9 @@ def test_a_start_offers_a_delta_from_the_base(model_path: Path, tmp_path: Path, 
         return prepare_with(team, options, folder)
 
     summary = go(Run(longer, make_broadcaster=SeedNode, make_prepared=prepared_on_ranks).finish())
-    assert coder.kept is None and Version(0) not in coder.held and coder.from_base
+    with pytest.raises(StateError, match="expected it among those held"):
+        coder.held.of(Version(0))
+    assert coder._kept is None and coder.from_base
     newest = max(versions_from_base(crashed))
     assert newest >= last + 16 and set(coder.from_base) <= versions_from_base(crashed)
     host = HostWeights.from_tensors(new_team(crashed, Ranks()).model.snapshot(), Version(0), key_of_run(RUN))

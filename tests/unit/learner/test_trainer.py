@@ -126,9 +126,8 @@ def test_bf16_gradients_add_up_in_float32(model_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.autograd, "backward", watched)
     many = gradient_of(trainer, much)
     assert len(sums) > 20 and set(sums[1:]) == {torch.float32}
-    exact_N, rounded_N, whole_N, many_N = (
-        torch.cat([g.flatten() for g in grads]) for grads in (exact, rounded, whole, many)
-    )
+    all_gradients = (exact, rounded, whole, many)
+    exact_N, rounded_N, whole_N, many_N = (torch.cat([g.flatten() for g in each]) for each in all_gradients)
     assert float(torch.nn.functional.cosine_similarity(exact_N, rounded_N, 0)) > 0.999
     assert float(rounded_N.norm() / exact_N.norm()) == pytest.approx(1.0, abs=0.02)
     assert float((whole_N - many_N).norm() / whole_N.norm()) < 0.02
@@ -194,9 +193,8 @@ def test_an_adapter_trains_alike_over_codes(model_path: Path, tmp_path: Path, ch
         new_trainer(path, weights_dtype=dtype, lora_rank=4, gradient_checkpointing=checkpointing)
         for path, dtype in ((model_path, "nf4"), (tmp_path, "bfloat16"))
     )
-    assert not any(
-        p.ndim == 2 and not p.requires_grad and "proj" in n for n, p in coded.model.hf_model.named_parameters()
-    )
+    frozen = [name for name, p in coded.model.hf_model.named_parameters() if p.ndim == 2 and not p.requires_grad]
+    assert not any("proj" in name for name in frozen)
     for step in range(2):
         batch = Batch(Step(step), random_groups(step, logprob=-4.0))
         assert coded.step(batch).metrics == held.step(batch).metrics
@@ -379,9 +377,8 @@ def test_what_was_cut_off_counts_in_the_baseline_and_is_not_trained_on(model_pat
     lengths = [len(rollout.token_ids) for group in cut for rollout in group.rollouts]
     assert result.sampled_tokens == sum(lengths) - lengths[0] - lengths[4]
     share = sum(lengths) / (6 * 16 if loss == "dr_grpo" else result.sampled_tokens)
-    values = [
-        v for g in cut for v in group_advantages(torch.tensor(g.rewards), torch.zeros(4, dtype=int), "grpo").values_R
-    ]
+    alone = torch.zeros(4, dtype=int)
+    values = [v for g in cut for v in group_advantages(torch.tensor(g.rewards), alone, "grpo").values_R]
     client = new_trainer(model_path, **PLAIN)
     examples = examples_of(cut, [float(v) * share * (k % 4 > 0) for k, v in enumerate(values)])
     client.forward_backward(examples, ClientLoss("ppo", 0.8, 1.28))
@@ -528,9 +525,8 @@ def test_the_losses_are_those_of_tinker_s_api(name: str) -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], requires_grad=True)
     sampled, weights = torch.tensor([-1.05, -1.0, -1.5, -3.0, -2.0]), torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
     advantages = torch.tensor([1.0, -2.0, 0.5, 0.0, -1.0])
-    found = client_losses(
-        ClientLoss(name), logprobs, {"weights": weights, "logprobs": sampled, "advantages": advantages}
-    )
+    columns = {"weights": weights, "logprobs": sampled, "advantages": advantages}
+    found = client_losses(ClientLoss(name), logprobs, columns)
     ratio = torch.exp(logprobs - sampled)
     clipped = torch.clamp(ratio, 0.8, 1.2)
     expected = {
@@ -595,9 +591,8 @@ def distance(trainer: Trainer) -> float:
     """KL of the student from the teacher after each prompt, nats."""
     assert trainer.reference is not None
     with torch.no_grad():
-        own, other = (
-            m.hf_model(PROMPTS[:, None]).logits[:, -1].log_softmax(-1) for m in (trainer.model, trainer.reference)
-        )
+        models = (trainer.model, trainer.reference)
+        own, other = (model.hf_model(PROMPTS[:, None]).logits[:, -1].log_softmax(-1) for model in models)
     return float((own.exp() * (own - other)).sum(-1).mean())
 
 

@@ -230,8 +230,8 @@ def obey(options: LearnerOptions, folder: Path, fails_at: int | None) -> None:
     sharded.section_blocks = broken
     team = new_team(options, ranks_of_environment())
     team.follow()
-    (newest,) = team._held.versions
-    held = team._held.of(newest).values()
+    ((newest, weights),) = team._held._held.items()
+    held = weights.values()
     assert all(isinstance(tensor, DTensor) for tensor in held)
     said = {"gathered": gathered, "newest": newest, "own_elements": sum(own_part(t).numel() for t in held)}
     (folder / "rank1.json").write_text(json.dumps(said))
