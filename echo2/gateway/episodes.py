@@ -362,9 +362,8 @@ class Episodes:
         if session.session_id not in self.sessions:
             return
         problem, awake_at = session.problem, self._clock() - STARVED_S
-        is_starved = any(
-            not call.is_sampled and max(call.asked_at, self._sampled_at) <= awake_at for call in session.calls
-        )
+        unanswered = (call for call in session.calls if not call.is_sampled)
+        is_starved = any(max(call.asked_at, self._sampled_at) <= awake_at for call in unanswered)
         is_final = problem.restarts[session.seat] >= self.limits.restarts_max and not is_starved
         self._refusals.warn("episode %s is lost: %s", session.session_id, reason)
         self._end(session, f"the episode is lost: {reason}")

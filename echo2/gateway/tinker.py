@@ -386,9 +386,8 @@ class TinkerApi:
         _check_sample(asked)
         version = self._version_of(asked.model_path, asked.base_model, asked.sampling_session_id)
         request_id = f"{asked.sampling_session_id or next(self._numbers)}:{asked.seq_id}"
-        future = types.UntypedAPIFuture(
-            request_id=request_id, sample_sequence_ids=[f"{request_id}:{index}" for index in range(asked.num_samples)]
-        )
+        names = [f"{request_id}:{index}" for index in range(asked.num_samples)]
+        future = types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=names)
         if request_id in self.operations:
             return future
         token_ids = _tokens(asked.prompt, self._driven.terms)
@@ -617,13 +616,10 @@ def _output(logprobs: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]], t
     for values_NK, trailing in zip(logprobs, shapes, strict=True):
         data = np.ascontiguousarray(values_NK, np.float32).tobytes()
         offsets = np.array([0, len(data)], np.int64).tobytes()
-        tensor = proto.BatchedTensor(
-            data=data, offsets=offsets, dtype=proto.DTYPE_FLOAT32, trailing_shape=trailing
-        )  # fmt: skip
+        tensor = proto.BatchedTensor(data=data, offsets=offsets, dtype=proto.DTYPE_FLOAT32, trailing_shape=trailing)
         records.append(proto.ArrayRecord(fields={"logprobs": tensor}, num_datums=1))
-    output = proto.ForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics={"loss:sum": total}
-    )
+    kind, metrics = "ArrayRecord", {"loss:sum": total}
+    output = proto.ForwardBackwardOutput(loss_fn_output_type=kind, loss_fn_outputs=records, metrics=metrics)
     return cast(bytes, output.SerializeToString())
 
 

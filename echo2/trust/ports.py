@@ -93,10 +93,8 @@ class PortLimits:
             "grpc.http2.min_ping_interval_without_data_ms": 5_000,
         }
         if self.age_s:
-            options |= {
-                "grpc.max_connection_age_ms": int(1000 * self.age_s),
-                "grpc.max_connection_age_grace_ms": 10_000,
-            }
+            options["grpc.max_connection_age_ms"] = int(1000 * self.age_s)
+            options["grpc.max_connection_age_grace_ms"] = 10_000
         if self.window_bytes <= WINDOW_BYTES_MIN:
             options["grpc.http2.bdp_probe"] = 0  # it would widen the window for callers that answer pings fast
         return options
@@ -149,9 +147,7 @@ class HttpLimits:
 
 
 PAGE = HttpLimits("dashboard", 0.15, 512, strangers_per_host=48, handshakes_per_host=16, backlog=128)  # the dashboard
-GATEWAY = HttpLimits(
-    "gateway", 0.15, 8192, strangers_per_host=48, handshakes_per_host=512, backlog=1024, crowd_s=3.0
-)  # fmt: skip
+GATEWAY = HttpLimits("gateway", 0.15, 8192, strangers_per_host=48, handshakes_per_host=512, backlog=1024, crowd_s=3.0)
 """Agents' calls: hundreds of connections from one address, most of them waiting for a completion."""
 RELAY_SHARE, RELAY_CONNECTIONS_MAX = 0.15, 2048  # limits of libp2p, which accepts connections itself
 PIPES = PortLimits(

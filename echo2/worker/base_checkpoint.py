@@ -227,9 +227,8 @@ class BaseCheckpointLoader:
             return
         if weights is not None and self._is_wanted:
             self._weights, self._fingerprint = weights, fingerprint
-            _log.info(
-                "base checkpoint in %s: %d tensors, fingerprint %s", folder, len(weights.table.specs), fingerprint
-            )
+            count = len(weights.table.specs)
+            _log.info("base checkpoint in %s: %d tensors, fingerprint %s", folder, count, fingerprint)
 
     def _read(self, folder: Path) -> tuple[HostWeights | None, str]:
         """Weights and their fingerprint in hex. Runs in a thread."""

@@ -436,9 +436,8 @@ class Leases:
         if lease.has_finished_news or lease.phase is LeasePhase.HANDING_BACK:
             lease.report_due = min(lease.report_due, soon)
         rollouts = lease.rollouts.values()
-        self._coordinator.report_progress(
-            lease.lease_id, sum(r.is_ended for r in rollouts), sum(len(r.token_ids) for r in rollouts)
-        )
+        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        self._coordinator.report_progress(lease.lease_id, sum(rollout.is_ended for rollout in rollouts), tokens)
 
     def _void_reports(self) -> None:
         # Only verdicts count tokens as held, so whatever was in flight is simply sent again.

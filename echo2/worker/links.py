@@ -82,17 +82,16 @@ class CoordinatorLink:
         self, status: WorkerStatus, commands: CoordinatorCommands, find: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         """Keeps the session until it is refused or cancelled. `find` updates the credentials with the coordinator's address."""
-        await self._control.run(
-            Party(
-                dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(),
-                hello=lambda: coordinator_pb2.WorkerMessage(hello=status.hello()),
-                beat=lambda: coordinator_pb2.WorkerMessage(heartbeat=status.heartbeat()),
-                on_welcome=commands.on_welcome,
-                on_order=commands.on_order,
-                on_lost=commands.on_lost,
-                find=find,
-            )
+        party = Party(
+            dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).WorkerSession(),
+            hello=lambda: coordinator_pb2.WorkerMessage(hello=status.hello()),
+            beat=lambda: coordinator_pb2.WorkerMessage(heartbeat=status.heartbeat()),
+            on_welcome=commands.on_welcome,
+            on_order=commands.on_order,
+            on_lost=commands.on_lost,
+            find=find,
         )
+        await self._control.run(party)
 
     def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None:
         ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=f"REASON_{reason.name}", message=message[:2000])
@@ -112,9 +111,8 @@ class CoordinatorLink:
 
     async def leave(self, reason: str, within_s: float) -> None:
         """Says good-bye, so that the coordinator reassigns the worker's leases at once."""
-        await self._control.leave(
-            coordinator_pb2.WorkerMessage(leaving=coordinator_pb2.WorkerLeaving(reason=reason)), within_s
-        )
+        leaving = coordinator_pb2.WorkerLeaving(reason=reason)
+        await self._control.leave(coordinator_pb2.WorkerMessage(leaving=leaving), within_s)
 
 
 class CoordinatorCommands:
@@ -208,9 +206,8 @@ class CoordinatorCommands:
         if grant.is_renewal and lease_id not in self._leases.lease_ids:
             return  # the two messages crossed: the lease has ended here, so neither it nor its ticket begins again
         self._reports.keep_ticket(ticket)
-        self._leases.grant(
-            lease_id, group, ticket.deadline_unix_s - self._ahead_s, is_continuation=grant.is_continuation
-        )
+        deadline = ticket.deadline_unix_s - self._ahead_s
+        self._leases.grant(lease_id, group, deadline, is_continuation=grant.is_continuation)
 
 
 def _refuse_other_model(known: coordinator_pb2.LearnerWhereabouts, learner: coordinator_pb2.LearnerWhereabouts) -> None:
@@ -279,17 +276,16 @@ class Reports:
         if not self._under_way:
             self._waiting_since = monotonic()
         self._under_way.append(lease_id)
-        self._outgoing.put_nowait(  # bounded: at most one report in flight per lease, and the leases are bounded
-            ingest_pb2.RolloutReport(
-                sequence=self._sequence,
-                ticket=self._tickets.get(lease_id) if is_first else None,
-                lease_id=lease_id,
-                segments=[wire.rollout_to_message(segment) for segment in segments],
-                draws_by_seed=self._draws_by_seed,
-                keeps_cache=self._keeps_cache,
-                engine_kind=self._engine_kind,
-            )
+        report = ingest_pb2.RolloutReport(
+            sequence=self._sequence,
+            ticket=self._tickets.get(lease_id) if is_first else None,
+            lease_id=lease_id,
+            segments=[wire.rollout_to_message(segment) for segment in segments],
+            draws_by_seed=self._draws_by_seed,
+            keeps_cache=self._keeps_cache,
+            engine_kind=self._engine_kind,
         )
+        self._outgoing.put_nowait(report)  # bounded: one report in flight per lease at most, and the leases are bounded
 
     def fetch_partials(self, lease_id: LeaseId) -> None:
         self._fetches[lease_id] = asyncio.get_running_loop().create_task(self._fetch(lease_id))

@@ -40,16 +40,7 @@ from echo2.worker.engines.making import ENGINES, Engines, parse_model_config
 from echo2.worker.generation import Generation
 from echo2.worker.heartbeat import LogTail, WorkerStatus, dialled_port, listen_host
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, Reports, join
-from echo2.worker.machine import (
-    Hardware,
-    chosen_engine,
-    findings,
-    place_of,
-    price_of,
-    rate_finding,
-    source_of,
-    watch,
-)  # fmt: skip
+from echo2.worker.machine import Hardware, chosen_engine, findings, place_of, price_of, rate_finding, source_of, watch
 from echo2.worker.options import WorkerOptions
 from echo2.worker.weights import WeightReceiver, Weights
 
@@ -167,18 +158,15 @@ class Worker:
         self._parts: list[asyncio.Task[None]] = []
         clock = SteadyClock()
         self.node = BroadcastNode(credentials, _node_options(options), NodeCalls(met=self._on_host_facts))
-        self.coordinator = CoordinatorLink(
-            ControlSession(credentials, waits, _backoff(options, "coordinator"), CONNECT_S)
-        )
+        backoff = _backoff(options, "coordinator")
+        self.coordinator = CoordinatorLink(ControlSession(credentials, waits, backoff, CONNECT_S))
         self.reports = Reports(credentials, waits, _backoff(options, "learner"), CONNECT_S)
         self.generation = Generation(clock, self.reports, self.coordinator)
         self.leases = self.generation.leases
-        self.status = WorkerStatus(
-            options, hardware, self.generation, self.reports, self.node, self.node.listen(), waits, log
-        )
-        self._commands = CoordinatorCommands(
-            self.coordinator, self.leases, self.reports, self.node, clock, self.status.add_finding
-        )
+        port = self.node.listen()
+        self.status = WorkerStatus(options, hardware, self.generation, self.reports, self.node, port, waits, log)
+        told = (clock, self.status.add_finding)
+        self._commands = CoordinatorCommands(self.coordinator, self.leases, self.reports, self.node, *told)
 
     async def run(self, warm_up: asyncio.Task[None]) -> None:
         """Works until stopped or dismissed; raises the error of the first part that failed. `warm_up` compiles kernels."""
@@ -279,15 +267,10 @@ class Worker:
         self.status.add_finding(await self._engines.reach(self.status.own_addresses))
         await shown(self._progress, f"load of the {name} engine", engine.start())
         swap_mode = SwapMode(section.swap_mode)
-        self.reports.set_engine(
-            engine.draws_by_seed,
-            keeps_cache=swap_mode is SwapMode.KEEP_KV,
-            kind=f"{name} {section.quantisation}",
-        )
-        model = learner.model_digest, learner.model_config_json
-        self.weights = self.status.weights = Weights(
-            engine, swap_mode, self.generation.gate, model, self.node.planner.on_decoded
-        )
+        kind, keeps_cache = f"{name} {section.quantisation}", swap_mode is SwapMode.KEEP_KV
+        self.reports.set_engine(engine.draws_by_seed, keeps_cache=keeps_cache, kind=kind)
+        model, on_decoded = (learner.model_digest, learner.model_config_json), self.node.planner.on_decoded
+        self.weights = self.status.weights = Weights(engine, swap_mode, self.generation.gate, model, on_decoded)
         receiver = WeightReceiver(self.weights, self.node, self.generation, self._waits, base, self._progress)
         self._start(receiver.run(), "weights")
         self._start(self._request_work(engine, self.weights), "requests")

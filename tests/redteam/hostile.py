@@ -194,9 +194,7 @@ class Target:
         text = small_run(folder, folder / "no-model").replace("[coordinator]", "[coordinator]\n" + more)
         self.config: dict[str, Any] = tomllib.loads(text)
         self.cluster = Cluster(folder, text, workers=0)
-        self.cluster.placed = lambda name, argv: [
-            "/bin/sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', name, *argv
-        ]  # fmt: skip
+        self.cluster.placed = lambda name, argv: ["/bin/sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', name, *argv]
         self.links = self.cluster.run_folder / "links"
 
     @property

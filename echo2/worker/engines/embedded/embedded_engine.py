@@ -48,11 +48,8 @@ def _model_of(
         return live, partial(CachedDecoder, live)
     if quantisation is Quantisation.BF16:
         raise ConfigError(f"worker.quantisation: bf16 is for the fused path; expected none ({reason})")
-    from echo2.worker.engines.embedded.general import (
-        GeneralDecoder,  # imported here because it imports transformers
-        ModuleWeights,
-        StateDecoder,
-    )
+    # Imported here because it imports transformers.
+    from echo2.worker.engines.embedded.general import GeneralDecoder, ModuleWeights, StateDecoder
 
     weights = ModuleWeights(config, adapter, tells_routing=tells_routing)
     _log.warning("generating by transformers' own modules, slower than the fused path: %s", reason)

@@ -218,11 +218,8 @@ class CachedDecoder:
             part = query[:, :, begin : begin + SHORT_TOKENS]
             first, end = run.start + begin, run.start + begin + part.shape[2]
             mask = torch.arange(end) <= torch.arange(first, end)[:, None]
-            pieces.append(
-                F.scaled_dot_product_attention(
-                    part, key[:, :, :end], value[:, :, :end], attn_mask=mask, enable_gqa=True
-                )
-            )
+            past = key[:, :, :end], value[:, :, :end]
+            pieces.append(F.scaled_dot_product_attention(part, *past, attn_mask=mask, enable_gqa=True))
         return torch.cat(pieces, dim=2).transpose(1, 2).reshape(count, -1)
 
     def _gathered(self, index: int, kind: int, slot: int, count: int) -> torch.Tensor:

@@ -338,10 +338,9 @@ class GeneralDecoder:
         self._fill(cache, tables, [Fill(0, 0, tuple(tokens[: filled // 2]))])
         self._fill(cache, tables, [Fill(0, filled // 2, tuple(tokens[filled // 2 : filled]))])
         slots_T = np.zeros(1, np.int64)
-        logits = [
-            self._logits(tokens[place : place + 1], _Pass(cache, tables, slots_T, np.array([place])))
-            for place in range(filled, len(tokens))
-        ]
+        logits = []
+        for place in range(filled, len(tokens)):
+            logits.append(self._logits([tokens[place]], _Pass(cache, tables, slots_T, np.array([place]))))
         self._model.set_attn_implementation("eager")
         try:
             refuse_difference(self._model, tokens, torch.cat(logits), self._name)

@@ -214,10 +214,8 @@ class LiveTensors:
         bits = self._bits[name]
         if self._check.dtypes.get(name) != "bfloat16" or bits.itemsize < 4:  # as it was published
             return fingerprint_tensor(name, tensor, key)
-        pieces = (
-            sum_bits(name, _upper_halves(bits[begin : begin + PIECE_ELEMENTS]), key, begin)
-            for begin in range(0, len(bits), PIECE_ELEMENTS)
-        )
+        starts = range(0, len(bits), PIECE_ELEMENTS)
+        pieces = (sum_bits(name, _upper_halves(bits[begin : begin + PIECE_ELEMENTS]), key, begin) for begin in starts)
         return header_term(key, TensorSpec(name, _BF16, tuple(tensor.shape))) + sum(pieces)
 
 

@@ -361,7 +361,6 @@ def _filtered(logprobs_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         ordered, order = torch.sort(values, descending=True, stable=True)
         probs = torch.softmax(ordered, dim=-1, dtype=torch.float64)
         before = probs.cumsum(dim=-1) - probs
-        values = values.masked_fill(
-            torch.zeros_like(values, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf
-        )
+        is_out = torch.zeros_like(values, dtype=torch.bool).scatter(0, order, before >= params.top_p)
+        values = values.masked_fill(is_out, -torch.inf)
     return values

@@ -248,12 +248,9 @@ class SlotTable:
     def admit(self) -> list[SlotSequence]:
         """Moves waiting requests into free slots, in order, while the cache has room; returns the new sequences."""
         seated = []
-        while (
-            self.waiting
-            and self._free
-            and not self.is_holding
-            and self._has_room_for(next(iter(self.waiting.values())))
-        ):
+        while self.waiting and self._free and not self.is_holding:
+            if not self._has_room_for(next(iter(self.waiting.values()))):
+                break
             _, request = self.waiting.popitem(last=False)
             slot = self._free.popleft()
             sequence = SlotSequence(request, slot, [*request.prompt_token_ids, *request.token_ids])
