@@ -24,7 +24,7 @@ from tests.unit.gateway.fakes import End, RecordingFleet, completion, on_port
 
 pytest.importorskip("websockets")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
-told: list[str] = []
+told: list[str] = []  # what each call's model read
 
 
 @contextmanager
@@ -63,19 +63,10 @@ def played(port: int, seed: int, said: list[str], turns: int = 8, at_call: Calla
             episodes.open_problem("a", 1, {"index": seed, "messages": [], "answer": "", "metadata": metadata})
             while not fleet.ends:
                 await asyncio.sleep(0.02)
-        told.append(read(fleet) if fleet.leases else "")
+        told.extend("".join(map(chr, lease.prompt_token_ids)) for lease in fleet.leases.values())
         return fleet.ends[0]
 
-    async def in_time() -> End:
-        async with asyncio.timeout(WAIT_S):
-            return await scene()
-
-    return asyncio.run(in_time())
-
-
-def read(fleet: RecordingFleet) -> str:
-    """What the last call's model read."""
-    return "".join(map(chr, list(fleet.leases.values())[-1].prompt_token_ids))
+    return asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 def test_an_environment_of_texts_is_played_to_its_end_and_its_rewards_add_up() -> None:

@@ -19,7 +19,6 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.gateway import app
-from echo2.gateway import app as app_module
 from echo2.gateway.app import Bodies, GatewayPort
 from echo2.gateway.episodes import CallRefused, LongWork
 from echo2.gateway.requests import BODY_BYTES_MAX
@@ -241,13 +240,13 @@ async def test_bodies_take_time_by_length_and_of_all_and_one_hold_so_much(monkey
 
 def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    parse = app_module.body_of
+    parse = app.body_of
 
     def noting(data: bytes) -> dict[str, object]:
         threads.append(threading.current_thread().name)
         return parse(data)
 
-    monkeypatch.setattr(app_module, "body_of", noting)
+    monkeypatch.setattr(app, "body_of", noting)
     assert gateway.post(HI)[0] == 200
     assert gateway.post({**HI, "user": "x" * 300_000})[0] == 200
     assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")

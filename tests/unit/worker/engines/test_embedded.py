@@ -6,12 +6,10 @@ import asyncio
 import dataclasses
 import itertools
 import math
-import os
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -29,6 +27,7 @@ from echo2.worker.engines.embedded.loop import LiveSwap, StepLoop, draw
 from echo2.worker.engines.embedded.slots import BlockPool, Fill
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.outbox import Outbox, SampledToken
+from echo2.worker.machine import memory_used_bytes
 from tests.contract.engine_rig import keyframe_of, make_versions, tiny_config
 
 CONFIG = tiny_config("qwen3")
@@ -222,10 +221,6 @@ def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_
 SLOTS, CONTEXT = 16, 8192
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def test_a_few_tokens_in_many_slots_of_a_long_context_take_a_few_pages() -> None:
     config = tiny_config("qwen3", head_dim=64, num_key_value_heads=4, max_position_embeddings=CONTEXT)
     weights = LiveWeights(read_shape(config))
@@ -233,12 +228,12 @@ def test_a_few_tokens_in_many_slots_of_a_long_context_take_a_few_pages() -> None
     decoder = CachedDecoder(weights, blocks)
     with torch.inference_mode():
         decoder.warm_up()
-        before = resident_bytes()
+        before = memory_used_bytes()
         for slot in range(SLOTS):
             assert blocks.reserve(slot, 8)
         decoder.fill([Fill(slot, 0, (1, 2, 3, 4, 5, 6, 7)) for slot in range(SLOTS)])
         decoder.decode([8] * SLOTS, list(range(SLOTS)), [7] * SLOTS)
-    assert resident_bytes() - before < 12 << 20, "a page for each slot, head and layer is 768 MiB"
+    assert memory_used_bytes() - before < 12 << 20, "a page for each slot, head and layer is 768 MiB"
 
 
 PARAMS = st.builds(
