@@ -194,11 +194,8 @@ def problem(item: Mapping[str, Any]) -> str:
     field = _field(RunConfig, parts)
     if item["type"] in ("value_error", "assertion_error") or field is None:  # then the text is ours
         return f"{name}: {message}" + ("" if "got " in message else f", got {item['input']!r}")
-    expected = _expected(field)
-    if item["type"] == "string_pattern_mismatch":
-        expected = "1 to 63 letters, digits, dots, dashes or underscores that begin with a letter or digit"
     why = field.json_schema_extra.get("why") if isinstance(field.json_schema_extra, dict) else ""
-    return f"{name}: expected {expected}, got {item['input']!r}{f' ({why})' if why else ''}"
+    return f"{name}: expected {_expected(field)}, got {item['input']!r}{f' ({why})' if why else ''}"
 
 
 def meant(name: str) -> str:

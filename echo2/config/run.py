@@ -7,9 +7,19 @@ so that a new option is a visible decision. What a rule can derive is a property
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from echo2.base.errors import ConfigError
@@ -34,6 +44,15 @@ def _parsed(parse: Any) -> BeforeValidator:
             raise ValueError(str(error)) from None  # pydantic names the field
 
     return BeforeValidator(convert)
+
+
+def _shaped(pattern: str, expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text, re.ASCII | re.IGNORECASE) is None:
+            raise ValueError(f"expected {expected}, got {text!r}")
+        return text
+
+    return AfterValidator(check)
 
 
 def rate_with_unit(value: str | float) -> float:
@@ -70,7 +89,16 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+_HOST = r"([^\s/:@\[\]]+|\[[0-9a-f:.]+\])"
+Host = Annotated[str, _shaped(rf"({_HOST}|[0-9a-f:.]*:[0-9a-f.]*:[0-9a-f.]*)?", "a host without a port or http://")]
+Address = Annotated[str, _shaped(rf"({_HOST}:[0-9]{{1,5}})?", "HOST:PORT, such as learner.example.org:8421")]
+Name = Annotated[
+    str,
+    _shaped(
+        r"[a-z0-9][a-z0-9_.-]{0,62}",
+        "1 to 63 letters, digits, dots, dashes or underscores that begin with a letter or digit",
+    ),
+]
 # Why temperature has its bounds.
 _GREEDY = "greedy rollouts of one prompt are all the same; vLLM takes none above 2"
 
@@ -91,7 +119,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: Name = opt("run", "Names the run and its folder.", why="it names a folder")
+    name: Name = opt("run", "Names the run and its folder.")
     folder: str = opt("runs", "Parent of the run folders.")
     seed: Whole = opt(0, "Seeds prompt order and sampling.")
 
@@ -258,7 +286,7 @@ class LearnerSection(Section):
         (), "tensorboard, wandb, trackio, besides metrics.jsonl."
     )
     port: Port = opt(0, "Ingest and broadcast, its second relay 4 above; 0: any free ones.")
-    advertise: str = opt("", "host:port for workers; empty: where it listens.")
+    advertise: Address = opt("", "host:port for workers; empty: where it listens.")
     uplink_limit: BytesPerSecond = opt(0.0, "Largest sending rate; 0: no limit.")
     emulated_link: EmulatedLink = opt(LinkShape(), "For experiments: uplink, downlink, round trip.")
     emulated_step: Seconds = opt(0.0, "For experiments: shortest step.")
@@ -301,7 +329,7 @@ class SftSection(Section):
 
 class CoordinatorSection(Section):
     host: str = opt("127.0.0.1", "Where it listens; loopback keeps the run on this machine.")
-    advertise: str = opt("", "Host in join links; empty: coordinator.host.")
+    advertise: Host = opt("", "Host in join links; empty: coordinator.host.")
     enrol_port: Port = opt(8418, "Enrolment, named in join links.")
     port: Port = opt(8419, "Control streams (mutual TLS).")
     dashboard_port: Port = opt(8420, "Dashboard and /metrics.")

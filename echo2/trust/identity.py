@@ -94,8 +94,8 @@ class Identity:
 
 def _without_token(text: str) -> str:
     """A malformed join link, fit for an error message: without its token."""
-    before, mark, _ = text.partition("token=")
-    return repr(before[:200] + mark + ("…" if mark else ""))
+    before, mark, _ = text.partition("token")  # what follows may be `=`, or that as a URL writes it
+    return repr(before[:200] + mark + ("=…" if mark else ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +421,9 @@ def marshalled_public_key(raw_public_key: bytes) -> bytes:
 
 def unmarshalled_public_key(data: bytes) -> bytes:
     if len(data) != 36 or not data.startswith(_KEY_PREFIX):
-        raise TrustError(f"public key: expected a libp2p ed25519 key of 36 bytes, got {len(data)} bytes")
+        raise TrustError(
+            f"public key: expected a libp2p ed25519 key of 36 bytes, got {len(data)} bytes that begin {data[:4].hex()}"
+        )
     return data[len(_KEY_PREFIX) :]
 
 

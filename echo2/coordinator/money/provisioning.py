@@ -289,12 +289,18 @@ def advise(
     coming = sum(rate_of(by_name[name], rates) for name in unmeasured)
     if coming >= shortage > 0:
         return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
-    if plan.binding is Limit.USD_BUDGET:  # rollouts that are dearer than the pool's would make the run dearer
+    shortage -= coming
+    if plan.binding is Limit.USD_BUDGET:  # missing rollouts that are dearer than the pool's would make the run dearer
         most = plan.usd_per_hour / max(plan.throughput_rollouts_per_s, 1e-12)
-        offers = [offer for offer in offers if offer.usd_per_hour <= most * rate_of(offer, rates)]
+        spared = {m.offer for m in machines if m.is_open and any(map(_stands_by, workers.get(m.machine_id, ())))}
+        offers = [
+            offer
+            for offer in offers
+            if offer.usd_per_hour <= most * min(rate_of(offer, rates), shortage) and offer.name not in spared
+        ]
         if not offers:
             return FleetAdvice(reason="the budget does not pay for a faster pool")
-    return _rents(shortage - coming, offers, machines, unmeasured, rates, budget, resting)
+    return _rents(shortage, offers, machines, unmeasured, rates, budget, resting)
 
 
 def _rents(
@@ -359,6 +365,10 @@ def _releases(
             reason = f"its workers have stood by for {least / 60:.0f} min"
         if reason:
             yield ReleaseProposal(machine.machine_id, machine.usd_per_hour, reason)
+
+
+def _stands_by(worker: Member) -> bool:
+    return worker.last_liveness is not Liveness.GONE and worker.last_activation is Activation.STANDBY
 
 
 def _idle_s(worker: Member, now: float) -> float:

@@ -513,6 +513,15 @@ def test_where_the_budget_keeps_the_pool_small_nothing_dearer_a_rollout_is_rente
     (wish,) = ask(replace(poor, usd_per_hour=3 * 0.4), [], {}).rent
     assert wish.offer == "small"
     assert "does not pay" in ask(replace(poor, usd_per_hour=3 * 0.39), [], {}).reason
+    assert not ask(replace(plan(8.5, 9), binding=Limit.USD_BUDGET, usd_per_hour=8.5 * 0.4), [], {}).rent, (
+        "for half its rollouts"
+    )
+    for activation, wanted in (
+        (Activation.ACTIVE, 1),
+        (Activation.STANDBY, 0),
+    ):  # nor one more of what the plan leaves idle
+        told = ask(replace(poor, usd_per_hour=3 * 0.4), [machine("m", SMALL)], {"m": [worker(1.0, activation)]})
+        assert len(told.rent) == wanted
 
 
 def test_what_is_billed_in_any_case_is_paid_for_by_the_budget_and_used_until_then_and_so_is_one_busy_worker() -> None:

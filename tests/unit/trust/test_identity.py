@@ -84,12 +84,13 @@ def test_join_link_survives_being_written_and_read(seed: bytes, token: str, port
     [
         f"http://h:1/{PEER}?token=t", f"echo2://h/{PEER}?token=t", f"echo2://:1/{PEER}?token=t",
         f"echo2://h:99999/{PEER}?token=t", "echo2://h:1/notapeer?token=t", f"echo2://h:1/{PEER}",
-        f"echo2://h:1/{PEER}?token={'t' * 257}", f"echo2://h:1/{PEER}?token=t&token=u",
+        f"echo2://h:1/{PEER}?token={'t' * 257}", f"echo2://h:1/{PEER}?token=t&token=u", "echo2%3A//h%3A1/P%3Ftoken%3DSECRET",
     ],
 )  # fmt: skip
 def test_wrong_join_link_says_what_was_expected(text: str) -> None:
-    with pytest.raises(ConfigError, match="echo2://HOST:PORT/PEER_ID"):
+    with pytest.raises(ConfigError, match="echo2://HOST:PORT/PEER_ID") as told:
         JoinLink.parse(text)
+    assert "SECRET" not in str(told.value)
 
 
 def test_issued_certificate_names_peer_role_and_run_and_the_authority_survives_being_kept() -> None:
