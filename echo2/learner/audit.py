@@ -273,10 +273,6 @@ class AuditCounts:
     accused: int = 0
     s: float = 0.0
 
-    @property
-    def s_per_step(self) -> float:
-        return self.s / max(1, self.steps)
-
 
 class Workers(Protocol):
     """What is known of the workers, and who is told of a verdict. `habits_of`: what a worker reports about its engine."""

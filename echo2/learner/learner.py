@@ -439,7 +439,7 @@ class Learner:
         loop, pool, publisher, waits_for = self.loop, self.pool, self.publisher, self.waits_for
         row = loop.last_row
         groups, rewards = pool.groups, pool.evaluations.rewards
-        counts, ledger = groups.counts, groups.ledger
+        counts, ledger, audited = groups.counts, groups.ledger, loop.auditor.counts
         histogram = ledger.histogram()
         return pb.LearnerReport(
             step=loop.step,
@@ -467,7 +467,7 @@ class Learner:
             fingerprint=f"{publisher.newest_fingerprint:016x}",
             rewards_due=pool.rewards_due,
             prompts_exhausted=pool.exhausted is not None and not pool.fills(loop.steps),
-            audit_s=loop.auditor.counts.s_per_step,
+            audit_s=audited.s / max(1, audited.steps),
             reward_s=pool.rewards.seconds_each,
             reward_processes=pool.prompts.reward_processes,
             lengths=loop.recent.lengths(),

@@ -38,8 +38,7 @@ class LearnerOptions:
     knows. `threads`: of the trainer. `turns_max`: most completions in one rollout, by the task. `join_link`: needed until the
     folder has the run's credentials; if `link_file` is set, the link is read from it again when the coordinator cannot be reached.
     `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by evaluation set ("": the run's own) and
-    index, whose reference cannot be judged.
-    """
+    index, whose reference cannot be judged."""
 
     folder: Path
     config: RunConfig

@@ -262,8 +262,11 @@ class Evaluations:
                 sets.append(QuestionSet(name or OWN, count, task.eval_samples, temperature, index_of))
         for name, further in task.eval_sets.items():
             world = prompts.make_world(TaskSpec(further.task, further.args, prompts.seed))
-            count, temperature = _count(name, further.prompts, world), _temperature(config, further.samples)
             size, seed = world.size, derived_seed(prompts.seed, name)
+            count, temperature = further.prompts or size or 0, _temperature(config, further.samples)
+            if not count or (size is not None and count > size):
+                expected = f"expected 1 to {size or QUESTIONS_MAX} prompts of {world.name}, got {further.prompts}"
+                raise ConfigError(f"task.eval_sets: {name}: {expected}")
             asked = int if size is None else partial(permuted, size=size, seed=seed)
             sets.append(QuestionSet(name, count, further.samples, temperature, asked, world))
         names = [each.name for each in sets]
@@ -392,12 +395,3 @@ class Evaluations:
 def _temperature(config: RunConfig, samples: int) -> float:
     """One completion of a prompt is greedy; several, as pass@k needs them, are drawn as in training."""
     return config.sampling.temperature if samples > 1 else 0.0
-
-
-def _count(name: str, prompts: int, world: PromptWorld) -> int:
-    questions = prompts or world.size or 0
-    if not questions or (world.size is not None and questions > world.size):
-        raise ConfigError(
-            f"task.eval_sets: {name}: expected 1 to {world.size or QUESTIONS_MAX} prompts of {world.name}, got {prompts}"
-        )
-    return questions

@@ -62,14 +62,12 @@ class PromptWorld(Protocol):
     @property
     def reward_processes(self) -> int:
         """Answers computed at once; 0: in this process, and none waits."""
-        ...
 
     def instance(self, index: int) -> TaskInstance: ...
 
     async def answer(self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = "") -> Scored:
         """Answers the last of an instance's turns: by a reward, or by what the environment says. `room_tokens`: how many more
         tokens the context can hold. `sender`: the worker that sampled the turn."""
-        ...
 
     def close(self) -> None: ...
 

@@ -94,8 +94,7 @@ class BatchTotals:
 @dataclass(frozen=True, slots=True)
 class LossConfig:
     """`loss`: a name of `LOSSES`, or a user's `module:function`. `clip_low`, `clip_high`: the ratio is clipped to 1 - low to 1 +
-    high (cispo uses only the upper bound). `correction`: a name of `CORRECTIONS`; `cap` bounds the weights of those that truncate.
-    """
+    high (cispo uses only the upper bound). `correction`: a name of `CORRECTIONS`; `cap`: of the weights of those that truncate."""
 
     loss: str = "dapo"
     clip_low: float = 0.2
@@ -352,15 +351,11 @@ def policy_loss(tokens: PackedTokens, config: LossConfig, totals: BatchTotals) -
 
 
 def _divided(loss_T: Tensor, segments: Segments, divisor: Divisor, totals: BatchTotals) -> Tensor:
-    match divisor:
-        case Divisor.TOKENS:
-            return loss_T.sum() / totals.token_count
-        case Divisor.CONSTANT:
-            return loss_T.sum() / (totals.rollout_count * totals.completion_tokens_max)
-        case Divisor.EACH_ROLLOUT:
-            return (segments.sum_R(loss_T) / segments.count_R().clamp(min=1.0)).sum() / totals.rollout_count
-        case Divisor.ROLLOUTS:
-            return loss_T.sum() / totals.rollout_count
+    if divisor is Divisor.EACH_ROLLOUT:
+        return (segments.sum_R(loss_T) / segments.count_R().clamp(min=1.0)).sum() / totals.rollout_count
+    longest = totals.rollout_count * totals.completion_tokens_max
+    counts = {Divisor.TOKENS: totals.token_count, Divisor.CONSTANT: longest, Divisor.ROLLOUTS: totals.rollout_count}
+    return loss_T.sum() / counts[divisor]
 
 
 # ---- metrics

@@ -314,8 +314,7 @@ class PolicyModel:
 
     def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
         """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well.
-        They do so in training mode, of which the modules within are kept out: some draw their experts in it, or clamp weights.
-        """
+        They do so in training mode, of which the modules within are kept out: some draw their experts in it or clamp weights."""
         how: dict[str, Any] = {"use_reentrant": False}
         if is_selective:
             how["context_fn"] = selective_contexts

@@ -315,13 +315,11 @@ class VersionScorer:
         self._cache: DynamicCache | None = None
         self._aside: list[Tensor] = []  # the training weights, where the masters do not give them
         self._attention = Attention.DENSE
+        self.keep = self.kept.keep
 
     @property
     def versions(self) -> list[Version]:
         return self.kept.versions
-
-    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self.kept.keep(version, tensors)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -132,9 +132,7 @@ def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, cap
         prompts.draw(5 + SKIPS_MAX)
     prompts.close()
     prompts = prompts_for(options_for(tmp_path, model, sampling={"max_new_tokens": 256}))
-    with pytest.raises(
-        ConfigError, match="above the 0 that sampling.max_new_tokens leaves of the model's context of 256"
-    ):
+    with pytest.raises(ConfigError, match="above the 0 that sampling.max_new_tokens leaves of .* context of 256"):
         prompts.draw(0)
     prompts.close()
 
@@ -167,9 +165,7 @@ def test_a_prompt_on_which_the_tokenizer_breaks_is_named(tmp_path: Path, model: 
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?:1|11)+$"), behavior="isolated")
     core.save(str(model / "tokenizer.json"))
     prompts = prompts_for(options_for(tmp_path, model, task={"name": "tests.unit.learner.test_prompts:Ones"}))
-    with pytest.raises(
-        ConfigError, match=r"prompt \d+ of task sort_digits: tokenizer: expected one that takes this text"
-    ):
+    with pytest.raises(ConfigError, match=r"prompt \d+ of task sort_digits: tokenizer: expected one that takes"):
         prompts.next_wanted(0)
     prompts.close()
 
