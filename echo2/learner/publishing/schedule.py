@@ -9,7 +9,7 @@ deltas together exceed a keyframe's bytes, when a store has no room for one more
 
 Merged deltas. The n-th publication also gets a delta from the publication 2^j before it, for each 2^j that divides n. It is
 merged from two halves that were published already. So a worker that is k publications behind needs at most 2 log2(k) + 1
-pieces.
+pieces, while on average two deltas are kept for each version.
 
 Deltas from the base. A worker that has the base checkpoint needs a delta from version 0 and the few deltas after it. At every
 `BASE_REACH`-th publication, the newest delta from version 0 is merged with the merged delta that continues it. Each start of
@@ -90,18 +90,6 @@ class Merge:
     version: Version
 
 
-def parents_to_publish(ordinal: int, lag_max: int) -> tuple[int, ...]:
-    """The earlier publications from which the `ordinal`-th one gets an edge: one back, and 2^j back if 2^j divides it. So any
-    lag of k is caught up with at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge reaches
-    back farther than `lag_max`."""
-    parents = []
-    reach = 1
-    while reach <= min(ordinal, lag_max) and ordinal % reach == 0:
-        parents.append(ordinal - reach)
-        reach *= 2
-    return tuple(parents)
-
-
 @dataclass(slots=True)
 class MergeSchedule:
     """Which merged deltas go with a version. Counts publications from the version that this process found published."""
@@ -118,9 +106,11 @@ class MergeSchedule:
             self._recent.append(parent)
         self._ordinal += 1
         self._recent.append(version)
-        reaches = [self._ordinal - before for before in parents_to_publish(self._ordinal, MERGED_LAG_MAX)]
-        recent = self._recent
-        return [Merge(recent[-1 - reach], recent[-1 - reach // 2], version) for reach in reaches if reach > 1]
+        recent, merges, reach = self._recent, list[Merge](), 2
+        while reach <= min(self._ordinal, MERGED_LAG_MAX) and self._ordinal % reach == 0:
+            merges.append(Merge(recent[-1 - reach], recent[-1 - reach // 2], version))
+            reach *= 2
+        return merges
 
 
 @dataclass(slots=True)
