@@ -233,7 +233,9 @@ class RewardPool:
     def __init__(self, spec: TaskSpec, limits: Limits | None = None, containment: Containment | None = None):
         containment = containment or Containment()
         limits = limits or limits_of(spec)
-        self._read = partial(_scored, is_trusted=containment.is_trusted, bound=_bound_of(spec))
+        # The largest reward: 1 of a task of echo2's; others weigh as they like.
+        bound = OWN_REWARD_MAX if is_users_own(spec) or spec.name == "verifiers" else 1.0
+        self._read = partial(_scored, is_trusted=containment.is_trusted, bound=bound)
         self._at_fault: dict[int, tuple[float, Scored]] = {}  # what no completion could be scored on, and until when
         self._sound: set[int] = set()  # instances on which a harmless text was scored
         self._pool = _pool_of(spec, limits, containment)
@@ -299,11 +301,6 @@ class RewardPool:
     def close(self) -> None:
         """Waits at most one reward's time limit for the rewards in progress."""
         self._pool.close()
-
-
-def _bound_of(spec: TaskSpec) -> float:
-    """The largest reward: 1 of a task of echo2's; others weigh as they like."""
-    return OWN_REWARD_MAX if is_users_own(spec) or spec.name == "verifiers" else 1.0
 
 
 def _pool_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Pool:

@@ -47,9 +47,8 @@ def test_a_compressed_block_that_would_grow_past_its_tensor_is_refused_before_it
     first = next(encode_keyframe({"w": torch.zeros(ELEMENTS).bfloat16()}, header))
     decoder = ContainerDecoder(HostWeights.empty())
     decoder.feed(first)
-    frame = encode_block_frame(
-        container_id_of(first), 0, ELEMENTS, 1, Method.PLANES, struct.pack("<BI", 1, len(bomb)) + bomb
-    )
+    block = struct.pack("<BI", 1, len(bomb)) + bomb
+    frame = encode_block_frame(container_id_of(first), 0, ELEMENTS, 1, Method.PLANES, block)
     tracemalloc.start()
     try:
         with pytest.raises(DeltaFormatError):

@@ -72,11 +72,8 @@ def test_programs_are_executed_in_one_module_that_nothing_imports() -> None:
 @pytest.mark.parametrize("package", SEE_COMPLETIONS)
 def test_dependencies_that_see_completions_are_used_where_they_are_contained(package: str) -> None:
     """They are imported by tasks alone, none of which says that it is cheap; such tasks are scored in the pool only."""
-    users = {
-        str(path.relative_to(ROOT))
-        for path in OURS
-        if any(name.partition(".")[0] == package for name in imported(path))
-    }
+    using = [path for path in OURS if any(name.partition(".")[0] == package for name in imported(path))]
+    users = {str(path.relative_to(ROOT)) for path in using}
     assert users == SEE_COMPLETIONS[package]
     for user in users - {TRUSTED_PLAYER}:
         names = {"reasoning_gym": "ReasoningGym"}.get(package, "")

@@ -28,13 +28,7 @@ from echo2.base.rollout import ROUTING_KEY, FinishReason, Routing, RoutingShape
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation, exact_positions
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
-from echo2.worker.engines.engine import (
-    EngineStats,
-    GenerateRequest,
-    SwapMode,
-    TokenChunk,
-    refuse_bad_request,
-)
+from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
 from echo2.worker.engines.vllm.vllm_weights import (
     ADAPTER_ID,
