@@ -184,9 +184,8 @@ def _message(item: object, place: int) -> Message:
     message: dict[str, object] = {"role": role, "content": _text(item.get("content"), where)}
     if calls := item.get("tool_calls"):
         if role != "assistant" or not isinstance(calls, list) or len(calls) > TOOLS_MAX:
-            raise MalformedMessage(
-                f"{where}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {shown(calls)}"
-            )
+            expected = f"at most {TOOLS_MAX} of an assistant"
+            raise MalformedMessage(f"{where}.tool_calls: expected {expected}, got {shown(calls)}")
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     if role == "tool" and isinstance(item.get("tool_call_id"), str):
         message["tool_call_id"] = item["tool_call_id"]

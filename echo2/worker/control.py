@@ -78,8 +78,7 @@ class ControlServer:
 
     async def _reply(self, line: bytes) -> CommandAnswer:
         try:
-            request = json.loads(line)
-            command = request["command"]
+            command = json.loads(line)["command"]
         except (ValueError, KeyError, TypeError):
             return {"ok": False, "error": 'expected one line such as {"command": "status"}'}
         try:
@@ -93,11 +92,9 @@ async def ask(folder: Path, command: str) -> CommandAnswer:
     try:
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_unix_connection(socket_path(folder), limit=1 << 20)
-            try:
+            with contextlib.closing(writer):
                 writer.write(json.dumps({"command": command}).encode() + b"\n")
                 line = await reader.readline()
-            finally:
-                writer.close()
     except (OSError, TimeoutError) as error:
         raise Unreachable(f"worker of {folder}: expected one to answer, got none ({str(error) or 'timeout'})") from None
     answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
