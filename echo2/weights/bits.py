@@ -22,10 +22,14 @@ from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
 from echo2.base.errors import DeltaFormatError
 from echo2.weights.elements import Bits
 from echo2.weights.jit import (
-    LISTED,
+    HAS_BYTE_MOVES,
+    LANES,
+    TOGETHER,
     compiled,
     count_ones,
     inlined,
+    list_lanes,
+    place_gaps,
 )
 
 U64 = npt.NDArray[np.uint64]
@@ -148,26 +152,36 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
     mask = (_1 << shift) - _1
     after = _0
     longer = np.int64(0)
-    for i in range(quotients.size):
-        gap = np.uint64(quotients[i])
-        if gap == _LONG:
-            if longer == long.size:
-                return False
-            gap = np.uint64(long[longer])
-            longer += 1
-        elif k:
-            gap = (gap << shift) | (bits_at(low, i * k) & mask)
-        after += gap
-        places[i] = after
-        after += _1
+    for start in range(0, quotients.size, TOGETHER):
+        if k * TOGETHER <= 64 and start + TOGETHER <= quotients.size:
+            following = place_gaps(quotients, start, bits_at(low, start * k), shift, after, places)
+            if following != after:
+                after = following
+                continue
+        for i in range(start, min(start + TOGETHER, quotients.size)):
+            gap = np.uint64(quotients[i])
+            if gap == _LONG:
+                if longer == long.size:
+                    return False
+                gap = np.uint64(long[longer])
+                longer += 1
+            elif k:
+                gap = (gap << shift) | (bits_at(low, i * k) & mask)
+            after += gap
+            places[i] = after
+            after += _1
     # Places ascend, and 2^24 gaps of 32 bits do not overflow: if the last one is in range, all are.
     return bool(after <= np.uint64(count) and longer == long.size)
 
 
 @inlined
-def list_few(word: np.uint64, base: np.uint64, places: U32, index: Int, usual: int) -> Int:
-    """Writes the places of a word's marks, each plus `base`, from `index` on. Returns the index after; `places` must have
-    room for `LISTED` more. Fastest for words with at most `usual` marks (`usual` <= `LISTED`)."""
+def _list_at_once(word: np.uint64, base: np.uint64, places: U32, index: Int, usual: int) -> Int:
+    list_lanes(word, base, places, index)
+    return index + np.int64(count_ones(word))
+
+
+@inlined
+def _list_by_bits(word: np.uint64, base: np.uint64, places: U32, index: Int, usual: int) -> Int:
     # The first loop always runs its full count: a branch on the number of marks would be mispredicted at every other word,
     # which costs more than writing places that the next word overwrites.
     following = index + np.int64(count_ones(word))
@@ -182,12 +196,17 @@ def list_few(word: np.uint64, base: np.uint64, places: U32, index: Int, usual: i
     return following
 
 
+list_few = _list_at_once if HAS_BYTE_MOVES else _list_by_bits
+"""Writes the places of a word's marks, each plus `base`, from `index` on. Returns the index after; `places` must have room for
+`LANES` more. Fastest for words with at most `usual` marks."""
+
+
 @compiled
 def places_of_marks(words: U64, count: int, places: U32) -> Int:
-    """Lists the places of the marks among the first `count` bits; returns their number. `places` must have room for `LISTED`
+    """Lists the places of the marks among the first `count` bits; returns their number. `places` must have room for `LANES`
     more."""
     index: Int = 0
-    marked = places.size - LISTED
+    marked = places.size - LANES
     # With up to 64 / 24 = 2.7 marks a word on average, four are rarely exceeded; with up to 64 / 12 = 5.3, eight; with 64 / 6, 14.
     if marked * 24 < count:
         for at in range(0, count, 64):
@@ -197,7 +216,7 @@ def places_of_marks(words: U64, count: int, places: U32) -> Int:
             index = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, index, 8)
     else:
         for at in range(0, count, 64):
-            index = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, index, LISTED)
+            index = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, index, 14)
     return index
 
 
@@ -473,7 +492,7 @@ class BitSet:
 
 
 def listed(words: U64, size: int, marked: int) -> U32:
-    out = np.empty(marked + LISTED, np.uint32)
+    out = np.empty(marked + LANES, np.uint32)
     places_of_marks(words, size, out)
     return out[:marked]
 

@@ -36,8 +36,8 @@ from echo2.weights.bits import (
 )  # fmt: skip
 from echo2.weights.container import CodecSetting, Method
 from echo2.weights.elements import Bits, Block, ElementType
-from echo2.weights.fingerprint import MODULUS, coefficients, sum_bits
-from echo2.weights.jit import LISTED, compiled
+from echo2.weights.fingerprint import MODULUS, ROW_SHIFT, coefficients, sum_bits
+from echo2.weights.jit import LANES, compiled
 from echo2.weights.marks import (
     CLASS_COUNT,
     NO_OCTAVE,
@@ -68,7 +68,6 @@ from echo2.weights.marks import (
 
 PLAIN_CLASS_COUNT = 1  # `fast`: positions do not depend on the weights
 HEAD = struct.Struct("<BBI")  # class count, class base, number of changes
-_RARE = 60  # elements per change: if changes are rarer, only the cache lines of changed elements are fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +117,7 @@ class Changes:
         index: Int = 0
         places, signs = self.changed.places, self.signs
         words = self.changed.marks() if places is None else None
+        rows = np.empty((block.element_count >> ROW_SHIFT) + 2, np.uint64)
         for segment in block.segments:
             print_at = (segment.start, *coefficients(segment.spec.name, key))
             where = segment.base, segment.count
@@ -125,18 +125,18 @@ class Changes:
                 part, rank = settle_marks(*where, (words, signs), rank, print_at)
             else:
                 assert places is not None, "marks are kept as words or as places"
-                part, rank = settle_places(*where, (places, signs), rank, print_at)
+                part, rank = settle_places(*where, (places, signs), rank, print_at, rows)
             rest, index = settle_larger(*where, larger, index, print_at)
             step += int(part) + int(rest)
         assert rank == self.count, "a set's marks are within its size, and a block's segments cover it"
         return step % MODULUS
 
     def move(self, block: Block, live: Sequence[Bits], is_back: bool) -> int:
-        """Adds the changes to the live bits of a block's segments, or subtracts them (`is_back`). Returns how many left their
+        """Adds the changes to the live bits of a block's segments, or subtracts them (`is_back`). Returns 0 unless one left its
         element's range, which cannot happen with the weights that the changes were made from."""
         wrapped, cursor, larger = 0, np.zeros(2, np.int64), self._larger()
         places, signs = self.changed.places, self.signs
-        if places is not None and places.size * _RARE < self.changed.size:
+        if places is not None:
             for segment, target in zip(block.segments, live, strict=True):
                 wrapped += int(move_places(target, segment.base, (places, signs), larger, cursor, is_back))
         else:
@@ -151,7 +151,7 @@ class Changes:
             ranks, places = self.listed_larger
             return places, ranks, self.excess, self.signs
         ranks = self.larger.listed()
-        room = np.empty(ranks.size + LISTED, np.uint32)
+        room = np.empty(ranks.size + LANES, np.uint32)
         if self.changed.places is not None:
             pick(self.changed.places, ranks, room)
         elif ranks.size:

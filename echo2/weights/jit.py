@@ -139,37 +139,41 @@ extract = _extract_at_once if HAS_BIT_MOVES else _extract_by_bits
 
 
 LANES = 64  # marks in a uint64
-LISTED = 14  # places that `list_few` writes at least, where marks are densest
+TOGETHER = 16  # places in the widest vector: those written at once
 
 
-def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """A pointer to 64 elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their size."""
+def _lanes(lane_bits: int, count: int = LANES) -> Any:
+    return ir.VectorType(ir.IntType(lane_bits), count)
+
+
+def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int) -> Any:
+    """A pointer to `count` elements from `index` on, as one vector; LLVM splits it into the vectors of the target."""
     data = context.make_array(array_type)(context, builder, array).data
-    kind = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
-    return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+    return builder.bitcast(builder.gep(data, [index]), _lanes(array_type.dtype.bitwidth, count).as_pointer())
 
 
-def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    load = builder.load(_vector_at(context, builder, array_type, array, index))
-    load.align = 1
-    return load
+def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = LANES) -> Any:
+    return builder.load(_vector_at(context, builder, array_type, array, index, count), align=1)
 
 
-def _all_lanes(builder: Any, word: Any, lane_bits: int) -> Any:
+def _store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, vector: Any) -> None:
+    builder.store(vector, _vector_at(context, builder, array_type, array, index, vector.type.count), align=1)
+
+
+def _all_lanes(builder: Any, word: Any, lane_bits: int, count: int = LANES) -> Any:
     """A vector with the low `lane_bits` bits of a u64 in every lane."""
     number = word if lane_bits == 64 else builder.trunc(word, ir.IntType(lane_bits))
-    kind = ir.VectorType(number.type, LANES)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
-    picked = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), picked)
+    kind = _lanes(lane_bits, count)
+    first = builder.insert_element(kind(ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, kind(ir.Undefined), _lanes(32, count)([0] * count))
 
 
-def _constant_lanes(lane_bits: int, value: int) -> Any:
-    return ir.Constant(ir.VectorType(ir.IntType(lane_bits), LANES), [value % (1 << lane_bits)] * LANES)
+def _constant_lanes(lane_bits: int, value: int, count: int = LANES) -> Any:
+    return _lanes(lane_bits, count)([value % (1 << lane_bits)] * count)
 
 
 def _lanes_of(builder: Any, word: Any) -> Any:
-    return builder.bitcast(word, ir.VectorType(ir.IntType(1), LANES))
+    return builder.bitcast(word, _lanes(1))
 
 
 @intrinsic
@@ -225,8 +229,7 @@ def move_marked(typing_context, live, index, changed, negative):  # type: ignore
         down, marked = _lanes_of(builder, arguments[3]), _lanes_of(builder, arguments[2])
         unit = builder.select(down, _constant_lanes(width, -1), _constant_lanes(width, 1))
         after = builder.add(before, builder.select(marked, unit, _constant_lanes(width, 0)))
-        place = _vector_at(context, builder, signature.args[0], arguments[0], arguments[1])
-        builder.store(after, place).align = 1
+        _store(context, builder, signature.args[0], arguments[0], arguments[1], after)
         border = builder.select(down, _constant_lanes(width, 0), _constant_lanes(width, -1))
         wrapped = builder.and_(marked, builder.icmp_unsigned("==", before, border))
         return builder.bitcast(wrapped, ir.IntType(64))
@@ -254,3 +257,62 @@ def octaves(typing_context, bits, index, shift, mask, base, out):  # type: ignor
         return context.get_dummy_value()
 
     return types.void(bits, types.int64, types.uint64, types.uint64, types.uint64, out), generate
+
+
+# Vpcompressb; loops elsewhere.
+HAS_BYTE_MOVES = config.CPU_NAME is None and bool(llvm.get_host_cpu_features().get("avx512vbmi2"))
+
+
+@intrinsic
+def list_lanes(typing_context, word, base, places, index):  # type: ignore[no-untyped-def]
+    """Writes the places of a word's marks, each plus `base`, from `index` on. `places` must have room for `LANES`, and the CPU
+    byte moves."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        marks, first, array, at = arguments
+        kind = _lanes(8)
+        call = ir.FunctionType(kind, [kind, kind, _lanes(1)])
+        compress = cgutils.get_or_insert_function(builder.module, call, "llvm.x86.avx512.mask.compress.v64i8")
+        nothing, bases = _constant_lanes(8, 0), _all_lanes(builder, first, 32, TOGETHER)
+        packed = builder.call(compress, [kind(list(range(LANES))), nothing, _lanes_of(builder, marks)])
+
+        def write(begin: int) -> None:
+            picked = _lanes(32, TOGETHER)(list(range(begin, begin + TOGETHER)))
+            found = builder.add(builder.zext(builder.shuffle_vector(packed, nothing, picked), bases.type), bases)
+            _store(context, builder, signature.args[2], array, builder.add(at, at.type(begin)), found)
+
+        write(0)
+        with builder.if_then(builder.icmp_unsigned(">", builder.ctpop(marks), marks.type(TOGETHER)), likely=False):
+            for begin in range(TOGETHER, LANES, TOGETHER):
+                write(begin)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, places, types.int64), generate
+
+
+@intrinsic
+def place_gaps(typing_context, quotients, index, low, shift, after, places):  # type: ignore[no-untyped-def]
+    """Writes the places of `TOGETHER` marks from `index` on, from the byte of each gap, the low bits of all of them (`shift` each,
+    at most 4) and the place after the mark before. Returns the place after the last one; `after` if a byte is 255."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        array, at, low, shift, start, target = arguments
+        kind, one = _lanes(32, TOGETHER), _constant_lanes(32, 1, TOGETHER)
+        load = _load(context, builder, signature.args[0], array, at, TOGETHER)
+        is_long = builder.icmp_unsigned("==", load, _constant_lanes(8, 255, TOGETHER))
+        shifts = _all_lanes(builder, shift, 32, TOGETHER)
+        each = builder.mul(_lanes(64, TOGETHER)(list(range(TOGETHER))), _all_lanes(builder, shift, 64, TOGETHER))
+        lows = builder.trunc(builder.lshr(_all_lanes(builder, low, 64, TOGETHER), each), kind)
+        rest = builder.and_(lows, builder.sub(builder.shl(one, shifts), one))
+        sums = builder.add(builder.or_(builder.shl(builder.zext(load, kind), shifts), rest), one)
+        for apart in (1, 2, 4, 8):  # sums of 2, 4, 8 and 16 gaps; the first lanes get zeros
+            moved = kind([TOGETHER + i - apart if i >= apart else 0 for i in range(TOGETHER)])
+            sums = builder.add(sums, builder.shuffle_vector(_constant_lanes(32, 0, TOGETHER), sums, moved))
+        before = _all_lanes(builder, builder.sub(start, start.type(1)), 32, TOGETHER)
+        _store(context, builder, signature.args[5], target, at, builder.add(sums, before))
+        last = builder.zext(builder.extract_element(sums, ir.IntType(32)(TOGETHER - 1)), start.type)
+        any_long = builder.icmp_unsigned("!=", builder.bitcast(is_long, ir.IntType(TOGETHER)), ir.IntType(TOGETHER)(0))
+        return builder.select(any_long, start, builder.add(start, last))
+
+    word = types.uint64
+    return word(quotients, types.int64, word, word, word, places), generate

@@ -40,6 +40,7 @@ _6 = np.uint64(6)
 _63 = np.uint64(63)
 _ROW = np.uint64(ROW_SHIFT)  # typed for the kernels
 _COLUMN = np.uint64(ROW_MASK)  # as above
+_LINE = 64  # bytes of a cache line
 _LARGER_SHARE = 8  # nearly all changes are of one unit, or every step is sent
 
 Found = tuple[U64, U64, U32, U32, Bits, U64, Bits]
@@ -111,7 +112,7 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
 @compiled
 def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None:
     """Lists the places of the larger changes among `count` elements. `larger` = marks among the changes; `places` must have room
-    for `LISTED` more than there are."""
+    for `LANES` more than there are."""
     rank: Int = 0
     index: Int = 0
     for at in range(0, count, LANES):
@@ -258,9 +259,6 @@ def mark_steps(steps: I64, signs: U64, larger: U64) -> Int:
     return count
 
 
-_AHEAD = 48  # how many changes ahead cache lines are prefetched
-
-
 @inlined
 def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
     """Binary search in ascending values: the first index from `begin` on with a value of at least `bound`."""
@@ -276,14 +274,18 @@ def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
 
 @compiled
 def settle_places(
-    base: int, count: int, coded: tuple[U32, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
+    base: int, count: int, coded: tuple[U32, U64], rank: Int, print_at: tuple[int, np.uint64, U64], rows: U64
 ) -> tuple[np.uint64, Int]:  # fmt: skip
     """The fingerprint term of a segment's changes, counting each as a change by one, and the number of changes so far. The
-    segment has `count` elements. `coded` = places, signs; `print_at` as in `marks.settle_larger`."""
+    segment has `count` elements. `coded` = places, signs; `print_at` as in `marks.settle_larger`; `rows`: room for the
+    coefficients of the segment's rows, because most rows have many changes."""
     places, signs = coded
     offset, seed, columns = print_at
     at, stop = np.int64(rank), _first_from(places, rank, base + count)
-    to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
+    for row in range(((offset & ROW_MASK) + count + ROW_MASK) >> ROW_SHIFT):
+        rows[row] = row_coefficient(seed, np.uint64((offset >> ROW_SHIFT) + row))
+    # Modulo 2^64: adding it to a place of the segment gives an element's index from the beginning of the first row on.
+    to_element = np.uint64((offset & ROW_MASK) - base)
     total = _0
     while at < stop:  # one word of signs at a time: the sums are independent, so that the compiler can vectorise them
         down_from = signs[np.uint64(at) >> _6] >> (np.uint64(at) & _63)
@@ -291,7 +293,7 @@ def settle_places(
         part = places[at : at + together]
         for j in range(together):
             element = np.uint64(part[j]) + to_element
-            number = columns[element & _COLUMN] * row_coefficient(seed, element >> _ROW)
+            number = columns[element & _COLUMN] * rows[element >> _ROW]
             down = _0 - ((down_from >> np.uint64(j)) & _1)
             total += (number ^ down) - down
         at += together
@@ -302,29 +304,34 @@ def settle_places(
 def move_places(
     live: Bits, base: int, coded: tuple[U32, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns how many wrapped around.
+    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns whether one wrapped around.
     `coded` = places, signs; `larger` as in `marks.settle_larger`."""
     places, signs = coded
     larger_places, ranks, excess, _ = larger
-    at, stop = np.uint64(cursor[0]), np.uint64(_first_from(places, cursor[0], base + live.size))
-    flip = _1 if is_back else _0
-    most = ~_0 >> np.uint64(64 - 8 * live.itemsize)
-    first = np.uint64(base)
-    last = np.uint64(max(places.size - 1, 0))
-    wrapped = _0
-    while at < stop:
-        prefetch(live, np.int64(places[min(at + np.uint64(_AHEAD), last)]) - base)
-        i = np.uint64(places[at]) - first
-        before = np.uint64(live[i])
-        down = bit_at(signs, at) ^ flip
-        live[i] = before + _1 - (down << _1)
-        wrapped += np.uint64((before + (down ^ _1)) & most == _0)
-        at += _1
+    at, stop = np.int64(cursor[0]), _first_from(places, cursor[0], base + live.size)
+    flip = ~_0 if is_back else _0
+    first, top = np.uint64(base), np.uint64(8 * live.itemsize - 1)
+    is_rare = _LINE * (stop - at) < live.size * live.itemsize
+    union = _0
+    while at < stop:  # one word of signs at a time
+        down_from = (signs[np.uint64(at) >> _6] ^ flip) >> (np.uint64(at) & _63)
+        following = min(stop, (at | 63) + 1)
+        if is_rare:  # otherwise the processor fetches all lines in time
+            for place in places[following : min(stop, following + 64)]:
+                prefetch(live, np.int64(place) - base)
+        part = places[at:following]
+        for j in range(part.size):
+            i = np.uint64(part[j]) - first
+            after = np.uint64(live[i]) + _1 - (((down_from >> np.uint64(j)) & _1) << _1)
+            live[i] = after
+            union |= after  # one that left its range has a bit above the element's
+        at = following
+    wrapped = union >> top >> _1
     index, found_stop = cursor[1], _first_from(larger_places, cursor[1], base + live.size)
     for k in range(index, found_stop):
-        down = bit_at(signs, np.uint64(ranks[k])) ^ flip
-        wrapped += move(live, np.int64(larger_places[k]) - base, np.uint64(excess[k]), down)
-    cursor[0], cursor[1] = np.int64(stop), found_stop
+        down = bit_at(signs, np.uint64(ranks[k])) ^ (flip & _1)
+        wrapped |= move(live, np.int64(larger_places[k]) - base, np.uint64(excess[k]), down)
+    cursor[0], cursor[1] = stop, found_stop
     return wrapped
 
 

@@ -213,13 +213,15 @@ def test_claims_are_checked_against_what_can_be(of: str, payload: bytes, why: st
             decode_steps(memoryview(payload), block.element, old, np.empty_like(old[0]))
 
 
-def test_a_host_whose_bits_are_not_the_parents_is_told_and_left_alone() -> None:
-    """Bits that differ where the weights go up by one: all ones, which cannot."""
-    old, new = {"w": torch.zeros(3000).bfloat16()}, {"w": torch.zeros(3000).bfloat16()}
-    new["w"].view(torch.int16)[10:13] = 1
+@pytest.mark.parametrize(("step", "wrong"), [(1, 0xFFFF), (-1, 0)])
+def test_a_host_whose_bits_are_not_the_parents_is_told_and_left_alone(step: int, wrong: int) -> None:
+    """Bits that differ where the weights go up by one, all ones, or down: which cannot."""
+    old = {"w": torch.full((3000,), 5, dtype=torch.int16).view(torch.bfloat16)}
+    new = {"w": old["w"].clone()}
+    new["w"].view(torch.int16)[10:13] += step
     host = HostWeights.from_tensors(old, Version(0), KEY)
     frames = list(encode_delta(old, new, delta_header(host, 1, block_elements=2000)))
-    host.bits("w")[11] = 0xFFFF
+    host.bits("w")[11] = wrong
     before = host.bits("w").copy()
     staged = decoded(host, frames)
     with pytest.raises(FingerprintMismatch, match=r"version 1.*block 0.*tensor w.*not those of the parent"):

@@ -71,7 +71,7 @@ def test_a_keyframe_and_a_delta_give_back_every_bit(tensors, seed, reach, block_
 
 
 @pytest.mark.parametrize("setting", CodecSetting)
-@pytest.mark.parametrize("share", [0.0005, 0.03, 0.06, 0.2, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.03, 0.06, 0.2, 0.7, 1.0])
 @pytest.mark.parametrize("size", [63, 64, 65, 140_001])
 def test_changes_come_back_however_dense_they_are_and_however_far_apart(
     setting: CodecSetting, share: float, size: int
