@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +171,8 @@ class Run:
         if self._daemon is not None:
             self._thread = threading.Thread(target=self._serve, name="echo2", daemon=True)
             self._thread.start()
+            # Before Python waits for the threads of executors: the learner's waits for this trainer.
+            threading._register_atexit(_left_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves the run. Steps trained so far are on disk; a batch not trained on is delivered again at the next start. After
@@ -188,10 +192,11 @@ class Run:
             self.trainer.end()
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
-        if self._thread is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return None
-        self._thread.join(CLOSE_WITHIN_S)
-        if not self._thread.is_alive():
+        thread.join(CLOSE_WITHIN_S)
+        if not thread.is_alive():
             return self.trainer.untold_failure()
         waits_for, since_s = self._daemon.waits_for
         config = self.options.config
@@ -234,6 +239,13 @@ class Run:
         self.trainer.end(failure)
         with contextlib.suppress(RuntimeError):  # gloo's, of a rank that has gone
             self.trainer.stop()  # of a run that did not end by itself nobody has told the other ranks
+
+
+def _left_at_exit(asked: weakref.ref[Run]) -> None:
+    """A process that ends without `close` leaves its run all the same. Forks of it have no such thread."""
+    run = asked()
+    if run is not None and run._thread is not None and run._thread.is_alive() and (trouble := run._leave()) is not None:
+        print(f"{type(trouble).__name__}: {trouble}", file=sys.stderr)
 
 
 def _check(config: RunConfig) -> None:

@@ -89,9 +89,11 @@ class DeclaredModel:
         """Raises `ConfigError` unless `tensors` have the model's names and shapes, and a float dtype."""
         missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or odd:
-            how = ", a buffer: publish echo2.published_tensors(model)" if missing <= self.kept else ""
-            lacks = f"{min(missing)} is missing{how}" if missing else f"got {min(odd)}, which it does not have"
-            raise ConfigError(f"publish: expected the {len(self.shapes)} tensors of {self.path}, {lacks}")
+            lacks = f"{min(missing)} is missing" if missing else f"got {min(odd)}, which it does not have"
+            raise ConfigError(
+                f"publish: expected the {len(self.shapes)} tensors of {self.path}, {lacks}; a dict of them is "
+                "echo2.published_tensors(model), where model is unwrapped and adapters are merged"
+            )
         for name, shape in self.shapes.items():
             tensor = tensors[name]
             if tuple(tensor.shape) != shape or not tensor.is_floating_point():
@@ -183,7 +185,8 @@ class OwnTrainer:
         publication. Raises `StateError` for any other step."""
         if self._is_trained or step != self.step_count + 1:
             self._raise_failure()
-            raise StateError(f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}")
+            what = "the batch after step {} to be taken first" if self._is_trained else "step {}"
+            raise StateError(f"publish: expected {what.format(self.step_count + (not self._is_trained))}, got {step}")
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
         self._raise_failure()  # now: the other ranks, who do not know of it yet, wait in that collective
         self._live, self._is_trained, self.step_count = tensors, True, step

@@ -14,6 +14,8 @@ from echo2.base.errors import ConfigError, Unreachable
 from echo2.cli import own_trainer
 from echo2.learner.own_trainer import OwnTrainerFollower
 from echo2.trust.identity import Identity
+from tests.e2e.cluster import environment_of
+from tests.fork_server import ForkedProcess
 from tests.patience import WAIT_S
 from tests.unit.learner.test_own_trainer import OtherRank
 from tests.unit.learner.tiny import make_tiny_model
@@ -78,15 +80,40 @@ def test_a_run_that_does_not_end_says_what_it_waits_for(tmp_path: Path, monkeypa
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         run = run_of(tmp_path, f"echo2://{address}/{Identity.generate().peer_id}?token={'t' * 43}")
         begin(run)
-        assert run._thread is not None
+        thread = run._thread
+        assert thread is not None
         until = time.monotonic() + WAIT_S
         while run.waits_for != f"the coordinator at {address}":
-            assert run._thread.is_alive() and time.monotonic() < until, run.waits_for
-            run._thread.join(0.01)
+            assert thread.is_alive() and time.monotonic() < until, run.waits_for
+            thread.join(0.01)
         with silent.accept()[0]:  # the handshake has begun, and ends with this connection
             with pytest.raises(
                 Unreachable, match=f"run trial at step 0 of 5: .* it waits for the coordinator at {address}"
             ):
                 run.close()
-        run._thread.join(WAIT_S)
-        assert not run._thread.is_alive()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+LEAVES_IT_OPEN = """
+import asyncio, sys, echo2, torch
+from concurrent.futures import ThreadPoolExecutor
+from echo2.learner.rollouts.groups import Batch
+
+run = echo2.Run(sys.argv[1])
+async def stepping():
+    await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), run.trainer.step, Batch(0, ()))
+run._daemon.run = stepping
+echo2.Publisher(run).publish(0, {name: torch.zeros(shape) for name, shape in run.trainer.model.shapes.items()})
+print(next(echo2.Rollouts(run)).step, "taken")
+"""
+
+
+def test_a_trainer_that_ends_without_close_ends(tmp_path: Path) -> None:
+    """Python waits for the thread that waits for the trainer."""
+    run_of(tmp_path)
+    (tmp_path / "trainer.py").write_text(LEAVES_IT_OPEN)
+    words = [str(tmp_path / "trainer.py"), str(tmp_path / "run.toml")]
+    with (tmp_path / "log").open("wb") as log:
+        trainer = ForkedProcess(words, environment_of(tmp_path), tmp_path, log.fileno())
+    assert trainer.wait(WAIT_S) == 0 and "0 taken" in (tmp_path / "log").read_text()

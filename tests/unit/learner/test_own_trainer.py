@@ -64,7 +64,7 @@ def test_buffers_of_the_models_files_are_published_in_their_own_dtype(tmp_path: 
     declared = DeclaredModel(str(tmp_path / "model"), "bfloat16")
     for name in declared.kept:
         model.get_buffer(name).data = torch.full(declared.shapes[name], 1 / 3)
-    with pytest.raises(ConfigError, match=r"bias is missing, a buffer: publish echo2\.published_tensors\(model\)"):
+    with pytest.raises(ConfigError, match=r"bias is missing; a dict of them is echo2\.published_tensors\(model\)"):
         declared.gathered(dict(model.named_parameters()), Ranks())
     told = declared.gathered(echo2.published_tensors(model), Ranks())
     assert {name for name, tensor in told.items() if tensor.dtype == torch.float32} == declared.kept
@@ -86,8 +86,10 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path)
         with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
             own.hand_in(step + 2, weights)
         assert own.hand_in(step + 1, weights)
-        with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
-            own.hand_in(step + 2, weights)
+        with pytest.raises(
+            StateError, match=f"expected the batch after step {step + 1} to be taken first, got {step + 1}"
+        ):
+            own.hand_in(step + 1, weights)
         thread.join(WAIT_S)
         assert not thread.is_alive() and not failures
 

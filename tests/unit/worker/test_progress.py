@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import logging
 
@@ -38,6 +39,21 @@ def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_call
     with pytest.raises(ValueError, match="boom"):
         asyncio.run(shown(Told(), "compilation", work(ValueError("boom"))))
     assert told[2:] == ["compilation", "compilation ended"]
+
+    async def cancelled_as_it_fails() -> list[object]:
+        unasked: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unasked.append(context))
+        failing = asyncio.get_running_loop().create_future()
+        caller = asyncio.create_task(shown(Told(), "compilation", failing))
+        await asyncio.sleep(0)
+        failing.set_exception(ValueError("boom"))
+        caller.cancel()
+        await asyncio.wait((caller,))
+        del failing, caller
+        gc.collect()
+        return unasked
+
+    assert not asyncio.run(cancelled_as_it_fails())
 
 
 def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> None:
