@@ -287,7 +287,8 @@ class Episodes:
             return
         call.streamed_at, stops = now, call.request.stops
         with self._answering(session, call):
-            text = certain_part(self.codec.decode(token_ids, stops, has_tools=False)[0], stops)
+            settled = self.codec.settled(token_ids)
+            text = certain_part(self.codec.decode(settled, stops, has_tools=False)[0], stops)
             if len(text) > len(call.streamed) and text.startswith(call.streamed):
                 call.pieces.put_nowait(text[len(call.streamed) :])
                 call.streamed = text

@@ -38,6 +38,9 @@ class ChatCodec(Protocol):
     ) -> tuple[str, list[Message]]:
         """Returns the text before the first stop string, and the tool calls in the OpenAI API's shape."""
 
+    def settled(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tokens without those at their end whose text may depend on what follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

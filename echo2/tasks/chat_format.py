@@ -141,6 +141,17 @@ class ChatFormat:
         functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         return rest, [{"id": "", "type": "function", "function": function} for function in functions]
 
+    def settled(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Without a run of single bytes (`<0xF0>`) at the end, which is decoded as a whole: one that is no UTF-8 spoils all."""
+        end = len(token_ids)
+        while end and (token_ids[end - 1] in self._left_out or self._is_byte(token_ids[end - 1])):
+            end -= 1
+        return token_ids[:end]
+
+    def _is_byte(self, token_id: int) -> bool:
+        name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        return len(name) == 6 and name.startswith("<0x")
+
     @cached_property
     def turn_end(self) -> int | None:
         """The control token with which the template closes the model's turn, whatever comes next; None if there is none."""
@@ -193,11 +204,11 @@ class ChatFormat:
             except ConfigError as error:
                 problem = problem or str(error)
                 continue
-            lost = [content for content in must_hold if content.strip() not in text]
+            lost = [content for content in must_hold if not _is_in(text, content.strip())]
             if not lost:
                 return text
             problem = problem or f"it leaves out {lost[0][:60]!r}"
-        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
+        roles = ", ".join([*dict.fromkeys(str(message["role"]) for message in chat), *(["tools"] if tools else [])])
         raise ConfigError(f"chat template: expected one that takes the roles {roles}; {problem}")
 
 
@@ -214,6 +225,11 @@ def _content(message: Mapping[str, Any]) -> str:
 def _contents(chat: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the texts that a rendering must contain. Leaves out the model's turns, since templates may drop its thoughts."""
     return [_content(message) for message in chat if message["role"] != "assistant"]
+
+
+def _is_in(text: str, content: str) -> bool:
+    """As it is, or as JSON, as the templates of Llama 3.1 and gpt-oss write what a tool gave."""
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
 def _folded(chat: _Chat) -> _Chat:

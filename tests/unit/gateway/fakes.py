@@ -38,6 +38,9 @@ class LetterCodec:
     def decode(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Any]]:
         return "".join(chr(token - 1000 if 1000 <= token < 55_000 else token) for token in token_ids), []
 
+    def settled(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return token_ids
+
 
 def letter_bytes(token_id: int) -> bytes:
     return chr(token_id).encode()

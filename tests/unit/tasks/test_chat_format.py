@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import STOP_PIECES_MAX, SamplingParams, piece_of_part
 from echo2.contain.messages import Ending
+from echo2.gateway.episodes import certain_part
 from echo2.tasks import rendering
 from echo2.tasks.chat_format import ChatFormat, ChatOptions, StopStrings, TokenIndex, token_texts
 from tests.patience import WAIT_S, cpu_time_within
@@ -121,12 +122,34 @@ def test_a_refused_system_message_is_said_by_the_first_user_message() -> None:
     assert "<start_of_turn>user" in text and text.index("Be brief.") < text.index("Hi.") and "system" not in text
 
 
+def test_what_a_tool_gave_is_the_tool_s_also_where_the_template_writes_it_as_json() -> None:
+    llama = copy.copy(tokenizer_of("llama3"))
+    llama.chat_template = llama.chat_template.replace(
+        "m.content | trim", "m.content | tojson if m.role == 'tool' else m.content"
+    )
+    for given in ('{"temp": 3}', "a\nb\n", "it's <|eot_id|>"):
+        text = llama.decode(ChatFormat(llama).between([{"role": "tool", "content": given}], ()))
+        assert "ipython" in text and "user" not in text and json.dumps(given) in text
+
+
 def test_a_template_that_loses_what_is_said_is_an_error() -> None:
     tokenizer = tokenizer_of("zephyr")
     broken = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
     broken.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ConfigError, match="chat template: expected one that takes the roles user, assistant"):
         ChatFormat(broken).between([{"role": "user", "content": "again"}], [5])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_what_is_settled_begins_the_whole_text_whatever_follows(name: str) -> None:
+    tokenizer, rng = tokenizer_of(name), random.Random(1)
+    chat, spoiled = ChatFormat(tokenizer), tokenizer.encode("a😀é", add_special_tokens=False)
+    spoiled += tokenizer.encode("😀", add_special_tokens=False)[-4:-1]  # cut off within a character
+    for ids in [spoiled, *([rng.randrange(len(tokenizer)) for _ in range(12)] for _ in range(40))]:
+        whole = chat.text_of(ids)
+        for end in range(len(ids)):
+            said = certain_part(chat.text_of(chat.settled(tuple(ids[:end]))), ())
+            assert whole.startswith(said), (ids, end)
 
 
 # ---- text from outside
@@ -166,7 +189,7 @@ def test_control_tokens_that_a_message_spells_are_text(name: str) -> None:
 def test_tools_that_the_template_does_not_tell_the_model_of_are_refused() -> None:
     chat = ChatFormat(copy.copy(tokenizer_of("zephyr")))
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
-    with pytest.raises(ConfigError, match="leaves out 'look_up'"):
+    with pytest.raises(ConfigError, match="takes the roles user, tools; it leaves out 'look_up'"):
         chat.opening([{"role": "user", "content": "Hi."}], [tool])
     chat.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="tells the model of tools, the model has none"):
