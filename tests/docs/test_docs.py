@@ -177,7 +177,8 @@ def test_captions_hold_the_figures_of_the_recorded_run() -> None:
 
 
 OF_OTHERS = {  # of other projects, of the kernel
-    "TINKER_API_KEY", "TINKER_BASE_URL", "linear_cross_entropy", "save_to_disk", "tcp_allowed_congestion_control",
+    "TINKER_API_KEY", "TINKER_BASE_URL", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "linear_cross_entropy", "save_to_disk",
+    "tcp_allowed_congestion_control",
 }  # fmt: skip
 NAME = re.compile(r"\b[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]{2,}\b")
 
