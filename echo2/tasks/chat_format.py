@@ -196,7 +196,8 @@ class ChatFormat:
         arguments = {**self.tokenizer.special_tokens_map, **self.options.arguments}
         untooled = [{"role": "user", "content": _content(m)} if m["role"] == "tool" else m for m in chat]
         unsystemed = _folded(untooled)
-        for way in (chat, untooled, _joined(untooled), unsystemed, _joined(unsystemed)):  # each gives up more
+        # Each gives up more; DeepSeek's template takes arguments as text.
+        for way in (chat, _with_texts(chat), untooled, _joined(untooled), unsystemed, _joined(unsystemed)):
             try:
                 text = render(template, way, tools, arguments, self.options.now)
             except LimitExceeded as error:
@@ -230,6 +231,17 @@ def _contents(chat: Sequence[Mapping[str, Any]]) -> list[str]:
 def _is_in(text: str, content: str) -> bool:
     """As it is, or as JSON, as the templates of Llama 3.1 and gpt-oss write what a tool gave."""
     return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def _with_texts(chat: _Chat) -> _Chat:
+    """The arguments of tools' calls as JSON."""
+
+    def told(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(function := call.get("function"), Mapping):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [m | {"tool_calls": [*map(told, m["tool_calls"])]} if m.get("tool_calls") else m for m in chat]
 
 
 def _folded(chat: _Chat) -> _Chat:

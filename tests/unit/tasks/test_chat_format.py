@@ -132,6 +132,18 @@ def test_what_a_tool_gave_is_the_tool_s_also_where_the_template_writes_it_as_jso
         assert "ipython" in text and "user" not in text and json.dumps(given) in text
 
 
+def test_a_template_that_writes_arguments_of_calls_as_text_is_given_text() -> None:
+    deepseek = copy.copy(tokenizer_of("deepseek_r1"))
+    calls = (
+        "{% for call in m.tool_calls or [] %}{{ '<' + call.function.name + call.function.arguments + '>' }}{% endfor %}"
+    )
+    deepseek.chat_template = deepseek.chat_template.replace("{{ eos_token }}", calls + "{{ eos_token }}")
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = deepseek.decode(ChatFormat(deepseek).opening([*asked, {"role": "tool", "content": "3"}]))
+    assert '<add{"a": "é"}>' in text and "outputs" in text
+
+
 def test_a_template_that_loses_what_is_said_is_an_error() -> None:
     tokenizer = tokenizer_of("zephyr")
     broken = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
