@@ -254,6 +254,7 @@ def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest
         ("[[offer]]\nname = 'A b'\nprovider = 'local'", "expected a name"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nusd_per_hour = true", "usd_per_hour: expected"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nprice = 1", "got 'price'"),
+        ("[[offer]]\nname = 'a'\nprovider = 'command'", "expected what a machine of command costs, or 0, got nothing"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\n[[offer]]\nname = 'a'\nprovider = 'local'", "'a' twice"),
         ("[[offer]]\nname = 'a'\nprovider = 'manual'\nis_automatic = true", "a person has to"),
     ],

@@ -536,6 +536,10 @@ def _offer(table: Mapping[str, Any], where: str) -> MachineOffer:
     offer = read_as(MachineOffer, table, where)
     if offer.provider not in PROVIDERS:
         raise ConfigError(f"{where}: provider: expected one of {', '.join(PROVIDERS)}, got {offer.provider!r}")
+    if offer.provider in ("skypilot", "command") and "usd_per_hour" not in table:  # the planner would rent it as free
+        raise ConfigError(
+            f"{where}: usd_per_hour: expected what a machine of {offer.provider} costs, or 0, got nothing"
+        )
     if not all(isinstance(value, str) for value in offer.settings.values()):
         raise ConfigError(f"{where}: settings: expected texts")
     if offer.provider == "manual" and table.get("is_automatic"):
