@@ -58,7 +58,9 @@ def test_a_provider_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     class OfTheTest(ManualProvider):
         name = "of-the-test"
 
-    monkeypatch.setitem(provisioner.PROVIDERS, "of-the-test", lambda offer, run: OfTheTest(offer, run.config.model.path))
+    monkeypatch.setitem(
+        provisioner.PROVIDERS, "of-the-test", lambda offer, run: OfTheTest(offer, run.config.model.path)
+    )
     file = tmp_path / "offers.toml"
     file.write_text('[[offer]]\nname = "one"\nprovider = "of-the-test"\n')
     (offer,) = provisioner.load_offers(file)
