@@ -73,9 +73,11 @@ class Term:
             case Limit.STALENESS:
                 return f"a version, a long rollout and a batch take {value} of the {self.limit:.3g} s that S allows"
             case Limit.USD_PER_HOUR:
-                return f"workers cost {value} of the {self.limit:g} USD/h that the cap allows"
+                return f"workers cost {self.value:.2f} of the {self.limit:.10g} USD/h that the cap allows"
             case Limit.USD_BUDGET:
-                return f"with the steps left the workers cost {value} of the {self.limit:g} USD of the budget"
+                return (
+                    f"with the steps left the workers cost {self.value:.2f} of the {self.limit:.10g} USD of the budget"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +273,9 @@ def _reason(
         f"{why}: {count} worker{'' if count == 1 else 's'} at {pool.usd_per_hour:.2f} USD/h, publishing every {every}, "
         f"{pool.utilisation * share:.1%} utilisation predicted{spread}"
     )
-    kind, unit = binding.limit_kind.value, binding.unit
+    nearest = f"closest to its limit: {binding.limit_kind.value} ({binding.slack:.1%} slack)"
     if is_feasible:
-        return f"{head}; closest to its limit: {kind} ({binding.slack:.1%} slack)"
+        return f"{head}; {nearest}"
     if binding.is_met:
-        return (
-            f"{head}, target {config.target_utilisation:.0%}; closest to its limit: {kind} ({binding.slack:.1%} slack)"
-        )
-    bound = "of at least" if binding.limit_kind in (Limit.THROUGHPUT, Limit.REWARDS) else "of at most"
-    broken = f"{kind} is {binding.value:.4g} {bound} {binding.limit:.4g} {unit}"
-    if math.isinf(binding.value):
-        broken = binding.text
-    return f"{head}; {broken}" + (f"; to fix it, {binding.remedy}" if binding.remedy else "")
+        return f"{head}, target {config.target_utilisation:.0%}; {nearest}"
+    return f"{head}; {binding.text}" + (f"; to fix it, {binding.remedy}" if binding.remedy else "")

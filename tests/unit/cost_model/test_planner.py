@@ -106,6 +106,7 @@ def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
     over = plan(snapshot(dear), PlanConfig(4, usd_per_hour_cap=2498.0))
     told = re.match(r"raise it to ([\d.]+) USD/h", over.binding_term.remedy)
     assert over.binding is Limit.USD_PER_HOUR and told and told[1] == "2498.73"
+    assert "; workers cost 2498.72 of the 2498 USD/h that the cap allows; to fix it" in over.reason, "money to the cent"
     assert plan(snapshot(dear), PlanConfig(4, usd_per_hour_cap=float(told[1]))).is_feasible, "as told is enough"
 
 
