@@ -372,6 +372,13 @@ class CoordinatorSection(Section):
         """Time between reports of partial rollouts: a lost worker costs at most this much work."""
         return min(2.0, 2 * self.heartbeat_interval)
 
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        ports = {name: getattr(self, name) for name in ("enrol_port", "port", "dashboard_port")}
+        if len(taken := [port for port in ports.values() if port]) != len(set(taken)):
+            raise ValueError(f"expected ports that differ (0: any free one), got {ports}")
+        return self
+
     lease_timeout: ClassVar[float] = 120.0
     """A lease without progress for this long goes on elsewhere: longer than a keyframe over a slow link, or a pause of vLLM."""
     plan_interval: ClassVar[float] = 5.0

@@ -80,6 +80,11 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
             "http://h.org",
             r"coordinator\.advertise: expected a host without .*, got 'http://h\.org'",
         ),
+        (
+            "coordinator.port",
+            "8418",
+            r"coordinator: expected ports that differ .*, got \{'enrol_port': 8418, 'port': 8418, ",
+        ),
         ("learner.advertise", "h.org", r"learner\.advertise: expected HOST:PORT, .*, got 'h\.org'"),
         ("learner.steps", "many", r"learner\.steps: expected a whole number of at least 1, got 'many'$"),
         ("learner.steps", "1.5", r"learner\.steps: expected a whole number of at least 1, got 1\.5$"),
