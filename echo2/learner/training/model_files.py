@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from echo2.base.errors import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -16,6 +14,7 @@ _WEIGHTS = (".safetensors", ".bin")
 _FETCHED, _POINTER = (*_WEIGHTS, ".json", ".model"), b"version https://git-lfs."
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # others are numbers of a quantised model, or no weights
 TOLD_MAX = 1000  # letters of an error: a dozen lines
+_HEADER_BYTES_MAX = 100_000_000  # as the format's own library has it
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def _checked(file: Path) -> object:
             return json.loads(file.read_bytes())
         if file.suffix == ".safetensors":
             kinds = _kinds_of(file)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"model file {file}: expected whole {file.suffix[1:]}, got something else ({error}); download it again"
         ) from None
@@ -95,9 +94,19 @@ def _checked(file: Path) -> object:
 
 
 def _kinds_of(file: Path) -> dict[str, str]:
-    """The dtype of each tensor of a safetensors file. Raises `SafetensorError` unless it is as long as its header says."""
-    with safe_open(file, framework="np") as tensors:
-        return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
+    """The dtype of each tensor, by a safetensors file's header: its length in 8 bytes, then JSON. Raises `ValueError` unless the
+    file is as long as that says."""
+    with file.open("rb") as content:
+        header_bytes = int.from_bytes(content.read(8), "little")
+        if header_bytes > _HEADER_BYTES_MAX:
+            raise ValueError(f"a header of {header_bytes} bytes")
+        tensors = json.loads(content.read(header_bytes))
+    tensors.pop("__metadata__", None)
+    expected = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    size = file.stat().st_size
+    if expected != size:
+        raise ValueError(f"{size} bytes instead of {expected}")
+    return {name: str(tensor["dtype"]) for name, tensor in tensors.items()}
 
 
 def _check_index(file: Path, index: object) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 
@@ -69,6 +70,17 @@ class BadRow(Naughty):
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         return super().score(instance, "spin" if instance.index == 1 else completion_text)
+
+
+class Reads(Naughty):
+    """Pays if it can read the file that `where` names, a URL."""
+
+    def __init__(self, seed: int, where: str):
+        super().__init__(seed)
+        self.path = Path(where.removeprefix("file:"))
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        return Reward(float(self.path.exists() and bool(self.path.read_text())))
 
 
 class NotATask:
