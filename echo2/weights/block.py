@@ -68,6 +68,7 @@ from echo2.weights.marks import (
 
 PLAIN_CLASS_COUNT = 1  # `fast`: positions do not depend on the weights
 HEAD = struct.Struct("<BBI")  # class count, class base, number of changes
+_SPARSE = 24  # elements per change: of denser changes, 64 elements at once move faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Changes:
         element's range, which cannot happen with the weights that the changes were made from."""
         wrapped, cursor, larger = 0, np.zeros(2, np.int64), self._larger()
         places, signs = self.changed.places, self.signs
-        if places is not None:
+        if places is not None and places.size * _SPARSE < self.changed.size:
             for segment, target in zip(block.segments, live, strict=True):
                 wrapped += int(move_places(target, segment.base, (places, signs), larger, cursor, is_back))
         else:
