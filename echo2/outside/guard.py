@@ -202,14 +202,12 @@ async def shown(
     """Awaits `work` and shows that it is running, and for how long. `far`: the bytes done and in all, where they can be counted."""
     progress.at(what, *far())
     task = asyncio.ensure_future(work)
-    # A caller that is cancelled no longer asks for its error.
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         while not (await asyncio.wait((task,), timeout=LOOK_S))[0]:
             progress.at(what, *far())
         return await task
     finally:
-        task.cancel()
+        task.cancel()  # though it is done: asyncio then does not miss somebody who asks for its error
         progress.ended(what)
 
 
