@@ -52,7 +52,9 @@ class Operations(Generic[_T]):
         if task is not None:
             await asyncio.wait({task}, timeout=within_s)
         if task is None or task.cancelled():
-            raise CallRefused(410, "operation_gone", f"expected one since the last start, got {request_id!r:.80}")
+            raise CallRefused(
+                410, "operation_gone", f"expected an operation since the last start, got {request_id!r:.80}"
+            )
         if not task.done():
             return None
         self._read.setdefault(request_id)

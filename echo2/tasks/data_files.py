@@ -143,7 +143,9 @@ def _rows_of(file: Path) -> Iterator[Row]:
     with file.open("rb") as stream:
         start = stream.read(1 << 10)
     if start.startswith(b"version https://git-lfs."):
-        raise TaskError(f"data file {file}: expected its content, got the pointer of Git LFS to it; `git lfs pull`")
+        raise TaskError(
+            f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
+        )
     return (_columnar_rows if file.suffix in (".parquet", ".arrow") else _json_rows)(file, start)
 
 

@@ -62,7 +62,9 @@ def _built_in(spec: TaskSpec, maker: Callable[..., Any]) -> Any:
     try:
         return maker(seed=spec.seed, **spec.args)
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"task {spec.name}: expected other arguments, got {dict(spec.args)}: {error}") from error
+        raise ConfigError(
+            f"task {spec.name}: expected other kinds of arguments, got {dict(spec.args)}: {error}"
+        ) from error
 
 
 def is_environment(spec: TaskSpec) -> bool:

@@ -170,7 +170,9 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
             if result.failure is RewardFailure.FAULT:  # the process itself: another text does not help
                 break
     advice = "" if containment.is_trusted else remedy(messages[0])
-    raise TaskError(f"task {spec.name}: expected a reward for a sample before a run, got {messages[0]}{advice}")
+    raise TaskError(
+        f"task {spec.name}: expected a reward for a sample before the run starts, got {messages[0]}{advice}"
+    )
 
 
 REFERENCES_S = 20.0  # what a start may take for them: thousands of rows; others are met while training
@@ -204,7 +206,9 @@ def unjudgeable_references(spec: TaskSpec, containment: Containment | None = Non
         _log.info("%s: %d of %d references were tried within %.0f s", task.name, count, task.size, REFERENCES_S)
     named = "; ".join(list(failed.values())[:8])
     if 2 * len(failed) > count:
-        raise TaskError(f"{task.name}: expected references to judge by, {len(failed)} of {count} are none: {named}")
+        raise TaskError(
+            f"{task.name}: expected references that can be judged, {len(failed)} of {count} cannot: {named}"
+        )
     if failed:
         text = "%s: %d of %d references cannot be judged; their rows are left out: %s"
         _log.warning(text, task.name, len(failed), count, named)

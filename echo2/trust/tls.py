@@ -235,7 +235,9 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
             coordinator_address=fields["coordinator_address"],
         )
     except (ValueError, KeyError, AttributeError) as error:
-        raise StateError(f"{path}: expected saved credentials ({error}); remove it and join again") from None
+        raise StateError(
+            f"{path}: expected saved credentials, got something else ({error}); remove it and join again"
+        ) from None
     try:
         credentials.check(unix_now())
     except TrustError as error:

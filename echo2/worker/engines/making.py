@@ -173,7 +173,9 @@ def make_engine(choice: str, config: dict[str, object], options: WorkerOptions, 
     try:
         module = importlib.import_module(module_of(choice))
     except ModuleNotFoundError as error:
-        raise ConfigError(f"engine: expected {choice}, but {error.name} is not installed; or choose embedded") from None
+        raise ConfigError(
+            f"engine: expected {choice}, but {error.name} is not installed; choose the embedded one"
+        ) from None
     model, width = {key: value for key, value in config.items() if key != SIZE_KEY}, fit.tensor_parallel
     if fit.engine_count == 1:
         engine: Engine = module.make(model, options, fit, range(width) if width > 1 else range(0))

@@ -72,7 +72,9 @@ class ModuleWeights(LiveTensors):
         self.tensors = {name: tensor.detach() for name, tensor in published_tensors(self.model).items()}
         super().__init__(self.model_type, self.tensors, adapter)
         if tells_routing and self.carries_state:
-            raise ConfigError(f"model_type {self.model_type}: expected learner.replay_routing off, layers have a state")
+            raise ConfigError(
+                f"model_type {self.model_type}: expected learner.replay_routing off for layers with a state"
+            )
         self.routers = Routers(self.model, f"model_type {self.model_type}") if tells_routing else None
 
     def apply(self, updates: Iterable[TensorUpdate]) -> None:

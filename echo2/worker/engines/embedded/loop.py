@@ -273,7 +273,9 @@ class StepLoop:
 
     def _apply(self, swap: LiveSwap) -> float:
         if swap.parent is not None and swap.parent != self.version:
-            raise EngineError(f"version {swap.version}: expected a change of {self.version}, got {swap.parent}")
+            raise EngineError(
+                f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"
+            )
         began = time.monotonic()
         self.weights.apply(swap.updates)
         self.version = swap.version

@@ -377,7 +377,9 @@ class WorkerExtension:
     def echo2_sums(self, key: int, is_base: bool) -> Any:
         """The terms that the tensors held here contribute to the keyed fingerprint."""
         held = self._echo2_base if is_base else self._echo2_map
-        return "error: expected a keyframe first, got a call for its sums" if held is None else held.sums(key)
+        if held is None:
+            return "error: expected a keyframe first, got a question for the fingerprint"
+        return held.sums(key)
 
 
 def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:

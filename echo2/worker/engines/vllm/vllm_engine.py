@@ -355,7 +355,9 @@ class VllmEngine:
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         async with self._swap_order:
             if staged.parent is not None and staged.parent != self.version:
-                raise EngineError(f"version {staged.version}: expected a change of {self.version}, got {staged.parent}")
+                raise EngineError(
+                    f"version {staged.version}: expected a change of live version {self.version}, got {staged.parent}"
+                )
             await self._weights.stage(staged)
             stood_still_s = await self._apply(staged.version, mode)
             await self._weights.settle(is_kept=True)
