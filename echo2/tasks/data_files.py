@@ -52,6 +52,8 @@ _CHAT_AS_TEXT = re.compile(
     r"""\[\s*\{(?=.*['"]role['"]\s*:\s*['"](system|user|assistant|tool)['"])\s*['"](role|content)['"]\s*:""", re.DOTALL
 )
 
+_SHOWN_APART = ("images", "image", "videos", "video", "audio")  # what no prompt shows to a language model
+
 Row = Mapping[str, object]
 _log = logging.getLogger("echo2.tasks")
 
@@ -125,7 +127,7 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
     elif len(folders) > 1:
         raise TaskError(f"data set {path}: expected the argument subset, one of {', '.join(folders)}")
     if not chosen or len(chosen) > FILES_MAX:
-        names = ", ".join(str(p.relative_to(path)) for p in files[:8]) or "no data files"
+        names = ", ".join(str(p.relative_to(path)) for p in files[:8]) or f"none that ends in {', '.join(SUFFIXES)}"
         raise TaskError(
             f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}; the argument split names another"
         )
@@ -220,6 +222,8 @@ def _columnar_rows(file: Path, start: bytes) -> Iterator[Row]:
 
 
 def _math_row(row: Row, where: str, choice: ColumnChoice) -> MathRow:
+    if apart := [name for name in _SHOWN_APART if row.get(name)]:
+        raise TaskError(f"{where}: expected a prompt of text alone, got a column {apart[0]} beside it")
     prompt = _prompt(_cell(row, choice.prompt, PROMPT_COLUMNS, "prompt_column", where), where)
     answer = _answer(_cell(row, choice.answer, ANSWER_COLUMNS, "answer_column", where), where)
     if _WORKED_ANSWER_MARK in answer:

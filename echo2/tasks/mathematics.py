@@ -69,17 +69,21 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     except ImportError as error:
         raise TaskError(f"math: the package math-verify is not installed ({error})") from error
     # math-verify's own time limits use SIGALRM, which only a main thread has; the reward pool has its own.
-    if (bare := _bare(reference)) and bare == _bare(_final(completion_text)):
+    final = _final(completion_text)
+    if (bare := _bare(reference)) and bare == _bare(final):
+        return True
+    is_choice = _LETTER.fullmatch(bare) and not final.startswith("\\boxed")
+    if is_choice and _CHOSEN.findall(final)[-1:] == [bare.strip("()")]:
         return True
     if _DATE.fullmatch(bare):  # which the parser takes for a difference
-        return _DATE.findall(_final(completion_text))[-1:] == [bare]
+        return _DATE.findall(final)[-1:] == [bare]
     gold = _plain(reference)
     if not any(mark in gold for mark in ("$", "\\boxed", "\\[", "\\(")):
         gold = f"${gold}$"  # as the parser needs; data sets have both forms
     gold = parse(gold, parsing_timeout=None)
     if not gold:
         raise TaskError(f"math: expected a reference answer that can be parsed, got {reference[:80]!r}")
-    parsed = parse(_plain(_final(completion_text)), parsing_timeout=None)
+    parsed = parse(_plain(final), parsing_timeout=None)
     return bool(parsed) and bool(verify(gold, parsed, timeout_seconds=None)) and not _differ_in_the_small(gold, parsed)
 
 
@@ -87,6 +91,9 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
 _REPEATING = re.compile(
     r"(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?|\((\d{1,30})\)(?=\s*(?:[$}.,;]|\\[)\]]|$)))"
 )
+# A choice's letter, which the parser finds in boxes alone: "The answer is (B).", or nothing else.
+_LETTER = re.compile(r"\(?[A-J]\)?")
+_CHOSEN = re.compile(r"(?:(?i:answer|option|choice)(?: is)?[\s*:(>]+|\A[\s*(]*(?=[A-J][\s*).]*\Z))([A-J])\b")
 _DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own

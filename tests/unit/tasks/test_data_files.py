@@ -65,7 +65,9 @@ def test_text_is_read_however_it_was_written(tmp_path: Path, content: bytes, end
 
 def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
-    (tmp_path / "x.csv").write_text("a,b\n")
+    (tmp_path / "tables").mkdir()
+    for csv in ("x.csv", "tables/train.csv"):
+        (tmp_path / csv).write_text("a,b\n")
     write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "train.jsonl").symlink_to(tmp_path / "blob")
@@ -74,6 +76,7 @@ def test_a_lone_file_is_read_the_users_columns_come_first_and_what_is_missing_is
     ).parent
     for path, said, split in (
         ("half.jsonl.gz", r"half\.jsonl\.gz: expected it whole", "train"), ("x.csv", "got .csv", "train"),
+        ("tables", "found none that ends in .jsonl, ", "train"),
         ("set", r"files of split 'test', found train.jsonl", "test"), ("nowhere", "found nothing there", "train"),
         ("lone", "the argument answer_column names another", "train"),
         ("gone", r"gone: expected files that can be read, got: .*train\.jsonl", "train"),
@@ -185,6 +188,7 @@ def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
         ),
         ('{"prompt": "x", "answer": ["$3$", "$-3$"]}\n', "row 1: expected one answer .* write several as one text"),
         ('{"prompt": "x", "answer": {"value": 1}}\n', "row 1: expected one answer"),
+        ('{"prompt": "<image> x", "images": ["x.png"], "answer": "1"}\n', "row 1: .* text alone, got a column images"),
         ("not json\n", "x.jsonl line 1: expected a JSON object in one line of UTF-8, got 'not json"),
         ("[1]\n", "row 1: expected a JSON object, got int"),
         ("[" * 100_000, "expected a JSON array of objects, got maximum recursion"),
