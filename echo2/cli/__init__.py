@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a user should know of a connection is said in our own words
 _IS_COMMAND = sys.argv[0].rpartition("/")[2] in ("echo2", "echo-learner", "echo-worker", "echo-coordinator")
@@ -15,5 +16,9 @@ if _IS_COMMAND:
     while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(nowhere, True)
     os.close(nowhere)
+try:
+    Path.home()
+except RuntimeError:  # an account without a name, as in containers: what would lie in its home says where it cannot be
+    os.environ["HOME"] = "/"
 if _IS_COMMAND and isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a letter that the locale does not have ends no command

@@ -107,7 +107,9 @@ async def find_coordinator(
         if has_moved or is_better:
             save(credentials)
     except (EchoError, OSError) as error:
-        _log.debug("the coordinator could not be looked up, or its address kept: %s", error)
+        # Another peer there, or this machine's clock is wrong: the channel says only that no connection could be made.
+        level = logging.WARNING if type(error) is TrustError else logging.DEBUG
+        _log.log(level, "the coordinator could not be looked up, or its address kept: %s", error)
 
 
 async def _answered(call: Awaitable[Reply], peer: str) -> Reply:

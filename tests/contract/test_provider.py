@@ -140,6 +140,13 @@ async def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_mach
         cloud.say(FIRST, "dancing")
         with pytest.raises(ConfigError, match=r"offer one: list: expected one of .* after .*, got 'dancing'"):
             await provider.observe()
+        await provider.release(FIRST)
+        assert not list((cloud.folder / FIRST).glob("pid")), "it is ended whatever its list says of it"
+        for twice in (f"{FIRST}\n{FIRST} ending", f"{FIRST} ending\n{FIRST}"):
+            provider = CommandProvider(command_offer(cloud, list=f"echo {shlex.quote(twice)}"), RUN)
+            assert (await provider.observe())[FIRST].state is MachineState.RUNNING
+        with pytest.raises(Unreachable, match="command list: expected at most 1048576 bytes, got more"):
+            await CommandProvider(command_offer(cloud, list="head -c 2000000 /dev/zero"), RUN).observe()
         (stranger / "pid").unlink()
     finally:
         cloud.close()

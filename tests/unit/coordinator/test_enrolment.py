@@ -171,7 +171,7 @@ async def test_a_certificate_is_renewed_when_two_thirds_of_its_life_are_over_and
 
 
 async def test_a_coordinator_that_has_moved_is_looked_up_by_the_link_or_by_the_newer_one_in_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(options(tmp_path)) as daemon:
         link, file, kept = link_of(daemon), tmp_path / "newer.link", list[Credentials]()
@@ -193,6 +193,9 @@ async def test_a_coordinator_that_has_moved_is_looked_up_by_the_link_or_by_the_n
         worker.coordinator_address = here
         await find_coordinator(link, None, worker, kept.append)
         assert not kept, "nothing is written where nothing has changed"
+        with entered(outside_at(0.0)):
+            await find_coordinator(link, None, worker, kept.append)
+        assert "set the clock" in caplog.text, "why no connection can be made"
         late, before = worker.certificate.not_after_unix_s + 1.0, worker.certificate.pem
         for token in daemon.hub.tokens.tokens.values():
             token.expires_at = late + 1.0

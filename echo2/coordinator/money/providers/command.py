@@ -53,17 +53,23 @@ class CommandProvider:
         return f"#!/bin/bash\n{link}{self._install}{join_script(self._offer, machine_id, self._base)}"
 
     async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
-        if machine_id not in await self.observe():
+        if machine_id not in await self._listed():
             await self._run("start", machine_id, self.script(machine_id, join_link))
         return ""
 
     async def release(self, machine_id: str) -> None:
-        if machine_id in await self.observe():
+        if machine_id in await self._listed():
             await self._run("stop", machine_id)
 
     async def observe(self) -> dict[str, ObservedMachine]:
+        return {machine_id: self._sighting(words) for machine_id, words in (await self._listed()).items()}
+
+    async def _listed(self) -> dict[str, list[str]]:
+        """Each machine's line, whatever it says of its state. Of two lines of a name, the one of a machine that goes on."""
         lines = [line.split(maxsplit=2) for line in (await self._run("list")).splitlines()]
-        return {words[0]: self._sighting(words) for words in lines if words and words[0].startswith(self._prefix)}
+        ours = [words for words in lines if words and words[0].startswith(self._prefix)]
+        ours.sort(key=lambda words: [word.lower() for word in words[1:2]] != [MachineState.ENDING.value])
+        return {words[0]: words for words in ours}
 
     def _sighting(self, words: list[str]) -> ObservedMachine:
         state = STATES.get(words[1].lower()) if len(words) > 1 else MachineState.RUNNING
@@ -95,7 +101,10 @@ class CommandProvider:
             for file in (output, errors):
                 file.seek(0)
             if code == 0:
-                return output.read(OUTPUT_BYTES_MAX).decode(errors="replace")
+                text = output.read(OUTPUT_BYTES_MAX).decode(errors="replace")
+                if what == "list" and output.read(1):  # machines that stand in the rest would count as lost
+                    raise Unreachable(f"{call}: expected at most {OUTPUT_BYTES_MAX} bytes, got more")
+                return text
             problem = (errors.read(OUTPUT_BYTES_MAX) or output.read(OUTPUT_BYTES_MAX)).decode(errors="replace")
         kind = Unreachable if what == "list" else ResourceError
         raise kind(f"{call}: expected exit code 0, got {code}: {problem.strip()[-ERROR_CHARS_MAX:]}")
