@@ -54,7 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
         "tests/unit/coordinator/test_daemon.py",
     ),
     "coordinator/money/providers/machine_setup.py": ("tests/unit/coordinator/test_enrolment.py",),
-    "coordinator/planning/": ("tests/unit/coordinator/test_web.py",),
+    "coordinator/planning/": ("tests/unit/coordinator/test_web.py", "tests/unit/coordinator/test_shown.py"),
     "coordinator/web/": ("tests/unit/coordinator/test_shown.py", "tests/unit/coordinator/test_daemon.py"),
     "coordinator/": ("tests/unit/coordinator/test_daemon.py",),
     "broadcast/nat/reach.py": ("tests/unit/coordinator/test_probe.py",),

@@ -70,27 +70,6 @@ async def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends
         assert group_state(daemon) == (GroupPhase.QUEUED, 0)
 
 
-async def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_adopted(tmp_path: Path) -> None:
-    async with running(options(tmp_path)) as daemon:
-        learner = await Node.join(daemon, Role.LEARNER)
-        honest, thief = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-        await learner.hello(open_groups=[group("g1"), group("g2")])
-        await honest.hello(slot_count=8)
-        await honest.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-        grant = await honest.until("lease_grant")
-        stolen = grant.ticket
-        # Signed by the coordinator for the honest one, said by another; and an old ticket of the thief's own.
-        assert (await thief.hello(held_tickets=[stolen])).refusal.code == "NotAllowed"
-        old = ticket_of(thief, group_id=GroupId("g2"), lease_id=lease_id_of(GroupId("g2"), 7), deadline_unix_s=9.0)
-        wrong = replace(old, lease_id=LeaseId(stolen.lease_id), deadline_unix_s=time.time() + 60)
-        for ticket in (old, wrong):
-            await thief.hello(held_tickets=[sign_ticket(ticket, daemon.hub.identity)])
-            assert (await thief.until("lease_revoke")).lease_id == ticket.lease_id
-        lease = daemon.hub.book.leases[LeaseId(stolen.lease_id)]
-        assert (lease.worker_id, lease.group_id) == (honest.credentials.peer_id, "g1")
-        assert daemon.hub.book.groups[GroupId("g2")].phase is GroupPhase.QUEUED
-
-
 async def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session(tmp_path: Path) -> None:
     async with running(options(tmp_path)) as daemon:
         learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)

@@ -225,9 +225,8 @@ async def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> No
             await call.write(said)
             assert await call.read() == said
             await call.done_writing()
-            async with asyncio.timeout(WAIT_S):
-                while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
-                    await channel.wait_for_state_change(state)
+            while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(state)
 
 
 def test_a_workers_unfinished_messages_to_the_coordinator_hold_four_mib_and_the_learners_more() -> None:

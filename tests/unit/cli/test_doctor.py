@@ -72,12 +72,6 @@ def test_a_coordinator_that_does_not_answer_is_bad(capsys: pytest.CaptureFixture
     assert f"a..b:{port}: expected an answer" in str(rows(capsys)["coordinator"]["found"])
 
 
-def test_a_link_that_is_wrong_is_named_without_its_token(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--link", "http://127.0.0.1:1/x?token=secret"]) == 2
-    err = capsys.readouterr().err
-    assert "join link: expected echo2://" in err and "http://127.0.0.1:1/x" in err and "secret" not in err
-
-
 def test_rewards_that_are_trusted_are_said_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trusting = ["--task.trusted_rewards=true", "--task.name=reasoning_gym", '--task.args={dataset = "countdown"}']
     assert main(["doctor", "--json", *on_ports(), *trusting]) == 6

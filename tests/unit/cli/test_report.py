@@ -90,9 +90,8 @@ def test_the_page_shows_rollouts_token_by_token_by_the_dashboards_own_code(finis
     for number, page in ((0, pages[0]), (1, pages[0]), (2, pages[1])):
         page.tokens.add(token_id=number, text="<b>", logprob=-0.5, version=3, peer=number % 2)
     pages[0].turns.add(turn=2, position=1, text="go on")
-    (finished / "learner" / "rollouts.jsonl").write_text(
-        "".join(MessageToJson(page, indent=None) + "\n" for page in pages)
-    )
+    kept = "".join(MessageToJson(page, indent=None) + "\n" for page in pages)
+    (finished / "learner" / "rollouts.jsonl").write_text(kept)
     status = status_of(4)
     status.workers.add(peer_id="p1", name="berlin")
     write_report(finished, status)
@@ -180,11 +179,8 @@ def test_a_line_of_a_log_is_shown_once_it_is_whole(
 
     monkeypatch.setattr(processes.time, "sleep", later)
     assert main(["tail", str(finished)]) == 0
-    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()] == [
-        "joined",
-        "sleeps well",
-        "ends",
-    ]
+    shown = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["joined", "sleeps well", "ends"]
 
 
 def test_a_process_that_has_the_id_of_an_ended_run_is_left_alone(
@@ -222,9 +218,8 @@ def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(finished: Path, capsys
     (finished / "run.lock").write_text("echo2 999999999\n")
     assert main(["status", str(finished)]) == Unreachable.exit_code
     said = capsys.readouterr().err
-    assert (
-        "no process of the run is at work; 4 steps trained, reward " in said and "the same `echo2 run` goes on" in said
-    )
+    assert "no process of the run is at work; 4 steps trained, reward " in said
+    assert "the same `echo2 run` goes on" in said
     (finished / "run.toml").unlink()  # only `echo2 run` writes it
     assert main(["samples", str(finished)]) == 0
     assert main(["tail", str(finished)]) == 8
@@ -283,7 +278,6 @@ def test_a_coordinator_that_is_away_is_named(
     link = f"echo2://127.0.0.1:1/{Identity.generate().peer_id}?token=abc"
     assert main(["ctl", link, "pause"]) == Unreachable.exit_code
     said = capsys.readouterr().err
-    assert (
-        "127.0.0.1:1: expected an answer within" in said and "got: Connection refused; a coordinator that was" in said
-    )
+    assert "127.0.0.1:1: expected an answer within" in said
+    assert "got: Connection refused; a coordinator that was" in said
     assert "Errno" not in said

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +18,28 @@ from echo2.base.ids import PeerId
 from echo2.cli.main import main
 from echo2.cli.operator import OperatorClient, advice_lines, request_of
 from echo2.config.run import RunConfig
+from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Activation, Liveness, OperatorSetting
-from echo2.coordinator.hub import Hub
+from echo2.coordinator.hub import CoordinatorOptions, Hub
 from echo2.coordinator.planning.telemetry import plan_config
-from echo2.coordinator.store import SqlStore
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.contract.fleet import until
 from tests.unit.coordinator.test_daemon import Node, group, options, running
-from tests.unit.coordinator.test_limits import Fleet
 from tests.unit.coordinator.test_planner_input import beat
 
 OFFERS = '[[offer]]\nname = "spot"\nprovider = "manual"\nusd_per_hour = 1.0\n'
 
 
-class Ctl:
+@asynccontextmanager
+async def operated(chosen: CoordinatorOptions, folder: Path) -> AsyncIterator[tuple[CoordinatorDaemon, OperatorClient]]:
+    async with running(chosen) as daemon, OperatorClient.at(daemon.links["operator"], folder) as operator:
+        yield daemon, operator
+
+
+async def ctl(operator: OperatorClient, *words: str) -> dict[str, Any]:
     """`echo2 ctl` without a process."""
-
-    def __init__(self, operator: OperatorClient) -> None:
-        self._operator = operator
-
-    async def __call__(self, *words: str) -> dict[str, Any]:
-        return await self._operator.act(*request_of(list(words)))
+    return await operator.act(*request_of(list(words)))
 
 
 def activation_of(hub: Hub, node: Node) -> Activation:
@@ -55,17 +56,16 @@ async def test_settings_change_without_a_restart_and_outlive_one(tmp_path: Path)
     settings = {"offers": str(offers), "usd_budget": 5.0}
     chosen = options(tmp_path / "run", **settings)
     async with (
-        running(chosen) as daemon,
-        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
+        operated(chosen, tmp_path / "operator") as (daemon, operator),
         httpx.AsyncClient(base_url=daemon.dashboard_url) as web,
     ):
-        hub, ctl = daemon.hub, Ctl(operator)
-        await ctl("set", "budget=20", "cap=3.5", "S=2", "price.spot=0.7")
+        hub = daemon.hub
+        await ctl(operator, "set", "budget=20", "cap=3.5", "S=2", "price.spot=0.7")
         assert (money(hub.config), hub.config.staleness.bound) == ((20.0, 3.5), 2)
         assert hub.money.offers[0].usd_per_hour == 0.7
         for wrong in (("S=5",), ("S=0",), ("budget=-1",), ("S=1.5",), ("budget=1", "price.sport=0.7")):
             with pytest.raises(EchoError, match="expected"):
-                await ctl("set", *wrong)
+                await ctl(operator, "set", *wrong)
         with pytest.raises(EchoError, match="expected"):
             await operator.act("run/settings", {"colour": 3})
         assert hub.config.coordinator.usd_budget == 20.0, "what is refused changes nothing"
@@ -75,7 +75,7 @@ async def test_settings_change_without_a_restart_and_outlive_one(tmp_path: Path)
         csrf = (await web.get("/api/session")).json()["csrf"]
         answer = await web.post("/api/run/settings", json={"usd_budget": 30}, headers={"x-echo2-csrf": csrf})
         assert answer.json()["usd_budget"] == 30.0
-        await ctl("set", "cap=none")
+        await ctl(operator, "set", "cap=none")
         assert (await web.get("/api/state")).json()["money"]["cap_per_hour"] is None
     async with running(chosen) as again:
         kept = again.hub.config
@@ -97,47 +97,35 @@ async def test_a_bound_that_is_lowered_and_raised_again_leaves_a_fixed_period_as
             assert plan_config(hub.config, hub.board).fixed_kappa == kappa
 
 
-async def test_a_paused_run_gives_no_work_until_it_is_resumed_even_over_a_restart(tmp_path: Path) -> None:
+async def test_a_run_stands_still_from_pause_to_resume_over_a_restart_and_a_stop_sends_all_home(tmp_path: Path) -> None:
     chosen = options(tmp_path)
-    async with (
-        running(chosen) as daemon,
-        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
-    ):
-        hub, ctl = daemon.hub, Ctl(operator)
+    async with operated(chosen, tmp_path / "operator") as (daemon, operator):
+        hub = daemon.hub
         node = await Node.joined(daemon, Role.WORKER)
         await until(lambda: activation_of(hub, node) is Activation.ACTIVE, "it works")
-        await ctl("pause", "the", "power", "is", "out")
+        await ctl(operator, "pause", "the", "power", "is", "out")
         assert activation_of(hub, node) is Activation.STANDBY
         late = await Node.joined(daemon, Role.WORKER, name="late")
         assert activation_of(hub, late) is Activation.STANDBY
-        told = await ctl("advice")
+        told = await ctl(operator, "advice")
         assert "Resume the run" in told["steps"][0]["text"] and "the power is out" in "\n".join(advice_lines(told))
-        await ctl("worker", "late", "drain", "for", "good")
+        await ctl(operator, "worker", "late", "drain", "for", "good")
         assert activation_of(hub, late) is Activation.DRAINING
-    async with running(chosen) as again, OperatorClient.at(again.links["operator"], tmp_path / "operator") as operator:
+    async with operated(chosen, tmp_path / "operator") as (again, operator):
         hub = again.hub
         assert hub is not None and activation_of(hub, node) is Activation.STANDBY
-        await Ctl(operator)("resume")
+        await ctl(operator, "resume")
         assert activation_of(hub, node) is Activation.ACTIVE and hub.paused == ""
-
-
-async def test_a_stopped_run_sends_workers_home_and_only_the_operator_lets_it_go_on(tmp_path: Path) -> None:
-    async with (
-        running(options(tmp_path)) as daemon,
-        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
-    ):
-        hub, ctl = daemon.hub, Ctl(operator)
-        worker = await Node.joined(daemon, Role.WORKER)
-        learner = await Node.joined(daemon, Role.LEARNER)
+        worker, learner = await Node.joined(again, Role.WORKER), await Node.joined(again, Role.LEARNER)
         await until(lambda: hub.learner.session is not None, "the learner is here")
-        await ctl("stop", "enough")
+        await ctl(operator, "stop", "enough")
         assert (await worker.until("refusal")).code == "RunFinished"
         assert (await learner.until("refusal")).code == "RunFinished"
         assert "stopped by the operator: enough" in hub.ending.text
         with pytest.raises(EchoError):
-            await Node.joined(daemon, Role.LEARNER)
-        await ctl("resume")
-        assert hub.ending.finish is None
+            await Node.joined(again, Role.LEARNER)
+        await ctl(operator, "resume")
+        assert hub.ending.finish is None, "the operator alone lets it go on"
         with pytest.raises(EchoError, match="expected one of"):
             await operator.act("run/fly", {})
 
@@ -160,9 +148,7 @@ async def test_the_commands_of_the_page(
             command = ["echo2", "ctl", str(tmp_path / "run"), *words]
             return await asyncio.to_thread(main, command[1:])
 
-        assert (
-            await typed("set", "budget=20", "cap=3.5", "S=2") == 0 and daemon.hub.config.coordinator.usd_budget == 20.0
-        )
+        assert await typed("set", "budget=20", "cap=3.5", "S=2") == 0 and money(daemon.hub.config) == (20.0, 3.5)
         assert await typed("pause", "prices are high") == 0 and "prices are high" in daemon.hub.paused
         assert await typed("advice") == 0 and "Resume the run" in capsys.readouterr().out
         assert await typed("set", "S=9") != 0 and "expected 1 to 4" in capsys.readouterr().err
@@ -272,10 +258,7 @@ async def test_a_worker_that_its_record_bars_is_not_planned_for_while_there_is_a
 
 
 async def test_the_state_of_thousands_of_workers_behind_nats_is_told(tmp_path: Path) -> None:
-    async with (
-        running(options(tmp_path)) as daemon,
-        OperatorClient.at(daemon.links["operator"], tmp_path / "operator") as operator,
-    ):
+    async with operated(options(tmp_path), tmp_path / "operator") as (daemon, operator):
         hub, reason = daemon.hub, "no port of this host answers"
         peers = [f"12D3KooW{number:044d}" for number in range(3000)]
         links = [pb.PeerLink(peer_id=peer, kind="hole-punched", reason=reason) for peer in peers[:64]]
@@ -284,17 +267,3 @@ async def test_the_state_of_thousands_of_workers_behind_nats_is_told(tmp_path: P
             member.heartbeat.links.links.extend(links)
         status = await operator.status()
         assert len(status.workers) == 3000 and status.ByteSize() > 16 << 20
-
-
-async def test_what_is_set_for_many_workers_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, written = Fleet(tmp_path, *[1.0] * 50), list[bool]()
-    write = SqlStore.write
-    monkeypatch.setattr(
-        SqlStore, "write", lambda self, changes: (written.append(changes.must_last), write(self, changes))
-    )
-    for setting in ("standby", "automatic"):
-        await fleet.commands.act(
-            "workers/state", json.dumps({"peer_ids": fleet.everybody, "activation": setting}).encode()
-        )
-        assert written == [True] and {one.setting.value for one in fleet.hub.membership.members.values()} == {setting}
-        written.clear()

@@ -125,9 +125,8 @@ def test_rewards_that_the_plan_finds_too_slow_come_before_the_workers_that_are_m
     rewards = plan(2.0, 5.0, Limit.REWARDS, "name a Ray cluster").terms
     run = replace(with_learner(utilisation=0.4), plan=replace(plan(1.0, 5.0), terms=plan(1.0, 5.0).terms + rewards))
     (only,) = advise(run).steps
-    assert (
-        only.text.startswith("Give rewards more reward processes") and "reward processes judge 2 of the 5" in only.text
-    )
+    assert only.text.startswith("Give rewards more reward processes")
+    assert "reward processes judge 2 of the 5" in only.text
 
 
 def test_steps_come_in_order_with_one_utilisation_one_end_and_what_is_assumed() -> None:
@@ -174,10 +173,8 @@ def test_every_text_stands_out_from_what_is_behind_it() -> None:
     for theme in themes:
         pairs = [(text, behind) for text in ("ink", "soft", "accent") for behind in ("bg", "panel", "hover")]
         pairs += [(kind, f"{kind}-bg") for kind in ("good", "warn", "bad", "idle", "info")]
-        pairs += [(kind, "panel") for kind in ("good", "warn", "bad", "second")] + [
-            ("accent-ink", "accent"),
-            ("panel", "bad"),
-        ]
+        pairs += [(kind, "panel") for kind in ("good", "warn", "bad", "second")]
+        pairs += [("accent-ink", "accent"), ("panel", "bad")]
         lights = {pair: sorted(luminance(theme[name]) for name in pair) for pair in pairs}
         found = {pair: (high + 0.05) / (low + 0.05) for pair, (low, high) in lights.items()}
         assert not {pair: ratio for pair, ratio in found.items() if ratio < CONTRAST_LEAST}

@@ -10,7 +10,6 @@ import pytest
 from echo2.base.errors import RunFinished, Unreachable
 from echo2.control.session import refusal_error
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.operator import Commands
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -115,21 +114,6 @@ async def test_rented_machines_are_given_back_as_soon_as_the_provider_answers(tm
     assert run.hub.ending.is_settled
     with pytest.raises(RunFinished, match="is finished"):
         await run.provisioner.rent(OFFER.name, "", "more")
-
-
-async def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
-    async with running(options(tmp_path)) as daemon:
-        idle = await Node.joined(daemon, Role.WORKER, name="idle")
-        await Node.joined(daemon, Role.WORKER, name="busy")
-        commands = Commands(daemon.hub, "h", 1, [], {})
-        daemon.hub.set_worker(idle.credentials.peer_id, OperatorSetting.STANDBY, "too many")
-        assert commands.dismiss_idle() == 0, "it may be between two plans"
-        daemon.hub.membership.members[idle.credentials.peer_id].activation_since -= 60
-        assert [member.name for member in daemon.hub.money.idle_workers()] == ["idle"]
-        assert commands.dismiss_idle() == 1
-        assert (await idle.until("refusal")).code == "Dismissed"
-        assert daemon.hub.money.sums().usd_per_hour == 1.0
-        assert (await idle.hello(name="idle")).WhichOneof("kind") == "welcome", "it may come again"
 
 
 async def test_a_run_that_the_operator_stopped_stays_stopped_over_a_restart(tmp_path: Path) -> None:

@@ -16,14 +16,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Ticket, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import MOVES_PER_GROUP_MAX, QUIET_S, LeaseBook, WorkerPace, is_quiet, moves
-from echo2.coordinator.leases.lease import (
-    EVALUATION_SHARE,
-    Evaluators,
-    ExpectedLength,
-    LeaseRequest,
-    LeaseRules,
-    may_take,
-)
+from echo2.coordinator.leases.lease import EVALUATION_SHARE, Evaluators, ExpectedLength, LeaseRequest, LeaseRules
 from echo2.coordinator.planning.advice import lease_waits, slowest
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
@@ -271,9 +264,7 @@ def test_a_recalled_lease_that_its_worker_still_holds_when_it_comes_back_goes_on
     assert one.tick(61.0) == []
     one.recall(62.0, first.lease_id, "its machine will go")
     actions = one.reconnect(63.0, A, (hold(first),), False)
-    assert [action.lease_id for action in actions if isinstance(action, le.Revoke)] == [first.lease_id], (
-        "it is told again"
-    )
+    assert revoked(actions) == [first.lease_id], "it is told again"
     one.on_progress(64.0, A, first.lease_id, 0, 64)
     one.tick(63.0 + one.rules.recall_s)
     assert first.lease_id not in one.leases
@@ -355,10 +346,8 @@ class AnyOrder(RuleBasedStateMachine):
         for lease_id in revoked(actions):  # taken back, for what its worker may have failed
             lease = before.get(lease_id)
             if lease is not None and lease_id not in self.book.leases:
-                self.avoided[lease.group_id] = (
-                    lease.worker_id,
-                    self.now + (TIMEOUT_S if method != self.book.offer else 0),
-                )
+                avoided_s = TIMEOUT_S if method != self.book.offer else 0
+                self.avoided[lease.group_id] = lease.worker_id, self.now + avoided_s
         for save in [action for action in actions if isinstance(action, le.Save)]:
             row = getattr(self.book, save.kind).get(save.key)
             self.saved[save.kind].pop(save.key, None)
@@ -431,9 +420,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), keep=st.integers(0, 3))
     def come_back(self, worker: PeerId, keep: int) -> None:
         held = self.book.leases_of(worker)[:keep]
-        self.tell(
-            self.book.reconnect, worker, tuple(ticket(x.group_id, x.attempt, x.lease_id, x.deadline) for x in held)
-        )
+        tickets = [ticket(lease.group_id, lease.attempt, lease.lease_id, lease.deadline) for lease in held]
+        self.tell(self.book.reconnect, worker, tuple(tickets))
         assert {lease.lease_id for lease in self.book.leases_of(worker)} >= {lease.lease_id for lease in held}
 
     @precondition(lambda self: self.open)
@@ -455,9 +443,8 @@ class AnyOrder(RuleBasedStateMachine):
         listed, held = tuple(self.open.values()), {lease.group_id: lease for lease in self.book.leases.values()}
         self.tell(self.book.sync, listed[:first], frozenset(kept[first:]))
         self.tell(self.book.offer, listed[first:])
-        assert all(
-            self.book.leases.get(held[group_id].lease_id) is held[group_id] for group_id in kept if group_id in held
-        )
+        still = [held[group_id] for group_id in kept if group_id in held]
+        assert all(self.book.leases.get(lease.lease_id) is lease for lease in still)
 
     @rule(passed_s=st.floats(0.1, 40.0))
     def wait(self, passed_s: float) -> None:
@@ -530,7 +517,7 @@ def test_an_evaluation_goes_before_training_to_workers_at_its_very_version_alone
     assert ready(one, B, version=5) == []
     assert "an evaluation of version 3, at which none of 1 willing workers is" in lease_waits(one, 0.0)[0][0]
     assert [grant.group.group_id for grant in ready(one, C, version=3)] == ["e3"]
-    assert [may_take(exam("e", 3), Version(version), 4) for version in (2, 3, 4)] == [False, True, False]
+    assert [le.may_take(exam("e", 3), Version(version), 4) for version in (2, 3, 4)] == [False, True, False]
 
 
 def test_a_share_of_the_fleet_evaluates_the_rest_trains_and_a_restart_changes_neither() -> None:
@@ -577,8 +564,7 @@ def test_everybody_evaluates_where_nothing_is_open_to_train_on_and_a_fast_worker
     assert evaluators.chosen(Version(3), FLEET, FLEET, lambda worker: 1.0) == FLEET[2:5], "both were too slow for it"
 
 
-def test_a_question_held_far_longer_than_leases_take_goes_to_another(
-) -> None:  # fmt: skip
+def test_a_question_held_far_longer_than_leases_take_goes_to_another() -> None:
     def takes_s(version_of_other: int) -> float:
         """When the slow worker's question goes to the other, which needs five seconds for each of its leases."""
         one = book(exam("e", 3), *(spec(f"g{index}", 4) for index in range(80)))

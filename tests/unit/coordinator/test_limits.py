@@ -18,31 +18,16 @@ from hypothesis import strategies as st
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.broadcast.trees import weighted_plan
-from echo2.coordinator.fleet.members import (
-    WINDOW,
-    Activation,
-    Liveness,
-    Member,
-    Membership,
-    OperatorSetting,
-    PriceLimit,
-    WorkerMeasures,
-)
+from echo2.coordinator.fleet import members as fleet_members
+from echo2.coordinator.fleet.members import WINDOW, Activation, Liveness, Member, Membership, OperatorSetting
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.hub import BUDGET_TICKS, MEMBERS_KEPT_TICKS, Hub
 from echo2.coordinator.money.costs import FleetCosts, Money, meter
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
+from echo2.coordinator.planning import telemetry
 from echo2.coordinator.planning.service import Planning, snapshot_of
-from echo2.coordinator.planning.telemetry import (
-    RATIO_LEAST,
-    CurrentPlan,
-    LearnerBoard,
-    Totals,
-    broadcast_nodes,
-    is_settled,
-    needs_of,
-)
+from echo2.coordinator.planning.telemetry import RATIO_LEAST, CurrentPlan, LearnerBoard, Totals, broadcast_nodes
 from echo2.coordinator.streams import StreamSession, WorkerStream
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.relations import DeltaSizeEstimator
@@ -214,9 +199,8 @@ async def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_o
 def test_what_the_model_leaves_out_is_learned_by_plans_and_bounded_and_rewards_that_are_due_are_not_it() -> None:
     def trains(made: CurrentPlan, steps: range, wait_s: float, train_s: float, rewards_due: int = 0) -> None:
         for step in steps:
-            made.on_step(
-                pb.LearnerReport(step=step, train_s=train_s, wait_s=wait_s, rewards_due=rewards_due), 0.0, step
-            )
+            report = pb.LearnerReport(step=step, train_s=train_s, wait_s=wait_s, rewards_due=rewards_due)
+            made.on_step(report, 0.0, step)
 
     made = CurrentPlan(LearnerBoard())
     for first in range(0, 60, 6):  # it trains half of the time, whatever a plan promises
@@ -257,7 +241,7 @@ def test_a_prediction_waits_for_three_steps_a_delta_and_a_window_of_heartbeats()
         for peer_id in workers[:2]:
             for _ in range(beats):
                 members.on_heartbeat(peer_id, beat(), None, 1.0)
-        return is_settled(made, [*members.members.values()])
+        return telemetry.is_settled(made, [*members.members.values()])
 
     assert not has_settled(beats=WINDOW)
     made.on_report(pb.LearnerReport(step=3, train_s=1.0), 3.0)
@@ -271,7 +255,7 @@ def test_a_prediction_waits_for_three_steps_a_delta_and_a_window_of_heartbeats()
         made.on_publish(snapshot, 1.0, workers, 3.0)
     assert has_settled() and (made.totals.artifact_bytes, made.totals.full_bytes) == (27, 40), "only snapshots"
     for peer_id in workers:
-        members.members[peer_id].measures = WorkerMeasures()
+        members.members[peer_id].measures = fleet_members.WorkerMeasures()
     assert not has_settled(beats=WINDOW - 1)
     assert has_settled(beats=1)
 
@@ -285,7 +269,7 @@ async def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hol
     slow = members[PeerId("w2")]
     slow.hello.link.CopyFrom(link(1e5))
     nodes = broadcast_nodes(hub.board, list(members.values()))
-    needs = replace(needs_of(nodes, members, None), share=0.7, weights=(2.0, 2.0, 1.9, 2.0))
+    needs = replace(telemetry.needs_of(nodes, members, None), share=0.7, weights=(2.0, 2.0, 1.9, 2.0))
     hub.adopt_broadcast_plan(weighted_plan(nodes, needs, 1, 10**6))
     assert hub.broadcast_plan is not None and hub.broadcast_plan.late == {slow.peer_id}
     assert hub.learner.predicted_broadcast_s(10**7) == pytest.approx(10 * hub.broadcast_plan.predicted_needed_s)
@@ -307,7 +291,7 @@ async def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hol
 OWN, RENTED, DEAR = (PeerId(name) for name in ("own", "rented", "dear"))
 USD_PER_S = {OWN: 1.0, RENTED: 3.0, DEAR: 4.0}
 MACHINE_USD_PER_S = 2.0
-LIMIT = PriceLimit(3600.0, "the dearest offer")
+LIMIT = fleet_members.PriceLimit(3600.0, "the dearest offer")
 SETTINGS = {one.value: one for one in OperatorSetting}
 
 
@@ -485,17 +469,16 @@ async def test_once_the_budget_is_raised_a_plan_says_who_works_in_every_mode_and
     fleet.commands.change_settings({"usd_budget": 1000.0}, {})
     fleet.passes(0.0, BUDGET_TICKS)
     planning = asyncio.create_task(Planning(hub).run())
-    async with asyncio.timeout(60):
-        while not working(hub):
+    while not working(hub):
+        await asyncio.sleep(0.02)
+    if mode != "auto":  # what the operator has chosen stays, though nobody of it is left
+        first, other = fleet.everybody
+        hub.adopt_plan(plan((first,)), fleet.everybody, is_acted_on=True)
+        hub.part_with(first, "its owner needs it")
+        before = hub.plan.now
+        while hub.plan.now is before:
             await asyncio.sleep(0.02)
-        if mode != "auto":  # what the operator has chosen stays, though nobody of it is left
-            first, other = fleet.everybody
-            hub.adopt_plan(plan((first,)), fleet.everybody, is_acted_on=True)
-            hub.part_with(first, "its owner needs it")
-            before = hub.plan.now
-            while hub.plan.now is before:
-                await asyncio.sleep(0.02)
-            assert not hub.membership.members[other].is_wanted
+        assert not hub.membership.members[other].is_wanted
     planning.cancel()
 
 

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet.members import (
-    TRIAL_S,
-    Activation,
-    Liveness,
-    Member,
-    Membership,
-    OperatorSetting,
-    PriceLimit,
-    try_newcomers,
-)
+from echo2.coordinator.fleet import members as fleet_members
+from echo2.coordinator.fleet.members import TRIAL_S, Activation, Liveness, Member, Membership, OperatorSetting
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.hub import timed_section
@@ -134,7 +126,7 @@ class Fleet:
 
     def on_trial(self, now: float = 0.0, cap: float = NONE, is_spent: bool = False) -> set[str]:
         members = list(self.membership.members.values())
-        try_newcomers(members, cap, now, is_spent)
+        fleet_members.try_newcomers(members, cap, now, is_spent)
         return {member.peer_id for member in members if member.is_on_trial}
 
     def plan(self) -> Plan:
@@ -193,7 +185,7 @@ def test_trials_that_bring_nothing_end_and_come_again_after_a_time_that_doubles(
     assert all(later >= 1.3 * sooner for sooner, later in pairwise(gaps)), gaps
 
 
-def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
+def test_a_trial_needs_weights_room_under_the_cap_to_the_cent_and_no_pause() -> None:
     fleet = Fleet()
     fleet.worker("honest", price=3.0, delivered=100.0)
     fleet.worker("loading", 0.0)
@@ -204,14 +196,11 @@ def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
     assert fleet.on_trial(2.0, cap=6.0) == {"a-dear"}
     dear.setting = OperatorSetting.STANDBY
     assert fleet.on_trial(2.0, cap=6.0) == set()
-
-
-def test_the_machine_that_fills_the_cap_to_the_cent_is_tried_too() -> None:
-    fleet = Fleet()
+    full = Fleet()
     for number in range(4):
-        fleet.worker(f"h{number}", price=0.2, delivered=100.0)
-    fleet.worker("last", price=0.2)
-    assert fleet.on_trial(cap=1.0) == {"last"}, "1 - 4 * 0.2 is less than 0.2"
+        full.worker(f"h{number}", price=0.2, delivered=100.0)
+    full.worker("last", price=0.2)
+    assert full.on_trial(cap=1.0) == {"last"}, "1 - 4 * 0.2 is less than 0.2"
 
 
 # ---- prices
@@ -224,7 +213,7 @@ OFFERS = (
 
 def limit_of(
     member: Member, fleet: Membership, machine: float | None = None, cap: float = NONE, budget: float = NONE
-) -> PriceLimit:
+) -> fleet_members.PriceLimit:
     """Where these offers are made, and the worker is on a machine rented at that price."""
     tokens = TokenBook(1)
     money = Money(fleet, tokens, SteadyClock())

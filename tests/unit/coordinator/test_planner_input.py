@@ -217,8 +217,6 @@ def test_a_version_is_complete_with_the_last_that_has_it_or_leaves_and_an_older_
 
 
 def test_predictions_stand_next_to_what_happened() -> None:
-    from echo2.cost_model.planner import plan
-
     made = board(10.0)
     reckoning = telemetry.CurrentPlan(made)
     chosen = plan(snapshot(tuple(worker(f"w{i}") for i in range(8))), PlanConfig(4))
@@ -236,8 +234,6 @@ def test_predictions_stand_next_to_what_happened() -> None:
 
 
 def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_asks_for() -> None:
-    from echo2.cost_model.planner import plan
-
     membership, made = fleet("A100", "A100", "A100", "A100"), board(10.0)
     members = membership.members
     for name, rate in (("w0", 2.0), ("w1", 6.0)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,28 +17,15 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.hub import CoordinatorOptions, Hub
+from echo2.coordinator.money import provisioning
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioner import Provisioner
-from echo2.coordinator.money.provisioning import (
-    IDLE_RELEASE_S,
-    JOIN_S_MAX,
-    RENT_AT_ONCE,
-    Budget,
-    FleetAdvice,
-    MachineOffer,
-    MachineState,
-    ObservedMachine,
-    RentedMachine,
-    advise,
-    rates_by_gpu,
-    shortage_rollouts_per_s,
-)
+from echo2.coordinator.money.provisioning import JOIN_S_MAX, Budget, MachineOffer, MachineState, ObservedMachine, advise
 from echo2.coordinator.operator import Commands
 from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.cost_model.plan import Limit, Plan
 from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, options
 from tests.unit.cost_model.fleets import plan_of
 from tests.unit.cost_model.fleets import plan_of as plan
@@ -53,33 +42,42 @@ class Clock:
 
 
 class Cloud:
-    """A provider in memory; what it rents outlives the coordinator."""
+    """A provider in memory; what it rents outlives the coordinator. `meets`: what happens at each "rent", "release", "observe" and
+    once a machine is made ("answer"), if anything: an error, or an event that it waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, **meets: Iterator[Exception | asyncio.Event | None]) -> None:
         self.there: dict[str, ObservedMachine] = {}
         self.links: dict[str, str] = {}
         self.problem: Exception | None = None
-        self.answers = asyncio.Event()
+        self.answers, self.lists, self.meets = asyncio.Event(), asyncio.Event(), meets
         self.answers.set()
+        self.lists.set()
 
     async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
         await self.answers.wait()
-        self._raise()
+        await self._meet("rent")
         self.there[machine_id] = ObservedMachine(MachineState.RUNNING)
         self.links[machine_id] = join_link
+        await self._meet("answer")
         return ""
 
     async def release(self, machine_id: str) -> None:
-        self._raise()
+        await self._meet("release")
         self.there.pop(machine_id, None)
 
     async def observe(self) -> dict[str, ObservedMachine]:
-        self._raise()
-        return dict(self.there)
+        """What was there when it was asked, once `lists` lets it say so."""
+        await self._meet("observe")
+        there = dict(self.there)
+        await self.lists.wait()
+        return there
 
-    def _raise(self) -> None:
-        if self.problem is not None:
-            raise self.problem
+    async def _meet(self, what: str) -> None:
+        trouble = self.problem or next(self.meets.get(what, iter(())), None)
+        if isinstance(trouble, Exception):
+            raise trouble
+        if trouble is not None:
+            await trouble.wait()
 
 
 class Scene:
@@ -94,8 +92,15 @@ class Scene:
     def begin(self) -> None:
         store = SqlStore(f"sqlite:///{self.folder / 'state.sqlite'}", RUN)
         self.hub = Hub(self.options, Identity.generate(), store, store.load(), self.clock, self._failed)
-        self.commands = Commands(self.hub, "h", 1, [OFFER], {OFFER.name: self.cloud})
+        offers, clouds = self.offers()
+        self.commands = Commands(
+            self.hub, "h", 1, offers, {offer.name: cloud for offer, cloud in zip(offers, clouds, strict=True)}
+        )
         self.provisioner: Provisioner = self.commands.provisioner
+
+    def offers(self) -> tuple[list[MachineOffer], list[Any]]:
+        """And their clouds."""
+        return [OFFER], [self.cloud]
 
     def _failed(self, error: Exception) -> None:
         raise error
@@ -104,7 +109,7 @@ class Scene:
         self.clock.time += after_s
         await self.provisioner.look()
 
-    def join(self, machine: RentedMachine, name: str = "w1", leases: int = 0) -> PeerId:
+    def join(self, machine: provisioning.RentedMachine, name: str = "w1", leases: int = 0) -> PeerId:
         """A worker comes with the machine's token."""
         peer_id = PeerId(name)
         self.hub.tokens.tokens[machine.token_id].peers.add(peer_id)
@@ -142,6 +147,12 @@ async def test_what_costs_money_or_bars_outlives_a_power_cut(tmp_path: Path, mon
     written.clear()
     one.hub.set_worker(worker, OperatorSetting.BANNED, "it lies")
     assert any(changes.must_last and "members" in kinds(changes) for changes in written)
+    others = [one.join(machine, name) for name in ("w3", "w4")]
+    for setting in ("standby", "automatic"):
+        written.clear()
+        await one.commands.act("workers/state", json.dumps({"peer_ids": others, "activation": setting}).encode())
+        assert [changes.must_last for changes in written] == [True], "what is set for many is synced once"
+        assert {one.hub.membership.members[peer_id].setting.value for peer_id in others} == {setting}
     token, link = one.commands.create_token("worker", "", 60.0, 1)
     one.hub.tokens.redeem(JoinLink.parse(link).token, "worker", PeerId("w2"), one.clock.now())
     one.hub.flush_now()
@@ -188,16 +199,8 @@ async def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_
     assert session.heard.count("lease_grant") == 1
 
 
-class Forgetful(Cloud):
-    """Makes the machine, and its answer is lost."""
-
-    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
-        await super().rent(machine_id, join_link, usd_per_hour)
-        raise Unreachable("no answer")
-
-
 async def test_a_machine_that_was_made_though_its_answer_was_lost_is_given_back(tmp_path: Path) -> None:
-    run = Scene(tmp_path, Forgetful())
+    run = Scene(tmp_path, Cloud(answer=iter([Unreachable("no answer")])))
     with pytest.raises(Unreachable):
         await run.provisioner.rent("gpu", "", "because")
     (machine,) = run.provisioner.machines.values()
@@ -399,9 +402,8 @@ async def test_a_spent_budget_gives_machines_back(tmp_path: Path, monkeypatch: p
         await asyncio.sleep(0)
     assert machine.is_open == (mode != "auto"), "no worker joined from it: it is proposed to give it back"
     run.clock.time += 3600
-    async with asyncio.timeout(WAIT_S):
-        while machine.is_open:
-            await asyncio.sleep(0)
+    while machine.is_open:
+        await asyncio.sleep(0)
     assert run.cloud.there == {} and [action for action, _ in run.journal()] == ["rent", "release", "released"]
     loop.cancel()
 
@@ -445,8 +447,8 @@ RATES = {"RTX 4090": 1.0, "H100": 5.0, "": 1.0}
 
 def machine(
     name: str, offer: MachineOffer, state: MachineState = MachineState.RUNNING, rented_at: float = NOW
-) -> RentedMachine:
-    return RentedMachine(name, offer.name, offer.provider, "", state, offer.usd_per_hour, rented_at)
+) -> provisioning.RentedMachine:
+    return provisioning.RentedMachine(name, offer.name, offer.provider, "", state, offer.usd_per_hour, rented_at)
 
 
 def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since: float = NOW) -> Member:
@@ -458,26 +460,29 @@ def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since:
 
 
 def ask(
-    lack: Plan | None, machines: list[RentedMachine], workers: dict[str, list[Member]], purse: Budget = RICH
-) -> FleetAdvice:
+    lack: Plan | None,
+    machines: list[provisioning.RentedMachine],
+    workers: dict[str, list[Member]],
+    purse: Budget = RICH,
+) -> provisioning.FleetAdvice:
     return advise(lack, [SMALL, BIG], machines, workers, lambda: RATES, purse, NOW)
 
 
 def test_the_cheapest_rollouts_are_rented_as_many_as_are_missing() -> None:
-    assert shortage_rollouts_per_s(plan(3, 9)) == 6
+    assert provisioning.shortage_rollouts_per_s(plan(3, 9)) == 6
     (wish,) = ask(plan(3, 9), [], {}).rent
-    assert (wish.offer, wish.count, wish.usd_per_hour) == ("small", RENT_AT_ONCE, 4 * 0.4)
+    assert (wish.offer, wish.count, wish.usd_per_hour) == ("small", provisioning.RENT_AT_ONCE, 4 * 0.4)
     dearer = advise(plan(3, 9), [replace(SMALL, usd_per_hour=0.6), BIG], [], {}, lambda: RATES, RICH, NOW)
     assert [(wish.offer, wish.count) for wish in dearer.rent] == [("big", 2)]
     assert "lacks 6 rollouts/s" in dearer.rent[0].reason
 
 
 def test_nothing_is_rented_without_need_plan_or_room() -> None:
-    assert ask(plan(9, 9), [], {}) == FleetAdvice(reason="the pool makes what the learner needs")
+    assert ask(plan(9, 9), [], {}) == provisioning.FleetAdvice(reason="the pool makes what the learner needs")
     assert "no plan yet" in ask(None, [], {}).reason
     full = [machine(f"m{i}", SMALL) for i in range(8)] + [machine(f"n{i}", BIG) for i in range(8)]
     busy = {one.machine_id: [worker(1.0)] for one in full}
-    assert ask(plan(3, 9), full, busy) == FleetAdvice(reason="there is no offer with room")
+    assert ask(plan(3, 9), full, busy) == provisioning.FleetAdvice(reason="there is no offer with room")
 
 
 def test_machines_on_their_way_count_as_there() -> None:
@@ -492,11 +497,13 @@ def test_an_offer_that_nobody_has_measured_is_tried_with_one() -> None:
     assert (wish.count, "nobody has measured" in wish.reason) == (1, True)
     for state in (MachineState.WANTED, MachineState.RUNNING):
         told = advise(plan(3, 9), [SMALL], [machine("m", SMALL, state)], {"m": [worker(0.0)]}, dict, RICH, NOW)
-        assert told == FleetAdvice(reason="a machine of small has to be measured first")
-    assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
+        assert told == provisioning.FleetAdvice(reason="a machine of small has to be measured first")
+    assert provisioning.rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
     (other, unnamed), kinds = (worker(6.0), worker(8.0)), built_in_catalogue()
     other.hello.gpu, unnamed.hello.gpu = "NVIDIA H100 80GB HBM3", ""
-    assert rates_by_gpu([worker(4.0), other, unnamed], kinds) == {"H100": 5.0, "": 6.0}, "spellings of one kind are one"
+    assert provisioning.rates_by_gpu([worker(4.0), other, unnamed], kinds) == {"H100": 5.0, "": 6.0}, (
+        "spellings of one kind are one"
+    )
 
 
 def test_cap_and_budget_bound_what_is_rented() -> None:
@@ -513,13 +520,9 @@ def test_where_the_budget_keeps_the_pool_small_nothing_dearer_a_rollout_is_rente
     (wish,) = ask(replace(poor, usd_per_hour=3 * 0.4), [], {}).rent
     assert wish.offer == "small"
     assert "does not pay" in ask(replace(poor, usd_per_hour=3 * 0.39), [], {}).reason
-    assert not ask(replace(plan(8.5, 9), binding=Limit.USD_BUDGET, usd_per_hour=8.5 * 0.4), [], {}).rent, (
-        "for half its rollouts"
-    )
-    for activation, wanted in (
-        (Activation.ACTIVE, 1),
-        (Activation.STANDBY, 0),
-    ):  # nor one more of what the plan leaves idle
+    near = replace(plan(8.5, 9), binding=Limit.USD_BUDGET, usd_per_hour=8.5 * 0.4)
+    assert not ask(near, [], {}).rent, "for half its rollouts"
+    for activation, wanted in ((Activation.ACTIVE, 1), (Activation.STANDBY, 0)):  # nor one more of what is left idle
         told = ask(replace(poor, usd_per_hour=3 * 0.4), [machine("m", SMALL)], {"m": [worker(1.0, activation)]})
         assert len(told.rent) == wanted
 
@@ -527,33 +530,25 @@ def test_where_the_budget_keeps_the_pool_small_nothing_dearer_a_rollout_is_rente
 def test_what_is_billed_in_any_case_is_paid_for_by_the_budget_and_used_until_then_and_so_is_one_busy_worker() -> None:
     assert [Budget(0, 0, usd_budget=10).affordable(1.0, hours) for hours in (0, 2.5, 4, 11)] == [4, 4, 2, 0]
     assert Budget(4.0, 0, usd_budget=10).affordable(1.0, 2.5) == 0, "nor what those that are rented cost until then"
-    billed, idle = replace(BIG, hours_least=2.0), worker(1.0, Activation.STANDBY, NOW - IDLE_RELEASE_S)
-    for rented_h, workers, is_released in (
-        (1.9, [idle], False),
-        (2.1, [idle], True),
-        (2.1, [idle, worker(1.0)], False),
-    ):
+    billed, idle = replace(BIG, hours_least=2.0), worker(1.0, Activation.STANDBY, NOW - provisioning.IDLE_RELEASE_S)
+    both = [idle, worker(1.0)]
+    for rented_h, workers, is_released in ((1.9, [idle], False), (2.1, [idle], True), (2.1, both, False)):
         rented = machine("m", billed, rented_at=NOW - 3600 * rented_h)
         told = advise(plan(9, 9), [billed], [rented], {"m": workers}, lambda: RATES, RICH, NOW)
         assert bool(told.release) is is_released
 
 
 def test_idle_and_useless_machines_are_given_back_the_dearest_first() -> None:
-    idle = worker(1.0, Activation.STANDBY, NOW - IDLE_RELEASE_S)
-    machines = [
-        machine("a", SMALL, rented_at=NOW - JOIN_S_MAX),
-        machine("b", BIG),
-        machine("c", BIG),
-        machine("d", BIG),
-    ]
+    idle = worker(1.0, Activation.STANDBY, NOW - provisioning.IDLE_RELEASE_S)
+    machines = [machine("a", SMALL, rented_at=NOW - JOIN_S_MAX), *(machine(name, BIG) for name in "bcd")]
     joined = {"b": [idle], "c": [worker(1.0)], "d": [worker(1.0, Activation.STANDBY, NOW - 10)]}
     released = ask(plan(9, 9), machines, joined).release
     assert [one.machine_id for one in released] == ["b", "a"]
     assert ("stood by for 10 min" in released[0].reason, "no worker has joined" in released[1].reason) == (True, True)
-    gone = replace(idle, last_liveness=Liveness.GONE, heard_at=NOW - IDLE_RELEASE_S)
+    gone = replace(idle, last_liveness=Liveness.GONE, heard_at=NOW - provisioning.IDLE_RELEASE_S)
     assert [one.machine_id for one in ask(plan(9, 9), machines[1:2], {"b": [gone]}).release] == ["b"]
     assert ask(plan(9, 9), machines[1:2], {"b": [worker(1.0)]}).release == ()
-    drained = worker(1.0, Activation.DRAINING, NOW - IDLE_RELEASE_S)
+    drained = worker(1.0, Activation.DRAINING, NOW - provisioning.IDLE_RELEASE_S)
     assert ask(plan(9, 9), machines[1:2], {"b": [drained]}).release, "a notice of its provider's came to nothing"
     drained.record.held[LeaseId("l")] = 8
     assert not ask(plan(9, 9), machines[1:2], {"b": [drained]}).release, "it still has something to end"

@@ -8,30 +8,8 @@ import pytest
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
-from echo2.coordinator.fleet.record import (
-    BAR_S_MAX,
-    BAR_S_MIN,
-    CLAIM_MARGIN,
-    EXPIRED,
-    FINISHED_PER_PICK,
-    GROWTH,
-    HANDED_BACK,
-    LOST,
-    MISSING,
-    MOVING_S,
-    PICKS_MAX,
-    PROMPT_WORKERS,
-    REFUSED,
-    SETTLE_S,
-    STOP_EVERY_S,
-    STOPS_MAX,
-    TELLING_S_MAX,
-    TRIAL_SHARE,
-    UNFINISHED,
-    WINDOWS_MAX,
-    WorkerRecord,
-    WorkerRecords,
-)
+from echo2.coordinator.fleet import record as fleet_record
+from echo2.coordinator.fleet.record import BAR_S_MAX, EXPIRED, HANDED_BACK, PICKS_MAX, REFUSED, SETTLE_S, STOPS_MAX
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.planning.advice import lease_waits
 from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, A, B, C, book, delivery, grants, hold, revoked
@@ -101,7 +79,7 @@ class Run:
             self.hears(*((worker, 64, 64.0) for worker in self.proven))
             self.tell(self.one.tick)
 
-    def record(self, worker: PeerId) -> WorkerRecord:
+    def record(self, worker: PeerId) -> fleet_record.WorkerRecord:
         return self.one.records.of(worker)
 
     def is_barred(self, worker: PeerId) -> bool:
@@ -128,10 +106,10 @@ def test_room_grows_with_what_is_delivered_and_newcomers_hold_a_share_together()
     later.tell(later.one.allow, A, True)
     new = [PeerId(f"n{number}") for number in range(6)]
     given = [later.asks(worker) for worker in new]
-    assert list(map(len, given)) == [1, 1, 1, 0, 0, 0] and TRIAL_SHARE * 12 == 3
+    assert list(map(len, given)) == [1, 1, 1, 0, 0, 0] and fleet_record.TRIAL_SHARE * 12 == 3
     later.tell(later.one.request, new[5], ROOM, Version(0))
     assert "must deliver what they hold" in lease_waits(later.one, 1.0)[0][0]
-    assert len(later.asks(A)) == 2 == GROWTH * 4 / 4, "twice what it was heard of at once"
+    assert len(later.asks(A)) == 2 == fleet_record.GROWTH * 4 / 4, "twice what it was heard of at once"
     later.ends(given[0][0])
     assert later.one.lease_count(new[5]) == 1, "the share of one that gave its own back is free"
     later.hears((A, 4, 4.0), (new[1], 4, 1.0))
@@ -184,7 +162,7 @@ def test_while_the_learner_is_away_nobody_falls_silent() -> None:
     assert len(run.asks(A)) == 1
     for second in range(10, 300, 10):
         run.now = float(second)
-        assert second % TELLING_S_MAX == 0 and revoked(run.hears()) == []
+        assert second % fleet_record.TELLING_S_MAX == 0 and revoked(run.hears()) == []
     assert run.record(A).bars == 0
 
 
@@ -206,7 +184,7 @@ def test_a_proven_worker_that_falls_silent_is_given_as_long_as_a_lease_and_then_
 
 
 def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_counts_to_twice_that() -> None:
-    records = WorkerRecords(TIMEOUT_S)
+    records = fleet_record.WorkerRecords(TIMEOUT_S)
 
     def rate_after(seconds: Iterable[int], admitted: float) -> float:
         for second in seconds:
@@ -218,7 +196,8 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
     assert rate_after([1], 4.0) == pytest.approx(4 / (1 + SETTLE_S)), "its first rollouts say little"
     rate = rate_after(range(2, 102), 2.0)
     assert rate == pytest.approx(2.0, rel=0.2)
-    assert records.of(A).believed_per_s(40.0) == CLAIM_MARGIN * rate and records.of(A).believed_per_s(1.5) == 1.5
+    assert records.of(A).believed_per_s(40.0) == fleet_record.CLAIM_MARGIN * rate
+    assert records.of(A).believed_per_s(1.5) == 1.5
     assert records.of(B).believed_per_s(40.0) == 0.0
     assert rate_after(range(102, 200), 0.0) < 0.7, "it holds leases and delivers nothing any more"
     records.on_return(A, LeaseId("l"), False)
@@ -226,7 +205,7 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
     for second in range(200, 2000):
         records.on_delivered((), float(second))
     assert (records.of(A).delivered_per_s, records.of(A).peak_rollouts) == (before, room), "one that idles keeps both"
-    assert rate_after(range(2000, 5000), 0.001) >= 0 and len(records.of(A).windows) <= WINDOWS_MAX
+    assert rate_after(range(2000, 5000), 0.001) >= 0 and len(records.of(A).windows) <= fleet_record.WINDOWS_MAX
 
 
 def test_claimed_rates_do_not_decide_who_gets_the_next_group() -> None:
@@ -261,7 +240,7 @@ def test_a_worker_that_gives_up_every_other_prompt_is_held_back_for_twice_as_lon
             pauses.append(run.record(A).barred_until - run.record(A).barred_at)
             assert run.gets_none(A) and run.asks(B, ROOM), "A would take it"
             run.passes(pauses[-1] + 1)
-    assert pauses == [min(BAR_S_MAX, BAR_S_MIN * 2.0**number) for number in range(8)]
+    assert pauses == [min(BAR_S_MAX, fleet_record.BAR_S_MIN * 2.0**number) for number in range(8)]
     assert any("is given no leases for 30 s" in note and "finished of" in note for note in run.notes)
     worst = Run(A, B)
     kept, *many = [worst.given(A, ALL) for _ in range(6 * int(PICKS_MAX))]
@@ -270,14 +249,14 @@ def test_a_worker_that_gives_up_every_other_prompt_is_held_back_for_twice_as_lon
     worst.passes()
     worst.ends(kept, EndReason.FINISHED, "complete")
     worst.passes(worst.record(A).barred_until - worst.now)
-    for _ in range(FINISHED_PER_PICK):
+    for _ in range(fleet_record.FINISHED_PER_PICK):
         worst.ends(worst.given(A, ALL), EndReason.FINISHED, "complete")
     worst.ends(worst.given(A, ALL), closed="cancelled")
     worst.passes()
     assert not worst.is_barred(A), "the bar was for all that it gave up"
 
 
-@pytest.mark.parametrize("way", [HANDED_BACK, REFUSED, EXPIRED, MISSING, UNFINISHED])
+@pytest.mark.parametrize("way", [HANDED_BACK, REFUSED, EXPIRED, fleet_record.MISSING, fleet_record.UNFINISHED])
 def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: str) -> None:
     run = Run(A, B)
     kept = run.given(A, ALL)
@@ -289,7 +268,7 @@ def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: str) -
             for _ in range(int(TIMEOUT_S) + 1):
                 run.passes(1.0)
                 run.tell(run.one.on_progress, A, kept.lease_id, 0, int(run.now))
-        elif way == MISSING:
+        elif way == fleet_record.MISSING:
             run.tell(run.one.reconnect, A, (hold(kept),))
         else:
             run.ends(grant, EndReason.FINISHED)
@@ -303,7 +282,7 @@ def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: str) -
 
 def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes_too_often() -> None:
     run = Run(A, B)
-    run.now = STOPS_MAX * STOP_EVERY_S  # into the run
+    run.now = STOPS_MAX * fleet_record.STOP_EVERY_S  # into the run
     run.passes(1.0)
     for _ in range(int(STOPS_MAX)):
         held = [run.given(A, ALL) for _ in range(12)]
@@ -315,9 +294,9 @@ def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes
             run.tell(run.one.close, (grant.group.group_id,), "cancelled")
         run.passes()
         assert not run.is_barred(A)
-    assert run.record(A).picks == 0 and run.record(A).stops > STOPS_MAX - 1 and run.record(A).ways[LOST]
+    assert run.record(A).picks == 0 and run.record(A).stops > STOPS_MAX - 1 and run.record(A).ways[fleet_record.LOST]
     for is_soon in (True, False):
-        run.now += 0.0 if is_soon else 8 * STOP_EVERY_S
+        run.now += 0.0 if is_soon else 8 * fleet_record.STOP_EVERY_S
         run.hears((A, 64, 64.0), (B, 64, 64.0))
         held = [run.given(A, ALL) for _ in range(2)]
         run.tell(run.one.reconnect, A, ())
@@ -332,7 +311,7 @@ def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes
 def test_a_prompt_that_many_workers_give_up_is_at_fault_itself_until_somebody_finishes_it() -> None:
     run = Run(A, B, C)
     for prompt in range(1, 7):
-        for worker in WORKERS[:PROMPT_WORKERS]:
+        for worker in WORKERS[: fleet_record.PROMPT_WORKERS]:
             run.ends(run.given(worker, prompt=prompt), closed="stale")
         run.passes()
     assert [run.record(worker).picks for worker in WORKERS] == [0.0, 0.0, 0.0], "six each, and nobody's fault"
@@ -356,12 +335,12 @@ def test_what_is_no_fault_of_the_worker_does_not_count() -> None:
         run.ends(grant, closed="cancelled")
         run.ends(run.given(A), closed="complete")
         run.ends(grant := run.given(A), EndReason.FINISHED)
-        run.now += 2 * TELLING_S_MAX  # in which the learner may have lost it
+        run.now += 2 * fleet_record.TELLING_S_MAX  # in which the learner may have lost it
         run.hears(*((worker, 64, 64.0) for worker in (A, B)))
         run.tell(run.one.offer, (grant.group,), (0,))
         run.tell(run.one.close, (grant.group.group_id,), "cancelled")
         run.passes()
-    assert run.record(A).ways[UNFINISHED] == 8 and run.record(A).picks == 0
+    assert run.record(A).ways[fleet_record.UNFINISHED] == 8 and run.record(A).picks == 0
     held = [run.given(A, ALL) for _ in range(12)]
     run.now += 2 * TIMEOUT_S
     run.tell(run.one.tick)  # all expire while nothing is heard of the learner
@@ -391,7 +370,7 @@ def test_evaluations_handed_back_for_a_newer_version_cost_nothing_but_are_not_ch
         assert not run.asks(A, 64, old), "nobody comes back to choose more of a version that it has left"
         assert len(run.asks(B, 4 * ROOM, old)) >= 1, "they are for others"
         run.ends(run.given(A, 8 * ROOM), EndReason.FINISHED, "complete")  # it may train meanwhile
-        run.passes(MOVING_S + SETTLE_S + 1)
+        run.passes(fleet_record.MOVING_S + SETTLE_S + 1)
         run.offer(exam=old)
         again = run.asks(A, 64, old)
         assert again, "it may be the only one at this version"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,30 +17,20 @@ from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError
 from echo2.base.ids import PeerId, RunId
 from echo2.coordinator import coordinator
 from echo2.coordinator.fleet.members import Activation, Liveness
+from echo2.coordinator.money import provisioning
 from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.provisioner import DEFAULT_OFFERS, LATE_S, LOST_AFTER_S, REST_S, REST_S_MAX
-from echo2.coordinator.money.provisioning import (
-    JOIN_S_MAX,
-    Budget,
-    MachineOffer,
-    MachineState,
-    ObservedMachine,
-    RentedMachine,
-    machine_prefix,
-)
+from echo2.coordinator.money.provisioning import JOIN_S_MAX, Budget, MachineOffer, MachineState, ObservedMachine
 from echo2.coordinator.operator import Commands
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.patience import WAIT_S
 from tests.unit.coordinator.test_provisioner import NOW, OFFER, Clock, Cloud, Scene, ask, plan_of
 
 DEAR = MachineOffer("dear", "cloud", "H200", usd_per_hour=4.0, rollouts_per_s=3.0, machines_max=3)
 
 
-class SoldOut(Cloud):
+def sold_out() -> Cloud:
     """Has no machine of the kind, and says so at once."""
-
-    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
-        raise ResourceError("no H100 in any zone")
+    return Cloud(rent=map(ResourceError, repeat("no H100 in any zone")))
 
 
 class Market(Scene):
@@ -48,11 +40,11 @@ class Market(Scene):
         self.other = other
         super().__init__(folder, cloud, **more)
 
+    def offers(self) -> tuple[list[MachineOffer], list[Any]]:
+        return [replace(OFFER, rollouts_per_s=3.0), DEAR], [self.cloud, self.other]
+
     def begin(self) -> None:
         super().begin()
-        offers = [replace(OFFER, rollouts_per_s=3.0), DEAR]
-        self.commands = Commands(self.hub, "h", 1, offers, {OFFER.name: self.cloud, DEAR.name: self.other})
-        self.provisioner = self.commands.provisioner
         self.hub.plan.adopt(plan_of(3.0, 9.0), is_acted_on=True)
         self.hub.board.is_connected = True
 
@@ -65,7 +57,7 @@ class Market(Scene):
 
 
 async def test_what_is_sold_out_rests_and_the_next_offer_is_taken(tmp_path: Path) -> None:
-    run = Market(tmp_path, SoldOut(), Cloud())
+    run = Market(tmp_path, sold_out(), Cloud())
     await run.look()
     assert run.offered() == ["gpu"]
     await run.looks_and_acts()
@@ -112,7 +104,7 @@ async def test_when_all_workers_have_gone_others_are_rented_though_no_plan_is_ma
 
 async def test_an_offer_that_stays_sold_out_is_tried_a_few_times_a_day(tmp_path: Path) -> None:
     """Each try makes a token and a machine's row, which count for the whole run."""
-    run = Market(tmp_path, SoldOut(), SoldOut())
+    run = Market(tmp_path, sold_out(), sold_out())
     for _ in range(24 * 60):
         run.clock.time += 60.0
         await run.looks_and_acts()
@@ -122,7 +114,7 @@ async def test_an_offer_that_stays_sold_out_is_tried_a_few_times_a_day(tmp_path:
 
 
 async def test_machines_that_never_join_are_not_rented_one_after_another(tmp_path: Path) -> None:
-    run = Market(tmp_path, Cloud(), SoldOut())
+    run = Market(tmp_path, Cloud(), sold_out())
     for _ in range(24 * 60):
         run.clock.time += 60.0
         await run.looks_and_acts()
@@ -149,20 +141,6 @@ async def test_a_quote_for_many_machines_is_bounded_by_offer_cap_and_budget_alon
     assert not run.provisioner.machines
 
 
-class Slow(Cloud):
-    """Lists what was there when it was asked, once it is let."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lists = asyncio.Event()
-        self.lists.set()
-
-    async def observe(self) -> dict[str, ObservedMachine]:
-        there = await super().observe()
-        await self.lists.wait()
-        return there
-
-
 async def until_asked(task: asyncio.Task[Any]) -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -170,7 +148,7 @@ async def until_asked(task: asyncio.Task[Any]) -> None:
 
 
 async def test_a_list_of_before_a_release_does_not_bring_the_machine_back(tmp_path: Path) -> None:
-    run = Scene(tmp_path, Slow())
+    run = Scene(tmp_path, Cloud())
     machine = await run.provisioner.rent("gpu", "", "because")
     run.clock.time += 10
     run.cloud.lists.clear()
@@ -187,7 +165,7 @@ async def test_a_list_of_before_a_release_does_not_bring_the_machine_back(tmp_pa
 
 
 async def test_a_machine_that_took_long_to_make_is_not_lost_to_a_list_of_before(tmp_path: Path) -> None:
-    run = Scene(tmp_path, Slow())
+    run = Scene(tmp_path, Cloud())
     run.cloud.answers.clear()
     renting = asyncio.create_task(run.provisioner.rent("gpu", "", "because"))
     await until_asked(renting)
@@ -228,22 +206,12 @@ async def test_a_machine_that_is_missing_in_one_list_is_neither_lost_nor_given_b
     assert not machine.is_open
 
 
-class SlowToEnd(Cloud):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = asyncio.Event()
-
-    async def release(self, machine_id: str) -> None:
-        await self.ends.wait()
-        await super().release(machine_id)
-
-
 async def test_all_machines_of_an_action_are_given_back_though_who_asked_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `echo2 ctl` has after 30 s, which many machines take."""
     monkeypatch.setattr("echo2.coordinator.money.provisioner.RELEASES_AT_ONCE", 2)
-    run = Scene(tmp_path, SlowToEnd())
+    run = Scene(tmp_path, Cloud(release=repeat(ends := asyncio.Event())))
     peers = [run.join(await run.provisioner.rent("gpu", "", "because"), f"w{number}") for number in range(3)]
     asking = asyncio.create_task(run.commands.act("workers/release", json.dumps({"peer_ids": peers}).encode()))
     await until_asked(asking)
@@ -251,14 +219,13 @@ async def test_all_machines_of_an_action_are_given_back_though_who_asked_has_gon
     assert sorted(states) == ["releasing", "releasing", "starting"], "one that is slow keeps the next from nothing"
     asking.cancel()
     await asyncio.wait((asking,))
-    run.cloud.ends.set()
-    async with asyncio.timeout(WAIT_S):
-        while any(one.is_open for one in run.provisioner.machines.values()):
-            await asyncio.sleep(0)
+    ends.set()
+    while any(one.is_open for one in run.provisioner.machines.values()):
+        await asyncio.sleep(0)
 
 
 async def test_what_the_operator_approves_twice_is_rented_once_however_long_it_takes(tmp_path: Path) -> None:
-    run = Market(tmp_path, Cloud(), SoldOut())
+    run = Market(tmp_path, Cloud(), sold_out())
     await run.look()
     run.cloud.answers.clear()
     first = asyncio.create_task(run.provisioner.carry_out("approved by the operator"))
@@ -271,104 +238,48 @@ async def test_what_the_operator_approves_twice_is_rented_once_however_long_it_t
     assert len(run.cloud.there) == 2
 
 
-class Broken(Cloud):
-    """A cloud's library with a bug."""
-
-    async def observe(self) -> dict[str, ObservedMachine]:
-        raise TypeError("'NoneType' object is not iterable")
-
-
-class Hanging(Cloud):
-    """Its server takes the question and never answers."""
-
-    async def observe(self) -> dict[str, ObservedMachine]:
-        await asyncio.Event().wait()
-        raise AssertionError("never comes here")
-
-
-@pytest.mark.parametrize("first", [Broken, Hanging])
+@pytest.mark.parametrize(
+    "observe", [map(TypeError, repeat("a library's bug")), repeat(asyncio.Event())], ids=["breaks", "hangs"]
+)
 async def test_a_provider_that_breaks_or_hangs_keeps_no_other_machine_on_the_bill(
-    tmp_path: Path, first: type[Cloud], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, observe: Iterator[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo2.coordinator.money.provisioner.ANSWER_S", 0.01)
     monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
-    run = Market(tmp_path, first(), Cloud())
+    run = Market(tmp_path, Cloud(observe=observe), Cloud())
     machine = await run.provisioner.rent("dear", "", "because")
     loop = asyncio.create_task(run.provisioner.run())
-    async with asyncio.timeout(WAIT_S):
-        while machine.state is not MachineState.RUNNING:
-            await asyncio.sleep(0.01)
-        run.hub.ending.finish_run()
-        while machine.is_open:
-            await asyncio.sleep(0.01)
-        run.clock.time += LATE_S
-        while "gpu" not in run.provisioner.problems:
-            await asyncio.sleep(0.01)
+    while machine.state is not MachineState.RUNNING:
+        await asyncio.sleep(0.01)
+    run.hub.ending.finish_run()
+    while machine.is_open:
+        await asyncio.sleep(0.01)
+    run.clock.time += LATE_S
+    while "gpu" not in run.provisioner.problems:
+        await asyncio.sleep(0.01)
     loop.cancel()
     assert not run.other.there
     shown = {offer["name"]: offer["problem"] for offer in run.commands.view.sections()["machines"]["offers"]}
     assert ("TypeError" in shown["gpu"] or "has not listed its machines for 60 s" in shown["gpu"]) and not shown["dear"]
 
 
-class HangingOnce(Cloud):
-    """Never answers the first time that it is asked for a machine, for the list and to end one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = set[str]()
-
-    async def first(self, what: str) -> None:
-        if what not in self.asked:
-            self.asked.add(what)
-            await asyncio.Event().wait()
-
-    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
-        await super().rent(machine_id, join_link, usd_per_hour)
-        await self.first("rent")
-        return ""
-
-    async def release(self, machine_id: str) -> None:
-        await self.first("release")
-        await super().release(machine_id)
-
-    async def observe(self) -> dict[str, ObservedMachine]:
-        await self.first("observe")
-        return await super().observe()
-
-
 async def test_a_provider_that_has_hung_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("ANSWER_S", 0.001), ("LOOK_S", 0.0), ("HANGS_S", 0.01)):
         monkeypatch.setattr(f"echo2.coordinator.money.provisioner.{name}", seconds)
-    run = Scene(tmp_path, HangingOnce())
+    run = Scene(tmp_path, Cloud(**{what: iter([asyncio.Event()]) for what in ("answer", "observe", "release")}))
     loop = asyncio.create_task(run.provisioner.run())
     machine = await run.provisioner.rent("gpu", "", "because")
-    async with asyncio.timeout(WAIT_S):
-        while machine.state is not MachineState.RUNNING:
-            await asyncio.sleep(0)
-        await run.provisioner.release(machine.machine_id, "enough")
-        while machine.is_open:
-            await asyncio.sleep(0)
+    while machine.state is not MachineState.RUNNING:
+        await asyncio.sleep(0)
+    await run.provisioner.release(machine.machine_id, "enough")
+    while machine.is_open:
+        await asyncio.sleep(0)
     loop.cancel()
     assert not run.cloud.there
 
 
-class Stubborn(Cloud):
-    """Does not end its first machine, by an error that no contract names."""
-
-    async def rent(self, machine_id: str, join_link: str, usd_per_hour: float) -> str:
-        await super().rent(machine_id, join_link, usd_per_hour)
-        if len(self.there) > 2:
-            raise KeyError("region")
-        return ""
-
-    async def release(self, machine_id: str) -> None:
-        if machine_id == next(iter(self.there)):
-            raise KeyError("zone")
-        await super().release(machine_id)
-
-
 async def test_one_machine_that_is_not_released_keeps_no_other(tmp_path: Path) -> None:
-    run = Scene(tmp_path, Stubborn())
+    run = Scene(tmp_path, Cloud(answer=iter([None, None, KeyError("region")]), release=iter([KeyError("zone")])))
     peers = [run.join(await run.provisioner.rent("gpu", "", "because"), f"w{number}") for number in range(2)]
     with pytest.raises(ResourceError, match="KeyError: 'region'"):
         await run.provisioner.rent("gpu", "", "because")
@@ -382,7 +293,7 @@ async def test_one_machine_that_is_not_released_keeps_no_other(tmp_path: Path) -
 
 def test_a_machine_that_its_provider_took_away_and_still_lists_is_given_back() -> None:
     """A cluster that a cloud has stopped stays in SkyPilot's list, and on the bill, until somebody deletes it."""
-    stopped = RentedMachine("m", OFFER.name, "cloud", "", MachineState.ENDING, 2.0, NOW - JOIN_S_MAX)
+    stopped = provisioning.RentedMachine("m", OFFER.name, "cloud", "", MachineState.ENDING, 2.0, NOW - JOIN_S_MAX)
     for purse in (Budget(1.0, 0.0, usd_per_hour_cap=10), Budget(1.0, 10.0, usd_budget=10)):
         assert [one.machine_id for one in ask(plan_of(9, 9), [stopped], {}, purse).release] == ["m"]
     gone = replace(stopped, state=MachineState.GONE, ended_at=NOW)
@@ -391,7 +302,8 @@ def test_a_machine_that_its_provider_took_away_and_still_lists_is_given_back() -
 
 async def test_machines_of_another_run_whose_name_begins_alike_are_left_alone(tmp_path: Path) -> None:
     one, other = RunId("qwen3-4b-math-a"), RunId("qwen3-4b-math-b")
-    assert machine_prefix(one, "gpu") == machine_prefix(other, "gpu"), "clouds take short names"
+    first, second = (provisioning.machine_prefix(run_id, "gpu") for run_id in (one, other))
+    assert first == second, "clouds take short names"
     cloud = Cloud()  # one account for both
     (tmp_path / "b").mkdir()
     ours, theirs = Scene(tmp_path, cloud), Scene(tmp_path / "b", cloud)
@@ -492,10 +404,8 @@ async def test_a_found_machine_and_its_worker_are_billed_once_and_it_is_not_give
 class ByHand(Scene):
     """A person starts and ends the machines."""
 
-    def begin(self) -> None:
-        super().begin()
-        self.commands = Commands(self.hub, "h", 1, [BY_HAND], {BY_HAND.name: ManualProvider(BY_HAND)})
-        self.provisioner = self.commands.provisioner
+    def offers(self) -> tuple[list[MachineOffer], list[Any]]:
+        return [BY_HAND], [ManualProvider(BY_HAND)]
 
 
 BY_HAND = MachineOffer("hand", "manual", usd_per_hour=1.0, is_automatic=False)

@@ -167,30 +167,24 @@ async def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None
             protocol_version=2, token=link.token, role="worker",
             certificate_request_der=certificate_request(Identity.generate(), TlsKey.generate()),
         )  # fmt: skip
-        before = fingerprint(daemon)
-        bad = []
-        for change in (
-            {"token": "x" * 43}, {"token": "x" * 9000}, {"role": "king"}, {"role": "learner"},
-            {"protocol_version": 9}, {"certificate_request_der": b""}, {"certificate_request_der": b"x" * 20_000},
-        ):  # fmt: skip
-            spoilt = enrolment_pb2.EnrolRequest()
-            spoilt.CopyFrom(request)
-            for name, value in change.items():
+        before, der = fingerprint(daemon), request.certificate_request_der
+        bad: list[tuple[str, object]] = [
+            ("token", "x" * 43), ("token", "x" * 9000), ("role", "king"), ("role", "learner"), ("protocol_version", 9),
+            ("certificate_request_der", b""), ("certificate_request_der", b"x" * 20_000),
+        ]  # fmt: skip
+        for at in rng.sample(range(len(der)), 20):  # with a flipped bit none is vouched for by its identity
+            flipped = der[:at] + bytes([der[at] ^ 1 << rng.randrange(8)]) + der[at + 1 :]
+            bad.append(("certificate_request_der", flipped))
+        async with await enrolment_channel(link) as channel:
+            statuses = []
+            for name, value in bad:
+                spoilt = enrolment_pb2.EnrolRequest()
+                spoilt.CopyFrom(request)
                 setattr(spoilt, name, value)
-            bad.append(spoilt.SerializeToString())
-        der = request.certificate_request_der
-        for _ in range(20):  # no certificate request with a flipped bit is vouched for by its identity
-            spoilt = enrolment_pb2.EnrolRequest()
-            spoilt.CopyFrom(request)
-            at = rng.randrange(len(der))
-            spoilt.certificate_request_der = der[:at] + bytes([der[at] ^ 1 << rng.randrange(8)]) + der[at + 1 :]
-            bad.append(spoilt.SerializeToString())
-        channel = await enrolment_channel(link)
-        async with channel:
-            statuses = [await raw_call(channel, "/echo2.v1.Enrolment/Enrol", data) for data in bad]
+                statuses.append(await raw_call(channel, "/echo2.v1.Enrolment/Enrol", spoilt.SerializeToString()))
             assert "OK" not in statuses, statuses
             assert fingerprint(daemon) == before
             for _ in range(40):
-                statuses.append(await raw_call(channel, "/echo2.v1.Enrolment/Enrol", bad[0]))
+                statuses.append(await raw_call(channel, "/echo2.v1.Enrolment/Enrol", spoilt.SerializeToString()))
             assert "RESOURCE_EXHAUSTED" in statuses, "who tries too often is slowed down"
         assert fingerprint(daemon) == before

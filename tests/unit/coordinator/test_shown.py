@@ -18,7 +18,7 @@ from echo2.coordinator.streams import SEND_QUEUE_MAX, StreamSession
 from echo2.coordinator.web.page import ChangedValues
 from echo2.coordinator.web.state import MACHINES_SHOWN, TOKENS_SHOWN
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_lease_book import spec
+from tests.unit.coordinator.test_lease_book import delivery, spec
 from tests.unit.coordinator.test_limits import Fleet, plan
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 
@@ -97,6 +97,11 @@ async def test_page_and_status_tell_the_same_and_what_is_so(tmp_path: Path) -> N
     _, status = same_facts(fleet)
     rose = (status.usd_spent - before.usd_spent, status.usd_useful - before.usd_useful)
     assert rose == (pytest.approx(3.0), pytest.approx(1.0)), "who stands by is on the bill and does nothing useful"
+    delivered = pb.WorkersDelivered(workers=[delivery(PeerId("w0"), 1, 3.0), delivery(PeerId("w1"), 1, 1.0)])
+    hub.learner.on_message(PeerId("learner"), pb.LearnerMessage(delivered=delivered))
+    bills = [fleet.commands.view.worker(member)["usd_per_mtok"] for member in hub.membership.members.values()]
+    whole = pytest.approx([1e6 * 1.5 / 3000, 1e6 * 3.0 / 1000], rel=1e-3)
+    assert bills == whole, "its whole bill, by its part of the tokens"
 
 
 async def test_of_thousands_that_have_gone_little_is_made_and_every_open_machine_has_its_button(tmp_path: Path) -> None:
@@ -128,6 +133,9 @@ async def test_page_and_status_of_a_run_that_starves_is_over_its_budget_or_finis
     assert status.headline.startswith("Look at what is missing: the learner waits 5 min for rollouts")
     (wait,) = [one for one in status.waits if one.what.startswith("the learner waits for rollouts")]
     assert fleet.clock.now() - wait.since_unix_s == pytest.approx(300.0)
+    with_learner(fleet, waits_for="workers to fetch version 3", waits_since_s=9.0)
+    waits = [one.what for one in fleet.commands.view.status().waits]
+    assert "the learner waits for workers to fetch version 3" in waits, "with its leases only where it is rollouts"
     for _ in range(40):
         fleet.passes(60.0, 1)
     page, status = same_facts(fleet)
@@ -156,15 +164,9 @@ async def test_what_waits_for_the_same_is_one_line_and_events_name_workers_by_th
     assert page["events"][-1]["text"] == "oregon hands back group g1: it is among the last of its step"
 
 
-async def test_what_the_learner_waits_for_is_told_with_its_leases_only_where_it_is_rollouts(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 1.0)
-    with_learner(fleet, waits_for="workers to fetch version 3", waits_since_s=9.0)
-    assert "the learner waits for workers to fetch version 3" in [
-        one.what for one in fleet.commands.view.status().waits
-    ]
-
-
-async def test_no_prediction_is_shown_while_too_little_was_measured(tmp_path: Path) -> None:
+async def test_no_prediction_is_shown_while_too_little_was_measured_and_no_reward_that_a_trainer_computes(
+    tmp_path: Path,
+) -> None:
     fleet = Fleet(tmp_path, 1.0)
     with_learner(fleet)
     fleet.hub.adopt_plan(plan([PeerId("w0")]), fleet.everybody, True, is_settled=False)
@@ -173,12 +175,7 @@ async def test_no_prediction_is_shown_while_too_little_was_measured(tmp_path: Pa
     assert page["plan"]["is_known"] and page["plan"]["utilisation"] is None and not status.plan.predicted_utilisation
     assert page["advice"].utilisation == 0.0 and not page["advice"].is_measured
     assert status.headline == "Nothing to do: the learner makes its first steps at $1.00/h."
-
-
-async def test_no_reward_is_shown_of_a_run_whose_trainer_computes_it(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 1.0)
-    with_learner(fleet)
-    assert fleet.commands.view.sections()["learner"]["reward"] == fleet.commands.view.samples()["reward"][-1] == 0.5
+    assert page["learner"]["reward"] == fleet.commands.view.samples()["reward"][-1] == 0.5
     assert fleet.hub.board.hello is not None
     fleet.hub.board.hello.step_limit = 0  # who hands in the last version decides
     assert fleet.commands.view.sections()["learner"]["reward"] is fleet.hub.board.reward_mean is None
@@ -214,15 +211,17 @@ async def test_a_row_says_how_a_worker_is_reached_by_what_it_found_out_else_by_i
     assert shown() == (True, 0)
 
 
-async def test_a_worker_of_a_rented_machine_is_not_sent_home_as_idle(tmp_path: Path) -> None:
+async def test_idle_workers_are_sent_home_by_one_button_but_for_those_of_rented_machines(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 1.0, 1.0)
     hub, machine = fleet.hub, await fleet.commands.provisioner.rent("gpu", "", "a test")
     hub.tokens.tokens[machine.token_id].peers.add(PeerId("w0"))
     for peer_id in fleet.everybody:
         hub.set_worker(peer_id, OperatorSetting.STANDBY, "too many")
-    assert not hub.money.idle_workers(), "they may be between two plans"
+    assert await fleet.commands.act("workers/dismiss", b"{}") == {"count": 0}, "they may be between two plans"
     fleet.passes(60.0)
     assert [one.peer_id for one in hub.money.idle_workers()] == [PeerId("w1")]
+    assert await fleet.commands.act("workers/dismiss", b"{}") == {"count": 1}
+    assert [one.last_liveness for one in hub.membership.members.values()] == [Liveness.ALIVE, Liveness.GONE]
 
 
 async def test_a_node_that_reads_no_orders_is_disconnected_and_told_why_before_what_waits() -> None:
@@ -238,8 +237,10 @@ async def test_a_node_that_reads_no_orders_is_disconnected_and_told_why_before_w
     assert not session.is_open and session.orders.empty()
 
 
-async def test_what_stands_still_is_not_sent_each_second(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path)
+async def test_what_stands_still_is_not_sent_each_second_and_what_the_planner_waits_for_is_told_since_it_does(
+    tmp_path: Path,
+) -> None:
+    fleet, began = Fleet(tmp_path), 1000.0
     fleet.commands.create_token("worker", "for two", 60.0, 2)
     fleet.commands.create_token("worker", "used", 3600.0, 1)[0].peers.add(PeerId("w"))
     fleet.clock.time += 100.0
@@ -247,6 +248,31 @@ async def test_what_stands_still_is_not_sent_each_second(tmp_path: Path) -> None
     fleet.clock.time += 1.0
     assert fleet.commands.view.sections()["tokens"] == before
     assert {one["label"]: one["problem"] for one in before} == {"for two": "", "used": "it was used 1 of 1 times"}
+    fleet.clock.time += 3600.0
+    fleet.hub.plan.wait_for("the learner", fleet.clock.now())
+    assert {wait.since_unix_s for wait in fleet.commands.view.status().waits if "planner" in wait.what} == {began}
+    fleet.hub.plan.wait_for("the learner's first step", fleet.clock.now())
+    (wait,) = [wait for wait in fleet.commands.view.status().waits if "planner" in wait.what]
+    assert (wait.what, wait.since_unix_s) == ("the planner waits for the learner's first step", fleet.clock.now())
+
+
+async def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_over_a_restart(tmp_path: Path) -> None:
+    """A report may be made after a step and before its row is written: it has the new step and the old row's numbers. A reward that
+    nobody has measured is no point."""
+    fleet = Fleet(tmp_path)
+    for evaluated_before in (None, 0.75):
+        hello = pb.LearnerHello(step=6, step_limit=8)
+        fleet.hub.board.on_hello(PeerId("learner"), hello, fleet.clock.now())
+        assert fleet.commands.view.sections()["learner"]["eval_reward"] == evaluated_before
+        reports = [pb.LearnerReport(step=6)]
+        for step, reward, evaluated in ((7, 0.6, -1.0), (8, 0.6, -1.0), (8, 0.9, -1.0), (8, 0.9, 0.75)):
+            reports.append(pb.LearnerReport(step=step, train_s=1.0, reward_mean=reward, eval_reward=evaluated))
+        for report in reports:
+            fleet.hub.learner.on_message(PeerId("learner"), pb.LearnerMessage(report=report))
+        series = fleet.commands.view.samples()
+        assert [series["step"], series["reward"], series["eval"][-1:]] == [[6, 7, 8], [None, 0.6, 0.9], [0.75]]
+        fleet.hub.flush_now()
+        fleet.begin()
 
 
 async def test_the_curves_are_whole_after_a_restart(tmp_path: Path) -> None:
@@ -277,14 +303,3 @@ async def test_a_name_stands_for_the_one_worker_of_it_that_is_there(tmp_path: Pa
     gone.last_liveness = Liveness.GONE
     await fleet.commands.act("workers/state", asked)
     assert (gone.setting, there.setting) == (OperatorSetting.AUTOMATIC, OperatorSetting.STANDBY)
-
-
-async def test_what_the_planner_waits_for_is_told_since_it_does(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path)
-    began = fleet.clock.now()
-    fleet.clock.time += 3600.0
-    fleet.hub.plan.wait_for("the learner", fleet.clock.now())
-    assert {wait.since_unix_s for wait in fleet.commands.view.status().waits if "planner" in wait.what} == {began}
-    fleet.hub.plan.wait_for("the learner's first step", fleet.clock.now())
-    (wait,) = [wait for wait in fleet.commands.view.status().waits if "planner" in wait.what]
-    assert (wait.what, wait.since_unix_s) == ("the planner waits for the learner's first step", fleet.clock.now())

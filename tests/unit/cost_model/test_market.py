@@ -3,7 +3,6 @@ the same of hundreds of fleets."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -11,37 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_market import (
-    adding_trial,
-    best_simulated,
-    brute_force_usd,
-    egress_case,
-    hard_case,
-    infeasible_case,
-    is_worse,
-    setting,
-)
+from benchmarks import bench_market
+from benchmarks.bench_market import adding_trial, best_simulated, brute_force_usd, hard_case, infeasible_case, setting
 from benchmarks.market_fleets import told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
 from echo2.base.errors import ConfigError
 from echo2.coordinator.money.market import Catalogue, built_in_catalogue, built_in_models, keep, kept
-from echo2.cost_model.machines import (
-    BANDWIDTH_SHARE,
-    DECODE_FLOPS_SHARE,
-    NO_FILTER,
-    STEP_S,
-    MarketOffer,
-    OfferFilter,
-    Ranked,
-    Roofline,
-    kind_of,
-    kind_of_name,
-    prefill_cost,
-    ranked,
-    train_s_prior,
-    useful_share,
-    worker_prior,
-)
+from echo2.cost_model import machines as cost_machines
+from echo2.cost_model.machines import BANDWIDTH_SHARE, STEP_S, MarketOffer, OfferFilter, Roofline, kind_of, worker_prior
 from echo2.cost_model.planner import plan
 from echo2.cost_model.question import PlanQuestion
 from echo2.cost_model.sizing import Quantisation, RunLengths, spread_speed
@@ -92,12 +68,12 @@ def test_prediction_is_near_what_is_simulated(make, seed: int) -> None:  # type:
 @pytest.mark.parametrize("seed", [*soaked(39, 376), 507, 0])
 def test_one_more_machine_never_makes_a_plan_worse(seed: int) -> None:
     before, after, train_s = adding_trial(seed)
-    assert not is_worse(before, after, train_s), f"{before.reason} -> {after.reason}"
+    assert not bench_market.is_worse(before, after, train_s), f"{before.reason} -> {after.reason}"
 
 
 @pytest.mark.parametrize("seed", [*soaked(0), 1])
 def test_a_plan_that_pays_for_traffic_is_within_a_hundredth_of_brute_force_and_is_kept(seed: int) -> None:
-    snapshot, config = egress_case(seed)
+    snapshot, config = bench_market.egress_case(seed)
     best, made = brute_force_usd(snapshot, config), plan(snapshot, config)
     assert made.is_feasible == (best is not None)
     assert best is None or made.usd_per_hour <= best * 1.01
@@ -112,12 +88,12 @@ def test_a_plan_that_pays_for_traffic_is_within_a_hundredth_of_brute_force_and_i
 def test_a_machine_that_the_cap_does_not_allow_is_passed_over() -> None:
     """The least USD for its rate, and dearer than the cap: it once emptied every pool that was looked at."""
     bargain = Machine(400, 30.0, 2.0, 5e7, 2e8)
-    cheap = [dataclasses.replace(USUAL, usd_per_hour=0.17) for _ in range(3)]
+    cheap = [replace(USUAL, usd_per_hour=0.17) for _ in range(3)]
     made = plan(told(world(), [*cheap, bargain]), wishes(world(), usd_per_hour_cap=0.6))
     assert made.pool == ("w0000", "w0001", "w0002") and not made.is_feasible
     reached = simulate(world(), cheap, made.kappa, made.in_flight_cap_rollouts)
     assert made.predicted_utilisation == pytest.approx(reached, abs=0.03) and reached > 0.7
-    many = [dataclasses.replace(USUAL, usd_per_hour=0.17) for _ in range(80)]
+    many = [replace(USUAL, usd_per_hour=0.17) for _ in range(80)]
     large = world(batch=2048, train_s=TRAIN_S * 2)
     of_many = plan(told(large, [*many, bargain]), wishes(large, usd_per_hour_cap=1.5))
     assert len(of_many.pool) == 8 and "w0080" not in of_many.pool and of_many.usd_per_hour <= 1.5
@@ -138,13 +114,15 @@ def test_a_slow_uplink_gets_the_period_that_keeps_the_learner_busiest() -> None:
 CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
 RUN = RunLengths(2560)
 RTX4090 = MarketOffer("runpod", "a", "eu-cz", "RTX4090", 1, 24, 0.34, False)
-SPOT = dataclasses.replace(RTX4090, instance="b", is_spot=True, usd_per_hour=0.20)
+SPOT = replace(RTX4090, instance="b", is_spot=True, usd_per_hour=0.20)
 H100 = MarketOffer("aws", "p5", "us-east-1", "H100", 8, 80, 40.0, False)
 OLD = MarketOffer("aws", "g4", "us-east-1", "T4", 1, 16, 0.5, False)
 
 
-def for_model(model: str, *offers: MarketOffer, wish: OfferFilter = NO_FILTER) -> list[Ranked]:
-    return ranked(offers, MODELS[model], RUN, CATALOGUE, wish=wish)
+def for_model(
+    model: str, *offers: MarketOffer, wish: OfferFilter = cost_machines.NO_FILTER
+) -> list[cost_machines.Ranked]:
+    return cost_machines.ranked(offers, MODELS[model], RUN, CATALOGUE, wish=wish)
 
 
 def test_the_unit_price_is_the_hours_over_what_they_bring() -> None:
@@ -153,7 +131,7 @@ def test_the_unit_price_is_the_hours_over_what_they_bring() -> None:
     assert prior.gpu_count == 1 and found["a"].tokens_per_s == pytest.approx(prior.tokens_per_s)
     assert found["a"].usd_per_million == pytest.approx(0.34 / (prior.tokens_per_s * 3600) * 1e6)
     assert found["b"].usd_per_million == pytest.approx(
-        0.20 / (prior.tokens_per_s * 3600 * useful_share(0.05, 300)) * 1e6
+        0.20 / (prior.tokens_per_s * 3600 * cost_machines.useful_share(0.05, 300)) * 1e6
     )
     assert found["p5"].sequences == 8 * 256 and found["p5"].egress_usd_per_gib > 0
 
@@ -170,9 +148,9 @@ def test_the_cheapest_tokens_come_first_and_what_cannot_serve_last_with_its_reas
 def test_kinds_are_told_apart_by_memory() -> None:
     a100 = MarketOffer("gcp", "a2", "europe-west4", "A100", 1, 40, 1.8, False)
     assert kind_of(a100, CATALOGUE) == "A100-40G"
-    assert kind_of(dataclasses.replace(a100, gpu_memory_gib=80), CATALOGUE) == "A100-80G"
-    assert kind_of(dataclasses.replace(a100, gpu="NVIDIA RTX 4090", gpu_memory_gib=24), CATALOGUE) == "RTX4090"
-    assert kind_of(dataclasses.replace(a100, gpu_memory_gib=16), CATALOGUE) == ""
+    assert kind_of(replace(a100, gpu_memory_gib=80), CATALOGUE) == "A100-80G"
+    assert kind_of(replace(a100, gpu="NVIDIA RTX 4090", gpu_memory_gib=24), CATALOGUE) == "RTX4090"
+    assert kind_of(replace(a100, gpu_memory_gib=16), CATALOGUE) == ""
 
 
 @pytest.mark.parametrize(
@@ -192,7 +170,7 @@ def test_filters(wish: OfferFilter, left: int) -> None:
 )
 def test_offers_that_cannot_be_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
-        dataclasses.replace(RTX4090, **{name: value})
+        replace(RTX4090, **{name: value})
 
 
 def test_a_kept_catalogue_goes_there_and_back_and_a_field_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
@@ -226,7 +204,7 @@ FIRST_CARD, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
     ],
 )
 def test_a_name_gives_its_kind_and_how_many(text: str, kind: str, count: int) -> None:
-    assert kind_of_name(text, CATALOGUE) == (kind, count)
+    assert cost_machines.kind_of_name(text, CATALOGUE) == (kind, count)
 
 
 def test_a_decode_step_takes_the_longer_of_reading_and_multiplying() -> None:
@@ -235,7 +213,7 @@ def test_a_decode_step_takes_the_longer_of_reading_and_multiplying() -> None:
 
     bandwidth = BANDWIDTH_SHARE * FIRST_CARD.bandwidth_gb_per_s * 1e9
     assert step_s(1) == pytest.approx(SIZE.gpu_weight_bytes / bandwidth + STEP_S)
-    computing_s = 2 * 4096 * SIZE.parameters / (DECODE_FLOPS_SHARE * FIRST_CARD.train_tflops * 1e12)
+    computing_s = 2 * 4096 * SIZE.parameters / (cost_machines.DECODE_FLOPS_SHARE * FIRST_CARD.train_tflops * 1e12)
     assert step_s(4096) == pytest.approx(computing_s + STEP_S)
     assert step_s(1) - step_s(1, Quantisation.FP8) == pytest.approx(SIZE.linear_parameters / bandwidth)
     assert step_s(4096, Quantisation.FP8) == step_s(4096), "rounded weights are multiplied no faster"
@@ -249,15 +227,14 @@ def test_rates_follow_sequences_experts_and_gpus() -> None:
     assert all(after >= before for before, after in pairwise(rates))
     experts = replace(SIZE, parameters=30_500_000_000, idle_parameters=27_200_000_000)
     dense = replace(experts, idle_parameters=0)
-    assert Roofline(FIRST_CARD, experts).tokens_per_s(4096, 0.0) > 4 * Roofline(FIRST_CARD, dense).tokens_per_s(
-        4096, 0.0
-    )
+    of_experts, of_dense = (Roofline(FIRST_CARD, size).tokens_per_s(4096, 0.0) for size in (experts, dense))
+    assert of_experts > 4 * of_dense
     one, two = (Roofline(FIRST_CARD, SIZE, spread_speed(count)).step_s(64, 1280.0) - STEP_S for count in (1, 2))
     assert 1.0 < one / two < 2.0
     small, large = (worker_prior(CATALOGUE["RTX4090"], MODELS[n], RunLengths(4096)) for n in ("qwen3-4b", "qwen3-32b"))
     assert small.gpu_count == 1 < large.gpu_count
     assert small.tokens_per_s > large.tokens_per_s / large.gpu_count
-    assert train_s_prior(FIRST_CARD, 4, 8.0, 1e6) == pytest.approx(0.1 + 48e15 / (4 * 990e12 * 0.23))
+    assert cost_machines.train_s_prior(FIRST_CARD, 4, 8.0, 1e6) == pytest.approx(0.1 + 48e15 / (4 * 990e12 * 0.23))
 
 
 def asked(*, recomputes: bool) -> PlanQuestion:
@@ -277,5 +254,5 @@ def test_what_is_prefilled_beside_sampling_is_in_a_prior_rate_once_and_in_a_meas
     measured = replace(told, offers=(replace(told.offers[0], tokens_per_s=1000.0),)).worker
     worker = measured(replace(told.offers[0], tokens_per_s=1000.0), 0)
     assert (worker.tokens_per_s, worker.swap_s) == (1000.0, 0.0)
-    full = prefill_cost(prior, 1e9, recomputes=True)
+    full = cost_machines.prefill_cost(prior, 1e9, recomputes=True)
     assert full.recompute_tokens == prior.fit.engine_count * prior.fit.cache_tokens, "the cache holds no more"

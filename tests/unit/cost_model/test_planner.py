@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -42,8 +41,7 @@ def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
     count = 6 + seed % 4
     # Rollouts are short beside a step and no machine is lost here, so a rehearsal has no objection to what the relations allow.
     workers = tuple(
-        dataclasses.replace(one, rollout_s_max=one.rollout_s_tail, hazard_per_hour=0.0)
-        for one in random_workers(count, seed)
+        replace(one, rollout_s_max=one.rollout_s_tail, hazard_per_hour=0.0) for one in random_workers(count, seed)
     )
     fleet = snapshot(workers, learner=learner(train_s=256 / (0.5 * count), rollouts_per_step=256))
     config = PlanConfig(staleness_bound=2 + seed % 5)
@@ -60,11 +58,11 @@ def test_feasible_plans_keep_every_term_and_better_is_not_worse(count: int, seed
     workers = others = random_workers(count, seed)
     seat = better_seat = learner(train_s=256 / (0.4 * count), delta_bytes=6e8)
     if change == "link":
-        seat = dataclasses.replace(seat, link=LinkEstimate(2e6, 1e8))
+        seat = replace(seat, link=LinkEstimate(2e6, 1e8))
     if change == "more":
-        others = (*workers, *(dataclasses.replace(one, worker_id=PeerId(one.worker_id + "x")) for one in workers[:2]))
+        others = (*workers, *(replace(one, worker_id=PeerId(one.worker_id + "x")) for one in workers[:2]))
     if change == "price":
-        others = tuple(dataclasses.replace(one, price_usd_per_hour=one.price_usd_per_hour * 0.7) for one in workers)
+        others = tuple(replace(one, price_usd_per_hour=one.price_usd_per_hour * 0.7) for one in workers)
     before = plan(snapshot(workers, learner=seat), PlanConfig(bound))
     assert before == plan(snapshot(workers, learner=seat), PlanConfig(bound))
     assert 1 <= before.kappa <= bound
@@ -102,7 +100,7 @@ def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
     swarm = plan(snapshot(thin, learner=learner(link=LinkEstimate(1e7, 1e8))), PlanConfig(4, fixed_kappa=1))
     remedy = next(one.remedy for one in swarm.terms if one.limit_kind is Limit.BROADCAST)
     assert remedy.startswith("give the uplinks of the learner and the workers together 18.8 MB/s")
-    dear = tuple(dataclasses.replace(one, price_usd_per_hour=312.3403) for one in workers)
+    dear = tuple(replace(one, price_usd_per_hour=312.3403) for one in workers)
     over = plan(snapshot(dear), PlanConfig(4, usd_per_hour_cap=2498.0))
     told = re.match(r"raise it to ([\d.]+) USD/h", over.binding_term.remedy)
     assert over.binding is Limit.USD_PER_HOUR and told and told[1] == "2498.73"
@@ -149,11 +147,11 @@ def test_of_equal_utilisation_the_best_effort_is_the_cheaper_pool_and_is_kept() 
         learner=learner(delta_bytes=1.2e10, delta_growth=0.0),
     )
     made = plan(fleet, PlanConfig(2))
-    pinned = tuple(dataclasses.replace(one, is_pinned=True) for one in fleet.workers)
-    everybody = plan(dataclasses.replace(fleet, workers=pinned), PlanConfig(2))
+    pinned = tuple(replace(one, is_pinned=True) for one in fleet.workers)
+    everybody = plan(replace(fleet, workers=pinned), PlanConfig(2))
     assert not made.is_feasible and made.usd_per_hour < 0.6 * everybody.usd_per_hour
     assert made.predicted_utilisation >= 0.96 * everybody.predicted_utilisation
-    again = plan(dataclasses.replace(activated(fleet, made, 0.0), now_s=5000.0), PlanConfig(2), made)
+    again = plan(replace(activated(fleet, made, 0.0), now_s=5000.0), PlanConfig(2), made)
     assert again.pool == made.pool and not again.activate and not again.drain
     assert again.predicted_utilisation == made.predicted_utilisation, "judged by the same rehearsal"
 
@@ -165,8 +163,8 @@ def activated(fleet: FleetSnapshot, chosen: Plan, now_s: float) -> FleetSnapshot
     for one in fleet.workers:
         state = WorkerState.ACTIVE if one.worker_id in pool else WorkerState.STANDBY
         since = one.state_since_s if state is one.state else now_s
-        workers.append(dataclasses.replace(one, state=state, state_since_s=since))
-    return dataclasses.replace(fleet, workers=tuple(workers), now_s=now_s)
+        workers.append(replace(one, state=state, state_since_s=since))
+    return replace(fleet, workers=tuple(workers), now_s=now_s)
 
 
 def test_small_changes_keep_the_pool_and_a_lost_worker_is_replaced() -> None:
@@ -174,15 +172,14 @@ def test_small_changes_keep_the_pool_and_a_lost_worker_is_replaced() -> None:
     config = PlanConfig(6)
     first = plan(fleet, config)
     fleet = activated(fleet, first, 1000.0)
-    cheaper = tuple(dataclasses.replace(one, price_usd_per_hour=one.price_usd_per_hour * 1.03) for one in fleet.workers)
-    kept = plan(dataclasses.replace(fleet, workers=cheaper, now_s=2000.0), config, first)
+    cheaper = tuple(replace(one, price_usd_per_hour=one.price_usd_per_hour * 1.03) for one in fleet.workers)
+    kept = plan(replace(fleet, workers=cheaper, now_s=2000.0), config, first)
     assert kept.pool == first.pool and not kept.activate and not kept.drain
     lost = first.pool[0]
     without = tuple(
-        dataclasses.replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == lost else one
-        for one in fleet.workers
+        replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == lost else one for one in fleet.workers
     )
-    mended = plan(dataclasses.replace(fleet, workers=without, now_s=2100.0), config, kept)
+    mended = plan(replace(fleet, workers=without, now_s=2100.0), config, kept)
     assert lost not in mended.pool and mended.is_feasible
 
 
@@ -193,24 +190,23 @@ def test_a_little_shortage_is_mended_when_two_steps_have_seen_it_and_a_loss_at_o
     first = plan(snapshot(workers, learner=seat), config)
     fleet = activated(snapshot(workers, learner=seat), first, 0.0)
     short = first.throughput_rollouts_per_s / (seat.rollouts_per_step / seat.train_s * config.target_utilisation)
-    noisy = dataclasses.replace(seat, train_s=seat.train_s / short / 1.06)
-    little = plan(dataclasses.replace(fleet, learner=noisy, now_s=1000.0), config, first)
+    noisy = replace(seat, train_s=seat.train_s / short / 1.06)
+    little = plan(replace(fleet, learner=noisy, now_s=1000.0), config, first)
     assert little.pool == first.pool and little.short_since_s == 1000.0
     for one in (first, little):  # a kept pool is judged like a fresh one
         reached = one.predicted_utilisation >= 0.98 - 0.005
         assert one.is_feasible == (reached and all(term.is_met for term in one.terms))
-    calm = plan(dataclasses.replace(fleet, now_s=1100.0), config, little)
+    calm = plan(replace(fleet, now_s=1100.0), config, little)
     assert calm.pool == first.pool and calm.short_since_s is None
     once, twice = 1000.0 + 1.2 * noisy.train_s, 1000.0 + 1.6 * noisy.train_s
     assert twice < 1000.0 + config.dwell_s
-    assert plan(dataclasses.replace(fleet, learner=noisy, now_s=once), config, little).pool == first.pool
-    lasting = plan(dataclasses.replace(fleet, learner=noisy, now_s=twice), config, little)
+    assert plan(replace(fleet, learner=noisy, now_s=once), config, little).pool == first.pool
+    lasting = plan(replace(fleet, learner=noisy, now_s=twice), config, little)
     assert len(lasting.pool) > len(first.pool) and lasting.is_feasible
     gone = tuple(
-        dataclasses.replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == first.pool[0] else one
-        for one in fleet.workers
+        replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == first.pool[0] else one for one in fleet.workers
     )
-    mended = plan(dataclasses.replace(fleet, workers=gone, learner=noisy, now_s=1000.0), config, first)
+    mended = plan(replace(fleet, workers=gone, learner=noisy, now_s=1000.0), config, first)
     assert mended.is_feasible and mended.activate
 
 
@@ -223,9 +219,9 @@ def test_a_worker_that_has_to_stay_a_while_never_lifts_a_plan_above_the_cap() ->
     first = plan(snapshot((old,), learner=seat), config)
     fleet = activated(snapshot((old, new), learner=seat), first, 0.0)
     assert first.pool == (old.worker_id,)
-    changed = plan(dataclasses.replace(fleet, now_s=10.0), config, first)
+    changed = plan(replace(fleet, now_s=10.0), config, first)
     assert changed.pool == (new.worker_id,) and changed.usd_per_hour <= cap
-    roomy = plan(dataclasses.replace(fleet, now_s=10.0), dataclasses.replace(config, usd_per_hour_cap=2.0), first)
+    roomy = plan(replace(fleet, now_s=10.0), replace(config, usd_per_hour_cap=2.0), first)
     assert set(roomy.pool) == {old.worker_id, new.worker_id}, "within the cap it stays for its dwell"
 
 
@@ -235,9 +231,9 @@ def test_a_pool_that_is_too_large_lets_members_go_and_takes_no_others() -> None:
     large, small = learner(rollouts_per_step=512), learner(rollouts_per_step=320)
     first = plan(snapshot(workers[:10], learner=large), config)
     fleet = activated(snapshot(workers, learner=small), first, 0.0)
-    known = plan(dataclasses.replace(fleet, now_s=1000.0), config, first)
+    known = plan(replace(fleet, now_s=1000.0), config, first)
     assert known.pool == first.pool
-    shrunk = plan(dataclasses.replace(fleet, now_s=1400.0), config, known)
+    shrunk = plan(replace(fleet, now_s=1400.0), config, known)
     assert shrunk.is_feasible and not shrunk.activate and shrunk.drain
     assert set(shrunk.pool) < set(first.pool)
 
@@ -251,7 +247,7 @@ def test_a_much_cheaper_pool_is_taken_after_the_dwell_but_relays_stay() -> None:
     assert known.pool == first.pool and known.over_provisioned_since_s == 1000.0
     changed = plan(snapshot(both, now_s=1400.0), config, known)
     assert all(one.startswith("c") for one in changed.pool)
-    relaying = (dataclasses.replace(both[0], is_relaying=True), *both[1:])
+    relaying = (replace(both[0], is_relaying=True), *both[1:])
     held = plan(snapshot(relaying, now_s=1400.0), config, known)
     assert "d0" in held.pool
 
@@ -278,11 +274,8 @@ def test_rewards_that_are_too_slow_are_the_term_that_binds_and_workers_are_no_re
     workers = tuple(worker(f"w{i}", rollout_s_max=90.0) for i in range(10))
     slow = plan(snapshot(workers, learner=learner(reward_s=1.0, reward_processes=2)), PlanConfig(4))
     assert not slow.is_feasible and slow.binding is Limit.REWARDS and slow.predicted_utilisation < 0.6
-    assert (
-        "let 4 processes compute rewards" in slow.reason
-        and "task.ray" in slow.reason
-        and "add workers" not in slow.reason
-    )
+    assert "let 4 processes compute rewards" in slow.reason and "task.ray" in slow.reason
+    assert "add workers" not in slow.reason
     assert plan(snapshot(workers, learner=learner(reward_s=1.0, reward_processes=8)), PlanConfig(4)).is_feasible
 
 
@@ -290,7 +283,7 @@ def test_machines_that_are_lost_lower_the_promise_and_it_says_by_how_much() -> N
     """Half a loss an hour and ten minutes to join: 0.99 was promised where 0.91 to 0.95 were had."""
     lossy = {"hazard_per_hour": 0.5, "join_s": 600.0, "rollout_s_max": 90.0, "is_pinned": True}
     spot = tuple(worker(f"w{i}", 1.08, **lossy) for i in range(4))
-    calm = tuple(dataclasses.replace(one, hazard_per_hour=0.0) for one in spot)
+    calm = tuple(replace(one, hazard_per_hour=0.0) for one in spot)
     had, promised = (plan(snapshot(one), PlanConfig(4)) for one in (spot, calm))
     assert promised.predicted_utilisation > 0.99
     assert 0.88 < had.predicted_utilisation < 0.97
@@ -320,7 +313,7 @@ def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_pool_costs_less_than_the_bound_of_its_pace_and_of_those_that_must_stay(seed: int) -> None:
     workers = tuple(
-        dataclasses.replace(w, is_pinned=i in (1, 4), price_usd_per_hour=i % 3 * w.price_usd_per_hour)
+        replace(w, is_pinned=i in (1, 4), price_usd_per_hour=i % 3 * w.price_usd_per_hour)
         for i, w in enumerate(random_workers(6, seed))
     )
     fleet = FleetModel.of(snapshot(workers, steps_left=50, learner=learner(start_s=60.0)), PlanConfig(4))
@@ -329,9 +322,8 @@ def test_no_pool_costs_less_than_the_bound_of_its_pace_and_of_those_that_must_st
     for number in range(64):
         chosen = np.array([number >> i & 1 for i in range(6)], dtype=np.bool_) | fleet.is_must
         pool, made = fleet.evaluate(1, chosen), float(fleet.rate[chosen].sum())
-        assert usd_to_finish(fleet.snapshot, pool) >= _usd_least(fleet, made / fleet.rate_needed * (1 - 1e-9)) * (
-            1 - 1e-6
-        )
+        least_usd = _usd_least(fleet, made / fleet.rate_needed * (1 - 1e-9))
+        assert usd_to_finish(fleet.snapshot, pool) >= least_usd * (1 - 1e-6)
     musts = float(fleet.period(4).price[fleet.is_must].sum() / fleet.rate[fleet.is_must].sum())
     assert least[0] <= (musts * 50 * 256 + float(fleet.price[fleet.is_must].sum()) * 60) / 3600 * (1 + 1e-6)
 
@@ -353,12 +345,12 @@ def test_at_the_edge_of_a_budget_and_with_a_price_that_changes_the_pool_stays(lo
     made: Plan | None = None
     for second, budget in enumerate([low, high] * 2 + [1.3] * 2):
         now_s = 1000.0 + second + (100.0 if second == 5 else 0.0)
-        made = plan(dataclasses.replace(fleet, now_s=now_s), PlanConfig(4, usd_budget=edge * budget), made)
+        made = plan(replace(fleet, now_s=now_s), PlanConfig(4, usd_budget=edge * budget), made)
         assert made.usd_to_finish <= edge * budget
         pools.append(made.pool)
         if second == 3:  # its machines are lost: others work at once
-            lost = tuple(dataclasses.replace(w, state=WorkerState.UNAVAILABLE) for w in fleet.workers[: len(made.pool)])
-            left = dataclasses.replace(fleet, now_s=now_s, workers=lost + fleet.workers[len(lost) :])
+            lost = tuple(replace(w, state=WorkerState.UNAVAILABLE) for w in fleet.workers[: len(made.pool)])
+            left = replace(fleet, now_s=now_s, workers=lost + fleet.workers[len(lost) :])
             assert plan(left, PlanConfig(4, usd_budget=10 * edge), made).pool
     assert len(set(pools[:5])) == 1 and len(pools[5]) > len(pools[4]) and made is not None and made.is_feasible
 

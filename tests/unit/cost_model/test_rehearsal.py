@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_at_the_pace_that_the_relations_give_they_hold_and_at_a_faster_one_not(b
     transfer_s, rollout_s, rate = (data.draw(st.floats(0.01, 5.0)) for _ in range(3))
     point = OperatingPoint(bound, kappa, 1.0, 1.0, transfer_s, 0.1, rollout_s, rate)
     for share, holds in ((1.0001, True), (0.999, False)):
-        slower = dataclasses.replace(point, train_s=point.pace_s * share)
+        slower = replace(point, train_s=point.pace_s * share)
         keeps = (
             slower.batch_s <= slower.train_s
             and slower.transfer_s <= kappa * slower.train_s
@@ -108,7 +108,7 @@ def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsa
 
 def judged(rewards_per_s: float) -> Rehearsal:
     judges = run(6, 2, 0.2, rewards_per_s=rewards_per_s)
-    return dataclasses.replace(judges, learner=dataclasses.replace(judges.learner, reward_s=0.05))
+    return replace(judges, learner=replace(judges.learner, reward_s=0.05))
 
 
 SCARCE = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32)
@@ -122,7 +122,7 @@ SCARCE = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32)
         *((judged(64 * rate), rate, 0.02) for rate in (0.4, 0.8)),
         (judged(200.0), 1.0, 0.02),
         # Rate for 0.95 of the need while it works, and half of each period without work.
-        (dataclasses.replace(SCARCE, config=PlanConfig(8, download=DownloadMode.STALLED)), 0.6, 0.08),
+        (replace(SCARCE, config=PlanConfig(8, download=DownloadMode.STALLED)), 0.6, 0.08),
         (SCARCE, 0.95, 0.02),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_tight_bound_serialises_and_a_group_larger_than_the_slots_takes_turns(
 
 def test_versions_that_replace_one_that_waited_are_larger_and_a_slow_downlink_is_late_alone() -> None:
     grows = run(6, 1, 3.0)
-    constant = dataclasses.replace(grows, learner=dataclasses.replace(grows.learner, delta_growth=0.0))
+    constant = replace(grows, learner=replace(grows.learner, delta_growth=0.0))
     assert rehearse(grows) < rehearse(constant) - 0.2
     five = {"slots": np.full(5, 7), "rollout_s": np.full(5, 0.3)}
     late = run(3, 1, 0.3, own_s=np.array([0.3, 0.3, 0.3, 0.3, 6.0]), **five)

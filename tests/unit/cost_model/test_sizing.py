@@ -22,34 +22,9 @@ from echo2.cli.sizing import fit_rows, lengths_of, model_of
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model import sizing
 from echo2.cost_model.machines import worker_prior
-from echo2.cost_model.sizing import (
-    AUDIT_BYTES_OF_CHANGE,
-    AUDIT_CHANGED_SHARE,
-    CPU_PROCESS_BYTES,
-    DENSE,
-    KILLED_EVERY_S,
-    REPLAY_S,
-    SEQUENCES_CPU,
-    SEQUENCES_CPU_MAX,
-    SEQUENCES_MAX,
-    STEPS_MAX,
-    Checkpointing,
-    LearnerRun,
-    ModelSize,
-    Quantisation,
-    RunLengths,
-    activation_bytes,
-    adapter_parameters,
-    audit_versions,
-    checkpointing_of,
-    cpu_fit,
-    fewest_gpus,
-    gpu_fit,
-    learner_memory,
-    model_size,
-    steps_between,
-)
+from echo2.cost_model.sizing import Checkpointing, LearnerRun, RunLengths, cpu_fit, gpu_fit, learner_memory, model_size
 from echo2.learner.training.loading import config_json_of, size_of
 from echo2.worker.engines.making import fit_engine
 from echo2.worker.machine import WorkerMachine, parse_gpus
@@ -63,7 +38,11 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     "config",
     [
-        *(tiny_config(family, pad_token_id=None) for family in DENSE if family not in ("qwen2", "ministral", "gemma2")),
+        *(
+            tiny_config(family, pad_token_id=None)
+            for family in sizing.DENSE
+            if family not in ("qwen2", "ministral", "gemma2")
+        ),
         tiny_config("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         tiny_config("qwen2", head_dim=16),
         tiny_config("gemma2", head_dim=16, tie_word_embeddings=True),
@@ -139,24 +118,28 @@ def test_sequences_are_those_of_the_run_and_not_of_the_context() -> None:
     assert gpu_fit(models["qwen3-0.6b"], [24 * GIB], RUN).sequences == 149
     assert gpu_fit(models["qwen3-0.6b"], [24 * GIB], RunLengths(2560, sequences_cap=16)).sequences == 16
     small = model_size(tiny_config("qwen3"))
-    assert cpu_fit(small, 8 * GIB, RunLengths(64)).sequences == SEQUENCES_CPU_MAX, "its products cost less than a step"
+    assert cpu_fit(small, 8 * GIB, RunLengths(64)).sequences == sizing.SEQUENCES_CPU_MAX, (
+        "its products cost less than a step"
+    )
     assert cpu_fit(small, 8 * GIB, RunLengths(64, sequences_cap=7)).sequences == 7
-    assert gpu_fit(models["qwen3-8b"], [80 * GIB], RUN).sequences == SEQUENCES_MAX == 256
+    assert gpu_fit(models["qwen3-8b"], [80 * GIB], RUN).sequences == sizing.SEQUENCES_MAX == 256
     whole = gpu_fit(models["qwen3-8b"], [80 * GIB], RunLengths(0))
     assert (whole.sequences, whole.sequence_tokens) == (20, 40960), "without the run's word: the model's context"
 
 
 def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
     large = model_size(QWEN3_8B | {"num_hidden_layers": 4})
-    held = 6 * large.parameters + CPU_PROCESS_BYTES
+    held = 6 * large.parameters + sizing.CPU_PROCESS_BYTES
     each = 4 * large.kv_values_per_token * 4096
     fit = cpu_fit(large, held + 2 * each * 5, RunLengths(4096))
     assert (fit.sequences, fit.whole_sequences) == (10, 5)
-    assert cpu_fit(built_in_models()["smollm2-135m"], 8 * GIB, RunLengths(80)).sequences == SEQUENCES_CPU
+    assert cpu_fit(built_in_models()["smollm2-135m"], 8 * GIB, RunLengths(80)).sequences == sizing.SEQUENCES_CPU
     with pytest.raises(ResourceError, match=r"one sequence of 4096 tokens .* at most 2048 tokens") as refused:
         cpu_fit(large, held + each, RunLengths(4096))
     assert f"{format_bytes(held + 2 * each)} of memory" in str(refused.value)
-    narrow = cpu_fit(large, 4 * large.parameters + CPU_PROCESS_BYTES + each * 5, RunLengths(4096, 0, Quantisation.BF16))
+    narrow = cpu_fit(
+        large, 4 * large.parameters + sizing.CPU_PROCESS_BYTES + each * 5, RunLengths(4096, 0, sizing.Quantisation.BF16)
+    )
     assert (narrow.sequences, narrow.whole_sequences) == (10, 5), "bf16: half of weights and cache"
 
 
@@ -164,11 +147,11 @@ def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_m
     size = model_size(QWEN3_8B)
     embedding, norms = 151_936 * 4096, 36 * (2 * 4096 + 2 * 128) + 4096
     assert size.parameters == size.linear_parameters + 2 * embedding + norms
-    assert size.card_bytes(Quantisation.FP8) == size.linear_parameters + 2 * (2 * embedding + norms)
-    assert size.masters_bytes(Quantisation.FP8) == 2 * size.linear_parameters
-    exact = Quantisation.NONE
+    assert size.card_bytes(sizing.Quantisation.FP8) == size.linear_parameters + 2 * (2 * embedding + norms)
+    assert size.masters_bytes(sizing.Quantisation.FP8) == 2 * size.linear_parameters
+    exact = sizing.Quantisation.NONE
     assert (size.card_bytes(exact), size.masters_bytes(exact)) == (size.gpu_weight_bytes, 0)
-    rounded = RunLengths(RUN.longest_tokens, quantisation=Quantisation.FP8)
+    rounded = RunLengths(RUN.longest_tokens, quantisation=sizing.Quantisation.FP8)
     exact_fit, fit = gpu_fit(size, [24 * GIB], RUN), gpu_fit(size, [24 * GIB], rounded)
     freed = size.linear_parameters // (2 * size.kv_values_per_token)
     assert abs(fit.cache_tokens - exact_fit.cache_tokens - freed) <= 1
@@ -204,7 +187,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 
 def test_only_divisors_of_the_heads_come_into_question() -> None:
-    size = ModelSize(10 * GIB, 1, 1, head_count=12, kv_head_count=3)
+    size = sizing.ModelSize(10 * GIB, 1, 1, head_count=12, kv_head_count=3)
     assert gpu_fit(size, [24 * GIB] * 4, RunLengths(1)).tensor_parallel == 1
     with pytest.raises(ResourceError, match="in equal parts of 12 heads"):
         gpu_fit(size, [8 * GIB] * 4, RunLengths(1))
@@ -268,13 +251,15 @@ def test_eight_billion_fit_one_gpu_of_80_gb_with_their_masters_on_its_host() -> 
 def test_checkpointing_is_taken_where_activations_outgrow_memory_and_selective_lies_between() -> None:
     size = MODELS["qwen3-8b"]
     small, full = MODELS["smollm2-135m"], Checkpointing.FULL
-    assert checkpointing_of("auto", size, 16384, 2) is full is not checkpointing_of("auto", small, 2048, 4)
-    assert checkpointing_of("auto", small, 1 << 16, 4) is full, "a budget may be large for any model"
-    off, some, full = (activation_bytes(size, 16384, keeps, 2) for keeps in Checkpointing)
+    assert (
+        sizing.checkpointing_of("auto", size, 16384, 2) is full is not sizing.checkpointing_of("auto", small, 2048, 4)
+    )
+    assert sizing.checkpointing_of("auto", small, 1 << 16, 4) is full, "a budget may be large for any model"
+    off, some, full = (sizing.activation_bytes(size, 16384, keeps, 2) for keeps in Checkpointing)
     assert full < some < off and off > 10 * full - 10 * 4 * (256 << 20)
     # What attention gave, the input, and the products of keys, output and the MLP's second.
     assert some - full == 16384 * 2 * size.layer_count * (4096 + 1024 + 4096 + 12288)
-    assert checkpointing_of("selective", size, 16384, 2) is Checkpointing.SELECTIVE
+    assert sizing.checkpointing_of("selective", size, 16384, 2) is Checkpointing.SELECTIVE
 
 
 def test_audits_keep_the_versions_of_two_bounds_and_each_costs_host_memory() -> None:
@@ -283,8 +268,8 @@ def test_audits_keep_the_versions_of_two_bounds_and_each_costs_host_memory() -> 
         learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=run).host_bytes
         for run in (LearnerRun(2), LearnerRun(6), LearnerRun(6, is_audited=False))
     )
-    assert (audit_versions(2), audit_versions(6)) == (6, 14)
-    each = AUDIT_CHANGED_SHARE * AUDIT_BYTES_OF_CHANGE * size.parameters
+    assert (sizing.audit_versions(2), sizing.audit_versions(6)) == (6, 14)
+    each = sizing.AUDIT_CHANGED_SHARE * sizing.AUDIT_BYTES_OF_CHANGE * size.parameters
     assert abs(six - two - 8 * each) < 4 and abs(six - off - 14 * each) < 4
     held = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=LearnerRun(2, rollout_tokens=4e7))
     assert held.host_bytes - two == 4_000_000_000, "100 bytes for each token of a rollout in flight"
@@ -293,7 +278,7 @@ def test_audits_keep_the_versions_of_two_bounds_and_each_costs_host_memory() -> 
 def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
     """Linear layers of Qwen3-4B: 2560 wide, 32 heads and 8 of keys of 128, 9728 in the MLP."""
     size = MODELS["qwen3-4b"]
-    adapter = adapter_parameters(size, 16)
+    adapter = sizing.adapter_parameters(size, 16)
     each = (2560 + 4096) * 2 + 2 * (2560 + 1024) + 3 * (2560 + 9728)
     assert adapter == 16 * 36 * each
     found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=LearnerRun(adapter_rank=16))
@@ -304,7 +289,9 @@ def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
 def test_eight_billion_in_four_bits_train_an_adapter_on_24_gb() -> None:
     size, memory_bytes = MODELS["qwen3-8b"], 24 << 30
     coded, whole = LearnerRun(adapter_rank=16, has_nf4_base=True), LearnerRun(adapter_rank=16)
-    assert fewest_gpus(size, 16384, memory_bytes, coded) == 1 < fewest_gpus(size, 16384, memory_bytes, whole)
+    assert (
+        sizing.fewest_gpus(size, 16384, memory_bytes, coded) == 1 < sizing.fewest_gpus(size, 16384, memory_bytes, whole)
+    )
     state = [learner_memory(size, 4096, Checkpointing.FULL, gpu_count=1, run=run).state_bytes for run in (coded, whole)]
     assert state[1] - state[0] == pytest.approx((2 - 4.25 / 8) * size.linear_parameters, abs=1.0)
 
@@ -317,10 +304,10 @@ def test_no_other_interval_of_checkpoints_costs_much_less(checkpoint_s: float, t
     step_s = waiting * train_s
 
     def cost(steps: int) -> float:
-        return checkpoint_s / (steps * step_s) + steps * train_s / (2 * KILLED_EVERY_S)
+        return checkpoint_s / (steps * step_s) + steps * train_s / (2 * sizing.KILLED_EVERY_S)
 
-    found = steps_between(checkpoint_s, train_s, step_s)
-    assert 1 <= found <= STEPS_MAX and (found == 1 or found * train_s <= REPLAY_S)
-    allowed = [steps for steps in range(1, STEPS_MAX + 1) if steps == 1 or steps * train_s <= REPLAY_S]
+    found = sizing.steps_between(checkpoint_s, train_s, step_s)
+    assert 1 <= found <= sizing.STEPS_MAX and (found == 1 or found * train_s <= sizing.REPLAY_S)
+    allowed = [steps for steps in range(1, sizing.STEPS_MAX + 1) if steps == 1 or steps * train_s <= sizing.REPLAY_S]
     assert cost(found) <= 1.3 * min(map(cost, allowed)), "rounded down: a step less loses little"
-    assert steps_between(1.0, 0.0, 0.0) == STEPS_MAX, "nothing was trained yet"
+    assert sizing.steps_between(1.0, 0.0, 0.0) == sizing.STEPS_MAX, "nothing was trained yet"

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,13 +218,12 @@ TICK_S = 0.005
 
 @dataclass
 class Served:
-    """`session`: its one episode. `longest_hold_s`: for which the loop did nothing else, since it was last set to 0."""
+    """`session`: its one episode."""
 
     episodes: Episodes
     fleet: RecordingFleet
     port: int
     session: Session
-    longest_hold_s: float = 0.0
 
     @property
     def key(self) -> str:
@@ -266,24 +264,20 @@ def answer_of(connection: socket.socket) -> tuple[int, Any]:
 
 
 @contextlib.contextmanager
-def served(
-    codec: Callable[[], ChatCodec] = LetterCodec, port_limits: HttpLimits = GATEWAY, **limits: Any
-) -> Iterator[Served]:
+def served(port_limits: HttpLimits = GATEWAY, **limits: Any) -> Iterator[Served]:
     found: list[Served] = []
     is_ready, loop = threading.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
         fleet = RecordingFleet()
         given = {"context_tokens": 400, "max_new_tokens": 50, **limits}
-        async with on_port(fleet, codec(), "", port_limits, **given) as (episodes, port):
+        async with on_port(fleet, None, "", port_limits, **given) as (episodes, port):
             fleet.on_lease = lambda group_id: loop.call_soon(episodes.on_completion, group_id, completion("ok"))
             episodes.open_problem("a1", 1, {})
             found.append(Served(episodes, fleet, int(port.url.rpartition(":")[2]), episodes.take_seat("")))
             is_ready.set()
             while not is_over.is_set():
-                before = time.monotonic()
                 await asyncio.sleep(TICK_S)
-                found[0].longest_hold_s = max(found[0].longest_hold_s, time.monotonic() - before - TICK_S)
 
     is_over = threading.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)

@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -25,7 +25,7 @@ from echo2.gateway.requests import BODY_BYTES_MAX
 from echo2.trust.ports import GATEWAY
 from tests.patience import cpu_time_within
 from tests.redteam.hostile import still_open
-from tests.unit.gateway.fakes import LetterCodec, Served, answer_of, served
+from tests.unit.gateway.fakes import Served, answer_of, served
 
 QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -250,31 +250,6 @@ def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: py
     assert gateway.post(HI)[0] == 200
     assert gateway.post({**HI, "user": "x" * 300_000})[0] == 200
     assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
-
-
-class SlowCodec(LetterCodec):
-    """Of a long text it takes a while."""
-
-    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
-        text = "".join(str(message["content"]) for message in messages)
-        if len(text) > 1000:
-            time.sleep(1.5)
-        return [ord(letter) for letter in text[:50]]
-
-
-def test_a_text_that_takes_long_to_encode_holds_up_no_other_call() -> None:
-    long = {"messages": [{"role": "user", "content": "x" * 100_000}]}
-    with served(SlowCodec, context_tokens=100_000) as gateway:
-        answers: list[int] = []
-        thread = threading.Thread(target=lambda: answers.append(gateway.post(long)[0]))
-        gateway.longest_hold_s = 0.0
-        thread.start()
-        time.sleep(0.3)
-        began = time.monotonic()
-        assert gateway.post(HI)[0] == 200 and time.monotonic() - began < 0.8
-        assert not answers and gateway.longest_hold_s < 0.8
-        thread.join(20)
-        assert answers == [200]
 
 
 def test_calls_that_are_none_use_up_an_episodes_calls() -> None:

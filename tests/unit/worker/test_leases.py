@@ -10,20 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from echo2.base import rollout
 from echo2.base.ids import GroupId, LeaseId, Version, warm_groups
 from echo2.base.rng import rollout_seed
-from echo2.base.rollout import (
-    EndReason,
-    FinishReason,
-    GroupSpec,
-    Rollout,
-    Routing,
-    SamplingParams,
-    SegmentVerdict,
-    Verdict,
-    Work,
-    spans_of,
-)  # fmt: skip
+from echo2.base.rollout import EndReason, FinishReason, GroupSpec, Rollout, Routing, SegmentVerdict, Verdict, spans_of
 from echo2.wire import rollout as wire
 from echo2.worker import leases
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
@@ -42,10 +32,10 @@ def few_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def group(name: str, count: int = 2, tokens_max: int = 6, version: int | None = None) -> GroupSpec:
     """One to train on; an evaluation of `version` if that is given."""
-    sampling = SamplingParams(max_new_tokens=tokens_max, stop_token_ids=(STOP,))
+    sampling = rollout.SamplingParams(max_new_tokens=tokens_max, stop_token_ids=(STOP,))
     if version is None:
         return GroupSpec(GroupId(name), (1, 2), count, sampling, 5)
-    return GroupSpec(GroupId(name), (1, 2), count, sampling, version, Work.EVALUATE, Version(version))
+    return GroupSpec(GroupId(name), (1, 2), count, sampling, version, rollout.Work.EVALUATE, Version(version))
 
 
 def held(name: str, index: int, tokens: tuple[int, ...], reason: FinishReason = FinishReason.UNFINISHED) -> Rollout:

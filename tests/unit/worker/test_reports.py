@@ -173,7 +173,10 @@ async def test_nothing_is_lost_while_the_learner_is_away_nor_doubled_when_it_is_
         assert run.learner.finished[("g2", 0)].token_ids == (6, STOP)
 
 
-async def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tmp_path: Path) -> None:
+async def test_a_report_that_the_learner_refuses_costs_its_lease_alone_and_one_without_a_verdict_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "VERDICT_S", 0.2)
     async with working(tmp_path) as (run, bench):
         run.learner.refuses = {"g1"}
         bench.grant("1", 1)
@@ -183,19 +186,13 @@ async def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tm
         await run.learner.until(lambda it: ("g2", 0) in it.finished)
         await until(lambda: not bench.leases.lease_ids)
         assert ("g1", 0) not in run.learner.held
-
-
-async def test_a_report_without_a_verdict_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "VERDICT_S", 0.2)
-
-    async with working(tmp_path) as (run, bench):
-        run.learner.is_silent = True
-        bench.grant("1", 1)
-        bench.sample("l1/0", 3, STOP)
-        await until(lambda: run.learner.streams == 2)
+        streams, run.learner.is_silent = run.learner.streams, True
+        bench.grant("3", 1)
+        bench.sample("l3/0", 3, STOP)
+        await until(lambda: run.learner.streams > streams)
         run.learner.is_silent = False
-        await run.learner.until(lambda it: it.finished)
-        assert run.learner.finished[("g1", 0)].token_ids == (3, STOP)
+        await run.learner.until(lambda it: ("g3", 0) in it.finished)
+        assert run.learner.finished[("g3", 0)].token_ids == (3, STOP)
 
 
 async def test_the_learner_is_shown_a_renewed_certificate(tmp_path: Path) -> None:

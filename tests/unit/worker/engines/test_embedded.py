@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -183,7 +182,7 @@ def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_
     loop = StepLoop(weights, partial(CachedDecoder, weights), 2, 64, box)
 
     def swap(version: int, mode: SwapMode = SwapMode.RECOMPUTE_KV) -> None:
-        staged = dataclasses.replace(BASE, version=Version(version))
+        staged = replace(BASE, version=Version(version))
         loop.swap(LiveSwap(staged.version, None, weights.checked(staged), mode))
         loop.run_commands()
 
