@@ -10,9 +10,9 @@ import contextlib
 import math
 import os
 import random
-import selectors
 import signal
 import socket
+import socketserver
 import subprocess
 import threading
 import time
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import Rollout
@@ -175,80 +176,60 @@ class Chaos:
 # ---- A TCP forwarder between real processes whose links a test may cut, stall or refuse
 
 
-class Forwarder:
-    """Listens on `port` and forwards to `target`; runs in a thread of its own until `close`."""
+class Forwarder(socketserver.ThreadingTCPServer):
+    """Listens on `port` and forwards each connection to `target_port`, in threads of its own, until `close`."""
+
+    daemon_threads = True
 
     def __init__(self, target_port: int) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.port: int = self.server_address[1]
         self._target = ("127.0.0.1", target_port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
-        self._pairs: dict[socket.socket, socket.socket] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._is_refusing = self._is_closed = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._is_refusing = False
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """One connection to its end. While refusing, new ones are ended at once."""
+        with contextlib.suppress(OSError):
+            if self._is_refusing:
+                return
+            pair = request, socket.create_connection(self._target, timeout=2)
+            pair[1].settimeout(None)
+            self._pairs.add(pair)
+            back = threading.Thread(target=_pump, args=pair[::-1], daemon=True)
+            back.start()
+            _pump(*pair)
+            back.join()
+            self._pairs.discard(pair)
+            pair[1].close()
 
     def cut(self) -> int:
-        with self._lock:
-            ends = list(self._pairs)
-            for end in ends:
-                self._drop(end)
-        return len(ends) // 2
+        pairs = list(self._pairs)
+        for pair in pairs:
+            _end(pair)
+        return len(pairs)
 
     def refuse(self, is_refusing: bool) -> None:
-        """While refusing, new connections are ended at once."""
         self._is_refusing = is_refusing
 
     def close(self) -> None:
-        self._is_closed = True
-        self._thread.join(5)
+        self.shutdown()
+        self.server_close()
         self.cut()
-        self._listener.close()
-        self._selector.close()
 
-    def _run(self) -> None:
-        while not self._is_closed:
-            for key, _ in self._selector.select(0.2):
-                with self._lock:
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pairs:
-                        self._forward(key.fileobj)
 
-    def _accept(self) -> None:
-        near, _ = self._listener.accept()
-        try:
-            if self._is_refusing:
-                raise ConnectionRefusedError
-            far = socket.create_connection(self._target, timeout=2)
-        except OSError:
-            near.close()
-            return
-        for one, other in ((near, far), (far, near)):
-            one.settimeout(10)
-            self._pairs[one] = other
-            self._selector.register(one, selectors.EVENT_READ)
+def _pump(near: socket.socket, far: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := near.recv(1 << 16):
+            far.sendall(data)
+    _end((near, far))
 
-    def _forward(self, end: socket.socket) -> None:
-        try:
-            data = end.recv(1 << 16)
-            if data:
-                self._pairs[end].sendall(data)
-                return
-        except OSError:
-            pass
-        self._drop(end)
 
-    def _drop(self, end: socket.socket) -> None:
-        for one in (end, self._pairs.get(end)):
-            if one is None:
-                continue
-            self._pairs.pop(one, None)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(one)
-            one.close()
+def _end(pair: tuple[socket.socket, socket.socket]) -> None:
+    for end in pair:
+        with contextlib.suppress(OSError):  # it has ended already
+            end.shutdown(socket.SHUT_RDWR)
 
 
 # ---- what a run of real processes leaves behind, and what must be true of it

@@ -1,7 +1,5 @@
 """`echo-worker` with an engine whose log-probabilities are made up; for the test of the audit."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import sys

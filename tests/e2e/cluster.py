@@ -1,7 +1,5 @@
 """Real daemons on loopback for tests: started, killed, frozen and restarted by name, all gone at the end."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

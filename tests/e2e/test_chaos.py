@@ -1,7 +1,5 @@
 """Real processes under kill -9, SIGSTOP, cut links and full disks: what the run's history must say afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The operator's commands and the doctor against one real coordinator."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 Screenshots are kept in build/screenshots.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator

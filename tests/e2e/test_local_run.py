@@ -1,7 +1,5 @@
 """`echo2 run RUN.toml --workers N` as a person starts it, to its end and ended from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The doctor and the real daemons through NATs, no flag given: coordinator public, workers and perhaps the learner hidden."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

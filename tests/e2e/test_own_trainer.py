@@ -1,7 +1,5 @@
 """A trainer of the user's own, through the Python API, in a run of real processes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 
 The operator's commands are those of docs/first-run.md, in its order, in a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

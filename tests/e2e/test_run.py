@@ -1,7 +1,5 @@
 """The real daemons on loopback: a run in which each process is killed and a worker cheats, and the same run from its backup."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """A fleet served to a trainer of another project: weights by a command, tokens by HTTP, through kills of worker and server."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

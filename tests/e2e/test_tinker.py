@@ -1,7 +1,5 @@
 """The stock SDK of Tinker, in a process of its own, trains a run of real daemons: unless it is installed here, this is skipped."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A client that trains by the stock SDK in a process of its own; prints one JSON object. Arguments: URL, key, model, what."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

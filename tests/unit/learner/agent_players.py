@@ -1,7 +1,5 @@
 """Agents for tests: ordinary loops with the stock OpenAI client."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

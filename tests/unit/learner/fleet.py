@@ -3,8 +3,6 @@
 All of it talks real gRPC over mutual TLS with the learner under test; only the policy of the workers is made up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -15,7 +13,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -143,7 +141,7 @@ class FollowerBroadcaster:
     needed_looks: int = 0  # for so many looks somebody still fetches
     asked: int = 0
 
-    def made(self, credentials: object, options: object, calls: NodeCalls) -> FollowerBroadcaster:
+    def made(self, credentials: object, options: object, calls: NodeCalls) -> Self:
         """By the learner, in the place of its node."""
         self.calls = calls
         return self
@@ -378,12 +376,8 @@ def go(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def evaluations_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+def rows_of(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def crash_image(run: Run, target: Path) -> list[torch.Tensor]:

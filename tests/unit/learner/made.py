@@ -1,7 +1,5 @@
 """Rollouts, groups and batches made by hand, and a trainer for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """One rank of a trainer of the user's own, whose engine is transformers' tensor parallelism:
 `-m tests.unit.learner.own_two_ranks MODEL FOLDER`, twice, in torchrun's environment."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

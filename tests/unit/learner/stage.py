@@ -1,13 +1,11 @@
 """A rollout pool on a stage: its coordinator, journal, prompts and rewards are played, and it can be killed at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from echo2.base.errors import DiskFull, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
@@ -298,7 +296,7 @@ class Stage:
         self.driven[spec.group_id] = spec
 
     @property
-    def episodes(self) -> Stage:
+    def episodes(self) -> Self:
         return self
 
     def on_tokens(self, group_id: GroupId, token_ids: tuple[int, ...]) -> None:

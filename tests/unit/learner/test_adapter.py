@@ -1,7 +1,5 @@
 """LoRA from the learner's step to the worker's sampling: only the adapter travels."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

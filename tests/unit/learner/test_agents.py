@@ -1,9 +1,6 @@
 """Agents with the stock OpenAI client train through the daemon, token for token."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -27,7 +24,7 @@ from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.wire.bounds import check
 from tests.patience import WAIT_S
 from tests.unit.learner import agent_players as players
-from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
+from tests.unit.learner.fleet import RandomWorker, Run, go, options_for, rows_of
 from tests.unit.learner.made import groups_config, new_trainer, rollout_of
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 
@@ -141,7 +138,7 @@ def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: P
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
-def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path: Path) -> None:
+async def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path: Path) -> None:
     pem, agent = tmp_path / "gateway.pem", tmp_path / "agent.py"
     made = f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=echo2 -addext subjectAltName=IP:127.0.0.1 -keyout {pem} -out {pem}"
     subprocess.run(made.split(), check=True, capture_output=True)
@@ -158,29 +155,26 @@ def test_a_harness_elsewhere_plays_over_tls_it_trusts(model_path: Path, tmp_path
         learner={"steps": 1},
     )  # fmt: skip
 
-    async def both() -> Any:
-        async def outside(**trust: str) -> str:
-            while run.daemon.learner is None or run.daemon.learner.agents is None:
+    async def outside(**trust: str) -> str:
+        while run.daemon.learner is None or run.daemon.learner.agents is None:
+            await asyncio.sleep(0.01)
+        found = run.daemon.learner.agents
+        address = f"https://127.0.0.1:{found.url.removesuffix('/v1').rpartition(':')[2]}"
+        program = [ROOT / "examples" / "outside_harness.py", address, found.key_file, f"{sys.executable} {agent}"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *map(str, program), env=os.environ | trust, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return (await process.communicate())[0].decode()
+
+    async def one_by_one() -> tuple[str, str]:
+        refused = await outside()
+        async with asyncio.timeout(WAIT_S):
+            while "no program plays an episode at https://" not in run.learner.waits_for[0]:
                 await asyncio.sleep(0.01)
-            found = run.daemon.learner.agents
-            address = f"https://127.0.0.1:{found.url.removesuffix('/v1').rpartition(':')[2]}"
-            program = [ROOT / "examples" / "outside_harness.py", address, found.key_file, f"{sys.executable} {agent}"]
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, *map(str, program), env=os.environ | trust, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            return (await process.communicate())[0].decode()
+        return refused, await outside(SSL_CERT_FILE=str(pem))
 
-        async def one_by_one() -> tuple[str, str]:
-            refused = await outside()
-            async with asyncio.timeout(WAIT_S):
-                while "no program plays an episode at https://" not in run.learner.waits_for[0]:
-                    await asyncio.sleep(0.01)
-            return refused, await outside(SSL_CERT_FILE=str(pem))
-
-        return await asyncio.gather(run.finish(), one_by_one())
-
-    summary, (stranger, played) = go(both())
+    summary, (stranger, played) = await asyncio.gather(run.finish(), one_by_one())
     assert "CERTIFICATE_VERIFY_FAILED" in stranger and "played 0 episodes" in stranger
     assert summary.is_finished and summary.trained_rollouts == 8 and "played 0" not in played, played
 
@@ -194,7 +188,7 @@ def test_agents_play_held_out_problems_that_are_not_trained_on(model_path: Path,
     run = agents(tmp_path / "run", model_path, "notes_its_problem", task=task, learner={"steps": 2})
     summary, batches = played(run, worker_count=3)
     assert summary.is_finished and summary.trained_rollouts == 16
-    rows = evaluations_of(tmp_path / "run")
+    rows = rows_of(tmp_path / "run", "evaluations")
     assert rows[0]["step"] == 0 and rows[-1]["step"] == 2 and [*summary.evaluations] == [row["step"] for row in rows]
     assert all(row["eval/rollouts"] == 6 and row["eval/lost_episodes"] == 0 for row in rows)
     assert all({"eval/share/reward", "eval/digits/reward", "eval/share/pass@2"} <= row.keys() for row in rows)
@@ -203,7 +197,7 @@ def test_agents_play_held_out_problems_that_are_not_trained_on(model_path: Path,
     assert len(held_out) == 3 and not held_out & trained
     assert {one["task"] for one in players.NOTES} == {"share", "digits"}
     assert all(group.spec.group_id.startswith("a") for batch in batches for group in batch.groups)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = rows_of(tmp_path / "run", "samples")
     assert {one["set"] for one in samples} == {"share", "digits"}
 
 
@@ -306,7 +300,13 @@ def test_calls_become_chains_that_are_trained_on_token_for_token() -> None:
     assert all(r.group_id == PROBLEM for r in group.rollouts) and group.senders[0][0].peer_id == ALICE
 
 
-def test_a_call_whose_prompt_all_chains_share_still_marks_where_its_turn_begins() -> None:
+def test_a_call_that_goes_on_is_told_as_it_grows_and_one_whose_prompt_all_share_marks_where_its_turn_begins() -> None:
+    stage = new_stage()
+    group_id = call(stage, PROBLEM, None, (5, 6))
+    for offset, tokens in ((0, (10,)), (1, (11, 12)), (3, (1,))):
+        stage.report(piece(group_id, 0, tokens, offset))
+    assert stage.grown == [(10,), (10, 11, 12)]
+    assert [rollout.token_ids for rollout in stage.sampled] == [(10, 11, 12, 1)]
     calls = []
     for turn, prompt, tokens in ((1, (5, 6), (10, 1)), (2, (5, 6, 10, 1), (11, 1))):
         name = GroupId(f"{PROBLEM}.2.{turn}")
@@ -315,15 +315,6 @@ def test_a_call_whose_prompt_all_chains_share_still_marks_where_its_turn_begins(
     whole, insertions, senders = joined(calls, 2, (5, 6))
     assert (whole.group_id, whole.index, whole.token_ids, whole.versions) == (PROBLEM, 2, (10, 1, 11, 1), (1, 1, 2, 2))
     assert insertions == (Insertion(0, ()), Insertion(2, ())) and senders == (SentTokens(ALICE, 2),) * 2
-
-
-def test_a_call_that_goes_on_is_told_as_it_grows() -> None:
-    stage = new_stage()
-    group_id = call(stage, PROBLEM, None, (5, 6))
-    for offset, tokens in ((0, (10,)), (1, (11, 12)), (3, (1,))):
-        stage.report(piece(group_id, 0, tokens, offset))
-    assert stage.grown == [(10,), (10, 11, 12)]
-    assert [rollout.token_ids for rollout in stage.sampled] == [(10, 11, 12, 1)]
 
 
 def test_a_journal_gives_the_same_batch_again_and_unfinished_episodes_are_drawn_again() -> None:
@@ -395,6 +386,8 @@ def test_an_audit_judges_held_out_calls_by_the_temperature_that_their_agent_chos
     """By the group's, greedy, it would find an honest worker's tokens to be no draw of the model."""
     stage = evaluated()
     one, two, _ = problems(stage)
+    with pytest.raises(MalformedMessage, match="temperature: expected 0, or"):
+        call(stage, one, None, (5, 6), 1e-9)  # which leaves its problem as it was
     for root, temperatures in ((one, (0.7, 0.7)), (two, (0.7, None))):
         prompt: tuple[int, ...] = (5, 6)
         chain: int | None = None
@@ -408,15 +401,6 @@ def test_an_audit_judges_held_out_calls_by_the_temperature_that_their_agent_chos
     alike, mixed = stage.answered
     assert alike.spec.sampling.temperature == 0.7 and {sent.peer_id for sent in alike.senders[0]} == {ALICE}
     assert mixed.senders == ((),), "nobody is judged by a temperature that was not his"
-
-
-def test_a_temperature_that_is_refused_leaves_its_problem_as_it_was() -> None:
-    stage = evaluated()
-    one, *_ = problems(stage)
-    with pytest.raises(MalformedMessage, match="temperature: expected 0, or"):
-        call(stage, one, None, (5, 6), 1e-9)
-    end(stage, one, {play(stage, one): 2}, 1.0)
-    assert [group.spec.group_id for group in stage.answered] == [one]
 
 
 def test_held_out_problems_are_played_by_one_version_and_none_is_trained_on() -> None:
@@ -454,14 +438,11 @@ def test_a_lost_episode_is_left_out_and_not_worth_nothing_and_two_chains_of_one_
     (row,) = stage.evaluations.rows
     assert (row["eval/held_out/reward"], row["eval/hard/reward"], row["eval/hard/pass@2"]) == (1.0, 0.5, 1.0)
     assert row["eval/lost_episodes"] == 2
-
-
-def test_an_evaluation_whose_episodes_are_all_lost_is_given_up_and_says_why() -> None:
     stage = evaluated()
     for root in problems(stage):
         for _ in range(stage.driven[root].rollout_count):
             end(stage, root, {}, None)
-    assert not stage.evaluations.rows and stage.evaluations.reasons == [""]
+    assert not stage.evaluations.rows and stage.evaluations.reasons == [""], "all are lost: it is given up"
 
 
 def test_agents_play_again_after_a_restart_under_other_names() -> None:

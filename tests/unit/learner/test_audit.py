@@ -1,7 +1,5 @@
 """Which rollouts are scored, by which weights, caches and random numbers; who is found out and who is left alone."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random
@@ -28,16 +26,7 @@ from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams
 from echo2.learner.audit import WAITING_MAX, AuditDraw, Auditor, Habits, Passage, Scorer, examine, passage_of, pieces_of
-from echo2.learner.bets import (
-    DAY_S,
-    MEASURED_TOKENS,
-    Bets,
-    Evidence,
-    KindNoise,
-    Piece,
-    TokenScores,
-    honest_misses,
-)
+from echo2.learner.bets import DAY_S, MEASURED_TOKENS, Bets, Evidence, KindNoise, Piece, TokenScores, honest_misses
 from echo2.learner.rollouts.groups import Insertion, TrainGroup
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.scoring import KeptVersions, VersionScorer, cache_name, rows_by_name

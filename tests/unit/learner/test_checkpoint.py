@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import random
 import shutil
@@ -111,7 +109,9 @@ def test_steps_not_finite_change_nothing_and_count_on_after_a_restart(model_path
         train(resumed, 1)
 
 
-def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed(model_path: Path, tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed_unless_one_rots(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = CheckpointStore(tmp_path, LearnerLimits(2, free_bytes_min=0))
     trainer = new_trainer(model_path)
     needed = []
@@ -119,6 +119,10 @@ def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed(model_pat
         train(trainer, 1)
         needed.append(saved(store, trainer, journal_from=number))
     assert store.steps() == [3, 4] and needed == [0, 0, 1, 2]
+    state = tmp_path / "step-00000004" / "state.json"
+    state.write_bytes(state.read_bytes().replace(b'"journal_from": 3', b'"journal_from": 8'))
+    train(trainer, 1)
+    assert saved(store, trainer, journal_from=4) == 0 and "The journal is kept whole" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +187,9 @@ def test_one_that_the_disk_does_not_give_is_as_good_as_harmed(
     assert CheckpointStore(folder, LearnerLimits()).newest() == 0
 
 
-def test_a_file_of_another_checkpoint_is_refused_and_a_torn_one_is_not_seen(two: Path, tmp_path: Path) -> None:
+def test_a_file_of_another_is_refused_a_torn_one_not_seen_and_the_last_damaged_one_kept(
+    two: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(two, tmp_path / "more")
     newest = folder / "step-00000001"
     shutil.copytree(newest, folder / "step-00000002.partial")
@@ -191,6 +197,11 @@ def test_a_file_of_another_checkpoint_is_refused_and_a_torn_one_is_not_seen(two:
     assert not (folder / "step-00000002.partial").exists()
     shutil.copy(newest / "rank-00000.safetensors", newest / "rank-00001.safetensors")
     assert CheckpointStore(folder, LearnerLimits()).newest() == 0
+    shutil.copytree(two / "step-00000001", newest)
+    (newest / "state.json").write_text("{}")
+    assert CheckpointStore(folder, LearnerLimits()).newest() == 0
+    assert {path.name for path in folder.iterdir()} == {"step-00000000", "damaged-00000001"}
+    assert (folder / "damaged-00000001" / "state.json").read_text() == "{}"
 
 
 def test_a_kill_at_any_byte_leaves_the_checkpoint_before(model_path: Path, two: Path, tmp_path: Path) -> None:
@@ -240,15 +251,6 @@ def test_what_a_new_one_of_the_same_step_replaces_is_there_until_it_has_its_name
         kept = CheckpointStore(folder, LearnerLimits(1, free_bytes_min=0))
         assert kept.newest() == 1 and {path.name for path in folder.iterdir()} >= {"step-00000001"}
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-
-
-def test_one_that_is_damaged_again_takes_the_place_of_the_first(two: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(two, tmp_path / "two")
-    for _ in range(2):
-        shutil.copytree(two / "step-00000001", folder / "step-00000001", dirs_exist_ok=True)
-        (folder / "step-00000001" / "state.json").write_text("{}")
-        assert CheckpointStore(folder, LearnerLimits()).newest() == 0
-    assert {path.name for path in folder.iterdir()} == {"step-00000000", "damaged-00000001"}
 
 
 @pytest.mark.extras
@@ -337,25 +339,13 @@ def test_a_client_goes_on_from_what_it_saved_and_versions_only_grow(
         again.to_publish()
 
 
-def test_rot_in_an_old_one_costs_no_journal(model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
-    trainer = new_trainer(model_path)
-    saved(store, trainer, journal_from=0)
-    train(trainer, 1)
-    assert saved(store, trainer, journal_from=1) == 0
-    state = tmp_path / "step-00000000" / "state.json"
-    state.write_bytes(state.read_bytes().replace(b'"journal_from": 0', b'"journal_from": 8'))
-    assert saved(store, trainer, journal_from=1) == 0 and "The journal is kept whole" in caplog.text
-
-
-def test_a_checkpoint_without_room_is_refused_before_a_byte_is_written(model_path: Path, tmp_path: Path) -> None:
+def test_one_without_room_is_refused_before_a_byte_is_written_and_so_is_one_of_another_model(
+    model_path: Path, tmp_path: Path
+) -> None:
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=1 << 62))
     with pytest.raises(DiskFull, match="bytes free"):
         saved(store, new_trainer(model_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Path) -> None:
     other = new_trainer(make_tiny_model(tmp_path / "other", hidden=16))
     with pytest.raises(StateError, match="of shape"):
         put_back(checkpoint_of(other), new_trainer(model_path))

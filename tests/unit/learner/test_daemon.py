@@ -1,7 +1,5 @@
 """The learner's daemon over real gRPC, with a made-up coordinator and workers: runs to the end, kills, stops and refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -38,9 +36,8 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.startup import export_run
-from echo2.learner.training.model import PolicyModel
 from echo2.outside.guard import FairShare
-from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority
+from echo2.trust.identity import Identity, JoinLink, Role
 from echo2.trust.tls import Credentials, load_credentials, load_or_create_identity
 from echo2.weights import fingerprint
 from echo2.wire.bounds import limits_of, parsed
@@ -51,9 +48,6 @@ from tests.unit.learner.fleet import (
     RUN,
     FollowerBroadcaster,
     Run,
-    RunSummary,
-    crash_image,
-    evaluations_of,
     go,
     new_authority,
     options_for,
@@ -63,28 +57,7 @@ from tests.unit.learner.fleet import (
 from tests.unit.learner.test_metrics import documented_names
 from tests.unit.learner.tiny import make_tiny_model
 
-RESTARTS = {"bound": 4, "kappa": 2}
-
-
 # ---- to the end
-
-
-@pytest.fixture(scope="module")
-def finished(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, RunSummary]:
-    """A run of six steps, which Prometheus reads."""
-    folder, (port,), pages = tmp_path_factory.mktemp("finished") / "run", choose_ports((0,)), list[str]()
-    limits = LearnerLimits(free_bytes_min=1, linger_s=20.0)
-    run = Run(options_for(folder, model_path, staleness={"bound": 1}, limits=limits, metrics_port=port))
-    run.follower.needed_looks = 4
-
-    def look() -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            pages.append(answer.read().decode())
-
-    run.at_step = {step: lambda: threading.Thread(target=look).start() for step in (3, 4, 5)}
-    summary = go(run.finish())
-    assert any("echo2_learner_reward_mean" in page for page in pages)
-    return run, summary
 
 
 @pytest.mark.parametrize(("bound", "kappa", "lag"), [(0, 0, 0), (1, 1, 1), (8, 1, 0)])
@@ -96,7 +69,7 @@ def test_a_run_never_trains_above_the_bound(model_path: Path, tmp_path: Path, bo
     assert summary.is_finished and summary.steps == 6 and summary.over_stale_tokens == 0
     rows = rows_of(tmp_path / "run")
     assert not {name for row in rows for name in row} - documented_names()
-    evaluated = evaluations_of(tmp_path / "run")
+    evaluated = rows_of(tmp_path / "run", "evaluations")
     steps = [row["step"] for row in evaluated]
     assert steps in ([0, 3, 6], [0, 6]) and [*summary.evaluations] == steps, "one that waits gives way to a newer one"
     assert all(row["eval/rollouts"] == 4 for row in evaluated)
@@ -121,16 +94,24 @@ def test_a_relay_whose_port_is_taken_ends_the_learner_with_all_that_it_has_begun
     assert stop.await_count == 1
 
 
-def test_a_finished_learner_stays_while_its_last_version_is_fetched(finished: tuple[Run, RunSummary]) -> None:
-    assert finished[0].follower.asked >= 4 and finished[0].coordinator.left_for == ["finished"]
-
-
-def test_the_exported_model_is_what_was_published_and_loads_in_transformers(
-    finished: tuple[Run, RunSummary], tmp_path: Path
+def test_a_finished_learner_stays_while_its_last_version_is_fetched_and_is_exported(
+    model_path: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (run, summary), target = finished, tmp_path / "exported"
+    (port,), pages, target = choose_ports((0,)), list[str](), tmp_path / "exported"
+    limits = LearnerLimits(free_bytes_min=1, linger_s=20.0)
+    run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 1}, limits=limits, metrics_port=port))
+    run.follower.needed_looks = 4
+
+    def look() -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            pages.append(answer.read().decode())
+
+    run.at_step = {step: lambda: threading.Thread(target=look).start() for step in (3, 4, 5)}
+    summary = go(run.finish())
+    assert any("echo2_learner_reward_mean" in page for page in pages)
+    assert run.follower.asked >= 4 and run.coordinator.left_for == ["finished"]
     assert main(["export", str(run.options.folder), str(target)]) == 0
     assert main(["export", str(run.options.folder), str(target)]) == 2, "a folder with files is not written over"
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "new")]) != 0
@@ -238,49 +219,18 @@ def test_coordinator_and_deltas_may_be_lost(model_path: Path, tmp_path: Path, mo
     assert all(checkpoint_s > 0 and 0 < train_s <= step_s for checkpoint_s, train_s, step_s in costs)
 
 
-# ---- kills: all of one run, whose folder is copied as a kill at that moment would leave it
-
-
-Killed = tuple[Path, dict[int, list[torch.Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def killed(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """A folder with what kills left of it, by step, and the weights that were lost with them."""
-    folder, masters = tmp_path_factory.mktemp("killed"), dict[int, list[torch.Tensor]]()
-    run = Run(options_for(folder / "run", model_path, staleness=RESTARTS))
-
-    for step in (1, 3, 5):
-        run.at_step[step] = lambda step=step: masters.update({step: crash_image(run, folder / str(step))})
-    go(run.finish())
-    return folder, masters
-
-
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, killed: Killed, at: int) -> None:
-    base = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0)
-    folder, masters = killed
-    moved = [not torch.equal(one, other) for one, other in zip(masters[at], base.masters, strict=True)]
-    assert all(moved), "there was something to lose"
-    again = prepared_from(options_for(folder / str(at), model_path, staleness=RESTARTS))
-    assert again.team.step_count == at
-    for ours, theirs in zip(again.team.model.masters, masters[at], strict=True):  # type: ignore[attr-defined]
-        assert torch.equal(ours, theirs)
-    trained = again.groups.ledger.trained
-    assert len(trained) == 2 * at and not set(trained) & set(again.groups.groups)
-    again.prompts.close()
-
-
 # ---- stops and absences
 
 
-def test_a_stopped_learner_does_not_say_that_the_run_is_finished(model_path: Path, tmp_path: Path) -> None:
+def test_a_stopped_learner_does_not_say_that_the_run_is_finished_and_goes_on_until_the_operator_ends_it(
+    model_path: Path, tmp_path: Path
+) -> None:
     """Workers are sent home and machines given back by that word."""
     from transformers import AutoModelForCausalLM
 
     with pytest.raises(StateError, match="expected checkpoints"):
         export_run(tmp_path / "run", tmp_path / "out", str(model_path))
-    options = options_for(tmp_path / "run", model_path, learner={"steps": 20})
+    options = options_for(tmp_path / "run", model_path, learner={"steps": 40, "checkpoint_every_steps": 100})
     run = Run(options)
     run.at_step[3] = run.daemon.stop
     summary = go(run.finish())
@@ -288,22 +238,16 @@ def test_a_stopped_learner_does_not_say_that_the_run_is_finished(model_path: Pat
     assert run.coordinator.left_for == ["stopped"]
     again = prepared_from(options)
     assert not again.rows_again and again.team.step_count == 3
-    again.prompts.close()
     assert export_run(tmp_path / "run", tmp_path / "out", str(model_path)) == 3
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     for name, tensor in run.learner.loop.p.model.snapshot().items():  # type: ignore[attr-defined]
         assert torch.equal(tensor, dict(exported.named_parameters())[name])
-
-
-def test_what_was_trained_is_kept_when_the_operator_ends_the_run(model_path: Path, tmp_path: Path) -> None:
-    options = options_for(tmp_path / "run", model_path, learner={"steps": 40, "checkpoint_every_steps": 100})
     run, told = Run(options), coordinator_pb2.Refusal(code="RunFinished", message="stopped by the operator")
-    run.at_step[3] = lambda: run.coordinator.orders.append(coordinator_pb2.LearnerOrder(refusal=told))
+    run.at_step[4] = lambda: run.coordinator.orders.append(coordinator_pb2.LearnerOrder(refusal=told))
     with pytest.raises(RunFinished, match="stopped by the operator"):
         go(run.finish())
     again = prepared_from(options)
-    assert not again.rows_again and again.team.step_count == run.learner.loop.step >= 3
-    again.prompts.close()
+    assert not again.rows_again and again.team.step_count == run.learner.loop.step >= 4, "what was trained is kept"
 
 
 # ---- refusals at the start
@@ -346,36 +290,28 @@ def test_a_start_that_cannot_work_says_so_at_once(model_path: Path, tmp_path: Pa
         go(daemon.run())
 
 
-def enrolling(monkeypatch: pytest.MonkeyPatch) -> tuple[RunAuthority, RunAuthority]:
-    """Two coordinators, each of which enrols the learner by its link."""
-    both = new_authority(), new_authority()
-
-    async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
-        authority = {each.identity.peer_id: each for each in both}[link.peer_id]
-        return issued(authority, role, "127.0.0.1:1", identity=identity)
-
-    monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
-    return both
-
-
-def test_another_runs_join_link_is_refused(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority, _ = enrolling(monkeypatch)
-    link = str(JoinLink("127.0.0.1", 1, authority.identity.peer_id, "a-token"))
-    options = replace(options_for(tmp_path / "run", model_path, run={"name": "mine"}), join_link=link)
-    with pytest.raises(ConfigError, match=f"run mine: expected a join link of this run, .* of run {RUN};"):
-        go(LearnerDaemon(options, lambda s, c, o, k: FollowerBroadcaster()).run())
-    assert not (tmp_path / "run" / "node" / "credentials.json").exists()
-
-
-def test_a_learner_goes_on_under_the_coordinator_that_its_link_names(
+def test_a_learner_goes_on_under_the_coordinator_that_its_link_names_and_another_runs_link_is_refused(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has lost its folder is another: it was waited for, by the certificate of before, for ever."""
-    before, after = enrolling(monkeypatch)
+    before, after = new_authority(), new_authority()
+    peer_ids = before.identity.peer_id, after.identity.peer_id
+    links = {peer_id: str(JoinLink("127.0.0.1", 1, peer_id, "a-token")) for peer_id in peer_ids}
+
+    async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
+        authority = before if link.peer_id == before.identity.peer_id else after
+        return issued(authority, role, "127.0.0.1:1", identity=identity)
+
+    monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
+    options = options_for(tmp_path / "run", model_path, run={"name": "mine"})
+    options = replace(options, join_link=links[before.identity.peer_id])
+    with pytest.raises(ConfigError, match=f"run mine: expected a join link of this run, .* of run {RUN};"):
+        go(LearnerDaemon(options, lambda s, c, o, k: FollowerBroadcaster()).run())
+    assert not (tmp_path / "run" / "node" / "credentials.json").exists()
     prepared = mock.Mock(side_effect=StateError("so far"))
     peers = []
     for authority in (before, after, None):
-        link = str(JoinLink("127.0.0.1", 1, authority.identity.peer_id, "a-token")) if authority else ""
+        link = links[authority.identity.peer_id] if authority else ""
         options = replace(options_for(tmp_path / "run", model_path), join_link=link)
         with pytest.raises(StateError, match="so far"):
             go(LearnerDaemon(options, make_prepared=prepared).run())
@@ -467,20 +403,15 @@ def test_losses_that_stay_not_finite_end_it(
     assert [row["is_skipped"] for row in rows] == [math.isnan(row["grad_norm"]) for row in rows] == [False, True, True]
 
 
-def test_a_reward_that_always_raises_ends_the_run_with_its_cause(model_path: Path, tmp_path: Path) -> None:
+async def test_a_reward_that_always_raises_ends_the_run_with_its_cause(model_path: Path, tmp_path: Path) -> None:
     task = {"name": "tests.unit.tasks.naughty:Always", "eval_prompts": 0, "trusted_rewards": False}
     run = Run(options_for(tmp_path / "run", model_path, task=task))
-    waits: list[str] = []
-
-    async def watched() -> None:
-        finishing = asyncio.get_running_loop().create_task(run.finish())
-        while not finishing.done():
-            waits.append(run.daemon.waits_for[0])
-            await asyncio.sleep(0.01)
-        await finishing
-
+    waits, finishing = list[str](), asyncio.get_running_loop().create_task(run.finish())
+    while not finishing.done():
+        waits.append(run.daemon.waits_for[0])
+        await asyncio.sleep(0.01)
     with pytest.raises(TaskError, match="64 rewards failed one after another, all .*: ValueError: no reward today"):
-        go(watched())
+        await finishing
     assert any("rewards failed one after another" in text and "groups complete" in text for text in waits)
     (reason,) = run.coordinator.left_for
     assert reason.startswith("finished: ") and "no reward today" in reason, (

@@ -1,7 +1,5 @@
 """The Ingest service over mutual TLS, with one worker that may misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace

@@ -1,10 +1,9 @@
 """Model folders: what is loaded, what is refused by name, and what is written back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,16 +118,6 @@ def test_tensors_are_read_from_the_files_that_transformers_reads(tmp_path: Path,
     assert all(torch.equal(own, other) for own, other in pairs)
 
 
-def test_a_model_whose_layers_differ_in_width_has_a_size() -> None:
-    layers: dict[str, object] = {
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention"] * 2,
-        "num_kv_shared_layers": 0,
-    }
-    more = layers | {"intermediate_size": [64, 96], "activation_sparsity_pattern": [0.0, 0.0]}
-    assert size_of(AutoConfig.for_model("gemma3n_text", **(COMMON | more))).mlp_width == 96
-
-
 def test_an_adapter_is_put_on_what_multiplies_alone(tmp_path: Path) -> None:
     """This router's class is a linear layer's, and gives more than its product."""
     save_tiny("phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2}, tmp_path / "base")
@@ -141,20 +130,15 @@ def test_an_adapter_is_put_on_what_multiplies_alone(tmp_path: Path) -> None:
     [("bfloat16", 3.0, torch.float16), ("bfloat16", 7e4, torch.bfloat16), ("float32", 1 + 2**-20, torch.float32)],
     ids=["fits", "too large", "too precise"],
 )
-@pytest.mark.parametrize("model_class", [PolicyModel, DeclaredModel])
+@pytest.mark.parametrize("make", [lambda *how: PolicyModel(*how, CPU, 1.0), DeclaredModel], ids=["ours", "own trainer"])
 def test_a_base_in_float16_stays_so_unless_that_would_change_the_policy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, precision: str, value: float, dtype: torch.dtype,
-    model_class: type,
+    make: Callable[[str, str], Any],
 ) -> None:  # fmt: skip
     base, name = base_of(tmp_path / "base", torch.float16), "model.norm.weight"
     policy = PolicyModel(str(base), precision, CPU, 1.0).snapshot()
     policy[name].fill_(value)
-    model = (
-        DeclaredModel(str(base), precision)
-        if model_class is DeclaredModel
-        else PolicyModel(str(base), precision, CPU, 1.0)
-    )
-    export(model, policy, load_tokenizer(str(base)), tmp_path / "out")
+    export(make(str(base), precision), policy, load_tokenizer(str(base)), tmp_path / "out")
     assert {t.dtype for t in load_file(tmp_path / "out" / WEIGHTS).values()} == {dtype}
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert found.dtype == dtype and torch.equal(found.model.norm.weight.float(), policy[name].float())
@@ -172,11 +156,8 @@ def test_an_untied_head_is_read_as_the_files_say(tmp_path: Path, caplog: pytest.
     assert not read_shape(json.loads(model.config_json())).is_tied, "workers read it the same way"
     assert skeleton_of(str(folder), torch.float32, CPU) is None, "several ranks too"
     assert "lm_head.weight and model.embed_tokens.weight tied" in caplog.text
-    save_file(
-        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tied, folder / "model.safetensors", {"format": "pt"})
     assert load_whole(str(folder), torch.float32).config.tie_word_embeddings
     assert skeleton_of(str(folder), torch.float32, CPU) is not None
 
@@ -213,7 +194,14 @@ def test_a_context_extended_by_yarn_is_as_long_as_the_factor_says(tmp_path: Path
     assert PolicyModel(str(folder), "bfloat16", CPU, 1.0).context_tokens == 2048, "it says more already"
 
 
-def test_a_learner_says_what_no_engine_rotates_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_widths_that_differ_have_a_size_and_what_no_engine_rotates_alike_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layers: dict[str, object] = {
+        "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 0,
+        "intermediate_size": [64, 96], "activation_sparsity_pattern": [0.0, 0.0],
+    }  # fmt: skip
+    assert size_of(AutoConfig.for_model("gemma3n_text", **(COMMON | layers))).mlp_width == 96
     rope: dict[str, object] = {"rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     longrope = rope | {"rope_type": "longrope", "original_max_position_embeddings": 64}
     fields = COMMON | {"rope_parameters": longrope, "original_max_position_embeddings": 64}

@@ -2,8 +2,6 @@
 publishes, writes a checkpoint, and prints bytes as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

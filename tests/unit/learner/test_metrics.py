@@ -1,7 +1,5 @@
 """What a run keeps for people: rows, recent rollouts, its folder."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json
@@ -59,26 +57,34 @@ def documented_names() -> set[str]:
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
-def test_a_torn_last_row_is_cut_off_and_no_step_gets_a_second_row(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+def test_a_torn_last_row_is_cut_off_also_on_a_full_disk_and_no_step_gets_a_second_row(tmp_path: Path) -> None:
+    rows, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    sink = JsonLines(rows, 0)
     for step in range(3):
         sink.write({"step": step})
     sink.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    with rows.open("a") as file:
         file.write('{"step": 3, "rew')
-    sink = JsonLines(tmp_path / "metrics.jsonl", 3)
+    sink = JsonLines(rows, 3)
     assert sink.last_step == 2
     for step in (1, 2, 3):
         sink.write({"step": step})
     sink.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert lines == ['{"step": 0}', '{"step": 1}', '{"step": 2}', '{"step": 3}']
-    (tmp_path / "samples.jsonl").write_text('{"step": 0}\n{"ste')
+    assert rows.read_text().splitlines() == ['{"step": 0}', '{"step": 1}', '{"step": 2}', '{"step": 3}']
+    samples.write_text('{"step": 0}\n{"ste')
     assert past_evaluations(tmp_path, 0) == {}
-    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 0}\n', "else the next one follows in the same line"
-    anew = JsonLines(tmp_path / "metrics.jsonl", -1)
-    assert anew.last_step == -1 and not (tmp_path / "metrics.jsonl").read_text(), "all of them came later"
+    assert samples.read_text() == '{"step": 0}\n', "else the next one follows in the same line"
+    anew = JsonLines(rows, -1)
+    assert anew.last_step == -1 and not rows.read_text(), "all of them came later"
     anew.close()
+    rows.write_text('{"step": 0}\n{"ste')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # no file may be written beyond its first byte
+    try:
+        JsonLines(rows, 0).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert rows.read_text() == '{"step": 0}\n'
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -95,17 +101,6 @@ def test_what_comes_after_the_step_that_a_run_has_gone_back_to_is_written_anew(s
     metrics, *others = ((tmp_path / f"{name}.jsonl").read_text().splitlines() for name in names)
     assert len(metrics) == step + 2 and metrics[-1] == json.dumps({"step": step + 1})
     assert [len(lines) for lines in others] == [step + 1, 2 * (step + 1)]
-
-
-def test_a_full_disk_costs_no_row_but_the_torn_one(tmp_path: Path) -> None:
-    file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    file.write_text('{"step": 0}\n{"ste')
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # no file may be written beyond its first byte
-    try:
-        JsonLines(file, 0).close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert file.read_text() == '{"step": 0}\n'
 
 
 def served(endpoint: PrometheusEndpoint) -> dict[str, float]:
@@ -344,16 +339,31 @@ def test_lengths_are_means_of_equal_shares_of_the_newest_rollouts() -> None:
 WANTED = {"seed": 0, "task": "sums", "lora": [0, 0]}
 
 
-def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
+def test_what_a_run_is_may_not_change_and_every_flipped_bit_of_it_stops_the_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.check_identity(WANTED, {"model_path": "here"})
+    path, refused = tmp_path / "run.json", 0
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << (at % 8)
+        path.write_bytes(data)
+        try:
+            folder.check_identity(WANTED)
+        except StateError as error:
+            assert "expected the run's identity" in str(error) and "restore it from a backup" in str(error)
+            refused += 1
+        else:
+            assert json.loads(path.read_bytes())["model_path"] == "here", at
+    assert refused > 0.7 * len(whole)  # the rest is white space and the name of the checksum
+    path.write_bytes(whole)
     folder.check_identity(WANTED, {"model_path": "moved"})
     with pytest.raises(StateError, match='expected task "sums" as when the run began, got "products"'):
         folder.check_identity(WANTED | {"task": "products"})
     (tmp_path / "journal").mkdir()
-    (tmp_path / "run.json").unlink()
+    path.unlink()
     folder.check_identity({"seed": 0})
-    (tmp_path / "run.json").unlink()
+    path.unlink()
     (tmp_path / "journal" / "segment-00000000.records").touch()
     with pytest.raises(StateError, match=r"run\.json: expected it beside segment-00000000\.records, found none"):
         folder.check_identity({"seed": 1})
@@ -381,25 +391,6 @@ def test_another_optimisers_state_is_refused(model_path: Path, tmp_path: Path, m
         begin("other", "host")
 
 
-def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.check_identity(WANTED, {"model_path": "here"})
-    path, refused = tmp_path / "run.json", 0
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        data = bytearray(whole)
-        data[at] ^= 1 << (at % 8)
-        path.write_bytes(data)
-        try:
-            folder.check_identity(WANTED)
-        except StateError as error:
-            assert "expected the run's identity" in str(error) and "restore it from a backup" in str(error)
-            refused += 1
-        else:
-            assert json.loads(path.read_bytes())["model_path"] == "here", at
-    assert refused > 0.7 * len(whole)  # the rest is white space and the name of the checksum
-
-
 def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(model_path: Path, tmp_path: Path) -> None:
     prompts = prompts_for(options_for(tmp_path / "run", model_path))
     seeds = []
@@ -415,4 +406,3 @@ def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(model_path: Pat
     secret.write_bytes(b"short")
     with pytest.raises(StateError, match="expected 32 bytes, got 5"):
         RunFolder(tmp_path / "one").secret()
-    prompts.close()

@@ -1,7 +1,5 @@
 """The hand-over between the learner's thread and a user's, with the two in any order."""
 
-from __future__ import annotations
-
 import runpy
 import threading
 from collections.abc import Mapping
@@ -74,9 +72,12 @@ def test_buffers_of_the_models_files_are_published_in_their_own_dtype(tmp_path: 
     assert all(torch.equal(written[name], told[name]) for name in declared.kept)
 
 
-def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path) -> None:
+def test_a_batch_that_is_there_before_it_is_asked_for_is_taken_and_weights_that_are_refused_are_handed_in_again(
+    model_path: Path,
+) -> None:
     own, weights = trainer_of(model_path)
     failures: list[BaseException] = []
+    name = sorted(weights)[-1]
     for step in range(3):
         thread = stepping(own, step, failures)
         batch = own.next_batch()
@@ -85,29 +86,14 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path)
             own.next_batch()
         with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
             own.hand_in(step + 2, weights)
+        for value, told in ((float("nan"), "holds NaN or infinity"), (1, "a float dtype, got .* of torch.int")):
+            with pytest.raises(ConfigError, match=f"publish: expected .*{name}.* {told}"):
+                own.hand_in(step + 1, weights | {name: torch.full(weights[name].shape, value)})
         assert own.hand_in(step + 1, weights)
-        with pytest.raises(
-            StateError, match=f"expected the batch after step {step + 1} to be taken first, got {step + 1}"
-        ):
+        with pytest.raises(StateError, match=f"the batch after step {step + 1} to be taken first, got {step + 1}"):
             own.hand_in(step + 1, weights)
         thread.join(WAIT_S)
         assert not thread.is_alive() and not failures
-
-
-@pytest.mark.parametrize(
-    ("value", "told"), [(float("nan"), "holds NaN or infinity"), (1, "a float dtype, got .* of torch.int")]
-)
-def test_weights_that_nobody_can_sample_by_are_refused_and_the_step_may_be_handed_in_again(
-    model_path: Path, value: float, told: str
-) -> None:
-    own, weights = trainer_of(model_path)
-    thread = stepping(own, 0, [])
-    assert own.next_batch() is not None
-    name = sorted(weights)[-1]
-    with pytest.raises(ConfigError, match=f"publish: expected .*{name}.* {told}"):
-        own.hand_in(1, weights | {name: torch.full(weights[name].shape, value)})
-    assert own.hand_in(1, weights)
-    thread.join(WAIT_S)
 
 
 def test_the_examples_step_takes_a_group_of_which_one_reward_is_left(model_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The layout of a batch in rows, and both forms of its mask and both attentions over it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -92,14 +90,10 @@ def seen_one_by_one(tree: UnitTree) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_dense_mask_is_the_rule(seed: int) -> None:
+def test_the_dense_mask_is_the_rule_and_blocks_are_those_of_it_and_no_others(seed: int) -> None:
     tree = tree_of(seed, rows=1, blocks=1)
     assert torch.equal(dense_mask(tree), seen_one_by_one(tree))
     assert bool(dense_mask(tree).any(-1).all()), "a row of a softmax is never empty"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_are_those_of_the_dense_mask_and_no_others(seed: int) -> None:
     tree = tree_of(seed)
     blocks = block_mask(tree)
     dense = dense_mask(tree)

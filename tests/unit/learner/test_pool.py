@@ -1,10 +1,9 @@
 """The pool's promises, whatever the order of reports, rewards, versions, bars, plans, evaluations, checkpoints and kills."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from time import process_time
 from typing import Any
@@ -648,25 +647,17 @@ def test_it_is_answered_by_its_version_alone_and_no_batch_is_drawn_of_it() -> No
     publish(stage, 1)
     assert stage.report(piece(first, 0, [9, STOP], version=1)) == [Verdict.REFUSED], "a token of another version"
     waiting = stage.loop.create_task(stage.pool.evaluations_ended())
-    for number, group_id in enumerate(stage.questions):
-        stage.answer(group_id, float(number % 2))
+    rewards = [(0.0,), (1.0,), (0.0,), (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0)]
+    for group_id, each in zip(stage.questions, rewards, strict=True):
+        stage.fill(group_id, rewards=each)
     stage.loop.run_until_complete(asyncio.wait_for(waiting, 1.0))
     (row,) = stage.evaluations.rows
-    assert row["eval/held_out/reward"] == pytest.approx(1 / 3) and row["eval/hard/pass@1"] == 0.5
-    assert row["eval/rollouts"] == 11 and row["eval/tokens"] == 22 and len(stage.answered) == 5
+    unbiased = {"hard/pass@1": (0.25 + 0.5) / 2, "hard/pass@2": (0.5 + 5 / 6) / 2, "hard/pass@4": 1.0}
+    expected = {**unbiased, "held_out/reward": 1 / 3, "hard/exact": 0.375, "reward": 0.35, "rollouts": 11, "tokens": 22}
+    assert {name: row[f"eval/{name}"] for name in expected} == pytest.approx(expected) and len(stage.answered) == 5
     assert stage.next_batch() is None and not stage.questions
     groups = stage.pool.groups
     assert groups.ledger.histogram() == {} and groups.counts.admitted == 0 and not groups.evaluation
-    assert row["eval/hard/pass@4"] == 0.5 and row["eval/hard/exact"] == 0.5 and row["eval/reward"] == pytest.approx(0.4)
-
-
-def test_pass_at_k_is_the_unbiased_estimate() -> None:
-    stage = begun(sets=(QuestionSet("s", 2, 4),))
-    for group_id, rewards in zip(stage.questions, ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0)), strict=True):
-        stage.fill(group_id, rewards=rewards)
-    (row,) = stage.evaluations.rows
-    expected = {1: (0.25 + 0.5) / 2, 2: (0.5 + 5 / 6) / 2, 4: 1.0}
-    assert {k: row[f"eval/pass@{k}"] for k in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("left_out", [{1}, {0, 1, 2}])
@@ -724,6 +715,15 @@ def test_when_one_moves_to_a_newer_version(is_begun: bool, newer: int, is_last_o
     assert versions(stage) == {Version(6 + newer)}
 
 
+def least_s(works: Sequence[Callable[[], object]]) -> float:
+    spent_s = []
+    for work in works:
+        began = process_time()
+        work()
+        spent_s.append(process_time() - began)
+    return min(spent_s)
+
+
 def test_a_report_takes_no_longer_however_many_turns_are_open() -> None:
     """Each turn of each rollout is a group: with some thousands, to go through all with every report took the loop's time."""
 
@@ -738,34 +738,22 @@ def test_a_report_takes_no_longer_however_many_turns_are_open() -> None:
                     groups.groups[at.group_id].rollouts[number] = piece(at.group_id, number, [9, STOP])
                     groups.open_turn(at, (7,))
                     at = at.next
-        names, spent_s = [name for name, group in groups.groups.items() if not group.is_sampled], []
-        for name in names[:20]:
-            began = process_time()
-            stage.report(piece(name, 0, [9]), attempt=1)
-            spent_s.append(process_time() - began)
-        return min(spent_s)
+        names = [name for name, group in groups.groups.items() if not group.is_sampled][:20]
+        return least_s([partial(stage.report, piece(name, 0, [9]), attempt=1) for name in names])
 
     assert report_s(4) < 5 * report_s(0)
 
 
 def test_a_report_of_a_long_rollout_checks_its_own_tokens_alone() -> None:
-    def least_s(work: Callable[[], object]) -> float:
-        spent_s = []
-        for _ in range(20):
-            began = process_time()
-            work()
-            spent_s.append(process_time() - began)
-        return min(spent_s)
-
     held, new = piece("g", 0, [9] * 30_000), piece("g", 0, [9, STOP], offset=30_000, version=1)
     whole = extended(held, new)
     assert whole is not None and whole == replace(whole) and whole.is_finished and whole.token_ids[-2:] == (9, STOP)
     assert [(span.version, span.count) for span in whole.version_spans] == [(0, 30_000), (1, 2)]
     assert len(held.token_ids) == 30_000
-    assert least_s(lambda: extended(held, new)) < 0.5 * least_s(lambda: replace(held)), "as to check all"
+    assert least_s([lambda: extended(held, new)] * 20) < 0.5 * least_s([lambda: replace(held)] * 20), "as to check all"
 
 
-def test_one_that_moves_takes_the_place_of_the_one_that_waited() -> None:
+def test_one_that_moves_takes_the_place_of_the_one_that_waited_and_one_overtaken_meanwhile_moves_at_once() -> None:
     """Else the last version would be evaluated twice, or one behind it that no worker holds any more."""
     for last in (7, 8):
         stage = begun(6)
@@ -779,9 +767,6 @@ def test_one_that_moves_takes_the_place_of_the_one_that_waited() -> None:
             stage.answer(group_id)
         assert [*stage.evaluations.rewards] == [last] and not stage.questions
         stage.loop.run_until_complete(stage.pool.evaluations_ended())
-
-
-def test_one_that_was_overtaken_while_it_waited_moves_at_once() -> None:
     stage = begun(6)
     publish(stage, 7)
     stage.tell(stage.pool.evaluate, Version(7), False)
@@ -893,7 +878,9 @@ def test_questions_of_sets_that_changed_meanwhile_are_asked_again_and_no_others(
     assert row["eval/held_out/reward"] == 0.25 and row["eval/rollouts"] == 1 + 2 * count
 
 
-def test_a_question_in_its_second_turn_goes_on_after_a_restart() -> None:
+def test_a_question_in_its_second_turn_and_a_result_without_room_on_the_disk_go_on_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = begun(0, (QuestionSet("held_out", 1, 1),))
     (only,) = stage.questions
     assert stage.report(piece(only, 0, [9, STOP])) == [Verdict.ADMITTED]
@@ -901,51 +888,34 @@ def test_a_question_in_its_second_turn_goes_on_after_a_restart() -> None:
     (later,) = set(stage.questions) - {only}
     stage.start()
     assert stage.questions == [later]
-    stage.answer(later, 1.0)
-    assert [*stage.evaluations.rewards.values()] == [1.0]
-
-
-def test_a_prompt_of_a_pass_that_is_not_made_any_more_is_not_drawn_again() -> None:
-    stage = Stage()
-    before = set(stage.offered)
-    stage.prompts.sampling = replace(stage.prompts.sampling, max_new_tokens=4)
-    has, gone = stage.prompts.split.has, max(int(name[1:]) for name in before)
-    stage.prompts.split.has = lambda cursor: has(cursor) and cursor != gone
+    with monkeypatch.context() as full:
+        full.setattr(stage.evaluations, "record", mock.Mock(side_effect=DiskFull("no space left")))
+        stage.answer(later, 0.5)
     stage.start()
-    names = {int(name[1:].partition("r")[0]) for name in stage.pool.groups.roots}
-    assert names == {*range(gone), gone + 1}
+    stage.reward(0.5)
+    assert [*stage.evaluations.rewards.values()] == [0.5]
 
 
-@pytest.mark.parametrize("too_long", [set(), {1}])
+@pytest.mark.parametrize(("too_long", "in_no_pass"), [(set(), set()), ({1}, set()), (set(), {3})])
 @pytest.mark.parametrize("changed", [{}, {"temperature": 0.7}, {"max_new_tokens": 4}])
 def test_groups_begun_with_other_sampling_than_the_run_s_now_are_drawn_again(
-    changed: dict[str, Any], too_long: set[int]
+    changed: dict[str, Any], too_long: set[int], in_no_pass: set[int]
 ) -> None:
     """Engines that are laid out for shorter sequences would refuse them all, and no step would come."""
     stage = Stage()
     before = set(stage.offered)
     stage.fill(min(before))
     stage.prompts.sampling, stage.prompts.too_long = replace(stage.prompts.sampling, **changed), too_long
+    stage.prompts.split.has = lambda cursor: cursor not in in_no_pass
     stage.start()
-    names = set(stage.pool.groups.roots)
-    again = {f"{name}r1" for name in before if int(name[1:]) not in too_long} | {"g00000004" for _ in too_long}
+    names, gone = set(stage.pool.groups.roots), too_long | in_no_pass
+    again = {f"{name}r1" for name in before if int(name[1:]) not in gone} | {"g00000004" for _ in gone}
     assert names == (again if changed or too_long else before) and not stage.failures
     stage.start()
     assert set(stage.pool.groups.roots) == names, "once"
     assert {group.spec.sampling.max_new_tokens for group in stage.pool.groups.roots.values()} == {
         stage.prompts.sampling.max_new_tokens
     }
-
-
-def test_a_result_without_room_on_the_disk_is_written_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = begun(0, (QuestionSet("held_out", 1, 1),))
-    (only,) = stage.questions
-    with monkeypatch.context() as full:
-        full.setattr(stage.evaluations, "record", mock.Mock(side_effect=DiskFull("no space left")))
-        stage.answer(only, 0.5)
-    stage.start()
-    stage.reward(0.5)
-    assert [*stage.evaluations.rewards.values()] == [0.5]
 
 
 def test_a_question_whose_workers_are_barred_is_asked_again_so_often_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -974,7 +944,8 @@ def test_questions_open_at_once_are_bounded_and_all_turns_of_one_are_closed_with
         most = max(most, len(stage.questions))
         stage.answer(stage.questions[0])
     assert most == OPEN_MAX and len(stage.answered) == OPEN_MAX + 40 and versions(stage) == {Version(9)}
-    assert [row["eval/tokens"] for row in stage.evaluations.rows] == [2 * (OPEN_MAX + 40) + 2]
+    (row,) = stage.evaluations.rows
+    assert (row["eval/tokens"], row["eval/pass@1"]) == (2 * (OPEN_MAX + 40) + 2, 1.0), "of a lone set under short names"
 
 
 def test_answers_keep_their_journal_segment_until_their_evaluation_is_over() -> None:
@@ -1041,6 +1012,10 @@ def test_who_blocks_scorers_far_more_often_than_others_is_accused_once_until_it_
         assert "16 of its 16 recent completions held up their scorer, for 32 s in all" in records.accused[-1].reason
         records.forgive(BOMBER)
     assert records.completions_held == 2 * (workers.HELD_MIN + 100) == records.seconds_held / 2
+    records = workers.SenderRecords()
+    for worker in (HONEST, BOMBER):
+        scored(records, [worker], 20_000, is_held=False)
+    assert scored(records, [BOMBER], 200, is_held=True), "a good past does not pay for long"
 
 
 def test_a_policy_that_blocks_scorers_by_itself_makes_nobody_guilty() -> None:
@@ -1049,13 +1024,6 @@ def test_a_policy_that_blocks_scorers_by_itself_makes_nobody_guilty() -> None:
         for worker in (HONEST, BOMBER):
             assert scored(records, [worker], 1, is_held=True) is scored(records, [worker], 3, is_held=False) is None
     assert scored(workers.SenderRecords(), [BOMBER], 500, is_held=True) is None, "nobody to compare it with"
-
-
-def test_a_good_past_does_not_pay_for_long() -> None:
-    records = workers.SenderRecords()
-    scored(records, [HONEST], 20_000, is_held=False)
-    scored(records, [BOMBER], 20_000, is_held=False)
-    assert scored(records, [BOMBER], 200, is_held=True)
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -1089,16 +1057,15 @@ def test_rollouts_are_heard_of_for_some_seconds_and_each_counts_once() -> None:
     assert records.take_deliveries(workers.NEWS_S + workers.TELL_S + workers.HEARD_S + 0.2) == []
 
 
-def test_an_admitted_rollout_counts_for_its_workers_by_their_share_of_its_tokens() -> None:
+def test_an_admitted_rollout_counts_for_its_workers_by_their_share_and_the_last_proven_ones_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     records = workers.SenderRecords()
     records.on_admission((SentTokens(A, 30), SentTokens(B, 90)), B)
     records.on_admission((SentTokens(A, 5),), A)
     shares = [delivered(A, 0, 1.25), delivered(B, 0, 0.75)]
     assert records.take_deliveries(0.0) == shares
     assert records.take_deliveries(workers.TELL_S) == [], "reported once"
-
-
-def test_proven_is_who_had_a_rollout_admitted_and_the_last_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.learner.bets.WORKERS_MAX", 3)
     records = workers.SenderRecords()
     records.on_tokens(PeerId("heard"), G, 0)

@@ -1,7 +1,5 @@
 """The learner's view of the data plane: what is trained on is the task's reward, less the punishment for length."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -16,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from echo2.base.errors import ConfigError, StateError, TaskError
+from echo2.base.errors import ConfigError, MalformedMessage, StateError, TaskError
 from echo2.base.ids import Step, Version
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions, RunFolder
@@ -37,7 +35,6 @@ from tests.fork_server import ROOT
 from tests.unit.learner.fleet import (
     Run,
     crash_image,
-    evaluations_of,
     go,
     options_for,
     prepared_from,
@@ -77,7 +74,6 @@ def test_overlong_ones_lose_reward(tmp_path: Path, model: Path, buffer_tokens: i
     assert reward_of(prompts, token_ids) == pytest.approx(expected)
     judged = asyncio.run(prompts.answer_instance(instance.index, [token_ids], 10))
     assert judged is not None and judged.reward is not None and judged.reward.value == 1.0
-    prompts.close()
 
 
 class OddOnesAreLong(SortDigits):
@@ -100,7 +96,6 @@ def test_a_prompt_is_made_once_to_be_looked_at_and_drawn(
     for cursor in range(3):
         assert prompts.next_wanted(cursor) == cursor and prompts.draw(cursor)[0]
     assert made == [prompts.split.train_index(cursor) for cursor in range(3)]
-    prompts.close()
 
 
 def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,24 +112,19 @@ def test_prompts_beyond_a_limit_are_passed_over(tmp_path: Path, model: Path, cap
     asked = [evaluations.draw(Version(0), number) for number in range(4)]
     lengths = [3 if prompts.split.held_out_index(0, number) % 2 == 0 else 0 for number in range(4)]
     assert [0 if each is None else len(each[0]) for each in asked] == lengths and 0 < sum(lengths) < 12
-    prompts.close()
     long_answers = prompts_for(options_for(tmp_path, model, task=task, sampling={"max_new_tokens": 250}))
     assert {long_answers.next_wanted(cursor) for cursor in range(20)} == taken, "of a context of 256 tokens, 6 are left"
-    long_answers.close()
     left_out = frozenset(("", prompts.split.train_index(cursor)) for cursor in sorted(taken)[:2])
     fewer = prompts_for(replace(options_for(tmp_path, model, task=task, sampling=limit), left_out=left_out))
     assert {fewer.next_wanted(cursor) for cursor in range(20)} == taken - set(sorted(taken)[:2])
-    fewer.close()
     all_long = {"name": "sort_digits", "args": {"digit_count": 12}}
     prompts = prompts_for(options_for(tmp_path, model, task=all_long, sampling=limit))
     assert prompts.next_wanted(5) == 5 + SKIPS_MAX
     with pytest.raises(ConfigError, match=r"got 13 tokens, above sampling.max_prompt_tokens of 9"):
         prompts.draw(5 + SKIPS_MAX)
-    prompts.close()
     prompts = prompts_for(options_for(tmp_path, model, sampling={"max_new_tokens": 256}))
     with pytest.raises(ConfigError, match="above the 0 that sampling.max_new_tokens leaves of .* context of 256"):
         prompts.draw(0)
-    prompts.close()
 
 
 def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Path, model: Path) -> None:
@@ -150,7 +140,6 @@ def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Pat
     prompts.vocabulary_size = 5
     with pytest.raises(ConfigError, match="token ids below 5.* wrong tokenizer for this model"):
         prompts.draw(0)
-    prompts.close()
 
 
 class Ones(OddOnesAreLong):
@@ -167,7 +156,6 @@ def test_a_prompt_on_which_the_tokenizer_breaks_is_named(tmp_path: Path, model: 
     prompts = prompts_for(options_for(tmp_path, model, task={"name": "tests.unit.learner.test_prompts:Ones"}))
     with pytest.raises(ConfigError, match=r"prompt \d+ of task sort_digits: tokenizer: expected one that takes"):
         prompts.next_wanted(0)
-    prompts.close()
 
 
 class Hinted(TaskInstance):
@@ -202,7 +190,6 @@ def test_completions_end_where_model_or_template_say(tmp_path: Path, model: Path
     assert prompts.sampling.stop_token_ids == (1, end)
     assert reward_of(prompts, [begin, four, close, end]) == 1.0
     assert isinstance(prompts.instance(0), Hinted), "a single task's instances stay what it made"
-    prompts.close()
 
 
 def test_a_template_s_date_is_the_run_s_beginning(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +202,6 @@ def test_a_template_s_date_is_the_run_s_beginning(tmp_path: Path, model: Path, m
         drawn.append(prepared.prompts.draw(0)[0])
         text = prepared.prompts.tokenizer.decode(drawn[-1]).replace(" ", "")
         assert text.startswith("20231114221320:")
-        prepared.prompts.close()
         folder.release()
     assert drawn[0] == drawn[1]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["began"] == "2023-11-14T22:13:20+00:00"
@@ -240,8 +226,10 @@ def test_the_worlds_tokens_are_read_and_not_trained_on(model_path: Path) -> None
     assert torch.allclose(trainer.logprobs((group,))[0], torch.stack(expected), atol=1e-4)
     result = trainer.step(Batch(Step(0), (group,)))
     assert result.sampled_tokens == 10 and sum(result.left_out) == 0
-    again = batch_from_bytes(batch_to_bytes(Batch(Step(0), (group,))))
-    assert again.groups[0].insertions == said
+    as_bytes = batch_to_bytes(Batch(Step(0), (group,)))
+    assert batch_from_bytes(as_bytes).groups[0].insertions == said
+    with pytest.raises(MalformedMessage, match="expected a frame"):
+        batch_from_bytes(as_bytes[:-3])
 
 
 def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: Path, tmp_path: Path) -> None:
@@ -287,7 +275,6 @@ def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Pat
         scored = asyncio.run(prompts.answer(cursor, [right], 10))
         assert scored is not None and scored.reward is not None
         assert scored.reward.value == task.score(own, prompts.chat.text_of(right)).value
-    prompts.close()
 
 
 def test_references_that_cannot_be_judged_are_left_out_of_each_set(
@@ -314,7 +301,6 @@ def test_tokens_that_no_tokenizer_decodes_cost_their_completion_alone(
     assert scored.reward is None and scored.failure is RewardFailure.RAISED and "out of range" in scored.message
     evaluations.write_samples(group_of([5], [rollout_of([59], name="e00000000-00000")]))
     assert not (tmp_path / "samples.jsonl").exists()
-    prompts.close()
 
 
 def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_path: Path, model_path: Path) -> None:
@@ -327,7 +313,6 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     assert asked == [prompts.tokens_of(prompts.instance(index)) for index in held_out]
     assert [index % 2 for index in held_out] == [0, 0, 0, 1, 1]
     assert not set(held_out) & {prompts.split.train_index(cursor) for cursor in range(200)}
-    evaluations.close()
 
     def with_set(name: str, count: int) -> Evaluations:
         table = {"task": "sort_digits", "args": {"digit_count": 1}, "prompts": count}
@@ -346,7 +331,6 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
     more = {"task": "sort_digits", "args": {"digit_count": 1}, "prompts": 4}
     evaluations = Evaluations(tmp_path, mixed(tmp_path, model_path, eval_sets={"more": more}).config, fewer, 60.0)
     assert [evaluations.draw(Version(0), number) is None for number in (5, 6)] == [True, False]
-    evaluations.close()
     fewer.close()
     prompts.vocabulary_size = 3
     with pytest.raises(ConfigError, match="prompt [0-9] of task sort_digits: expected 1 or more token ids below 3"):
@@ -365,7 +349,7 @@ def test_a_mixture_with_an_environment_trains_each_and_stays_what_it_is(model_pa
         groups.update({name: row[f"task/{name}/groups"] for name in told})
         groups["all"] += row["groups"]
     assert groups["echoes"] + groups["digits"] == groups["all"] and groups["echoes"] > 0
-    for row in evaluations_of(tmp_path / "run"):
+    for row in rows_of(tmp_path / "run", "evaluations"):
         assert {"eval/echoes/reward", "eval/echoes/turns", "eval/digits/reward"} <= row.keys()
     offered = run.coordinator.groups
     later = {name: spec for name, spec in offered.items() if turn_of(name, 0).turn}

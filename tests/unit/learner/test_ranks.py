@@ -1,7 +1,5 @@
 """Two real processes over gloo against one, on every path that ranks take; and a whole run in torchrun's environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,16 +18,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echo2.base.errors import ConfigError, MalformedMessage, StateError, Unreachable
+from echo2.base.errors import ConfigError, StateError, Unreachable
 from echo2.base.ids import Step, Version
 from echo2.learner import startup
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
 from echo2.learner.publishing.checkpoint import CheckpointStore
-from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import prepare
 from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
 from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, VersionCoder
-from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.weights import DeltaHeader, FrameReader, HostWeights, encode_delta, fingerprint
 from echo2.weights.block import EncodedBlock
 from echo2.weights.container import Method
@@ -41,7 +37,7 @@ from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.unit.learner import two_ranks
 from tests.unit.learner.fleet import RUN
-from tests.unit.learner.made import config_of, random_groups
+from tests.unit.learner.made import config_of
 from tests.unit.learner.tiny import make_tiny_model
 from tests.unit.learner.two_ranks import STEPS
 from tests.unit.weights.models import KEY, decoded, with_changes
@@ -230,11 +226,6 @@ def test_a_rank_s_own_gpu_is_the_current_one_before_any_is_used(
     with pytest.raises(ConfigError, match="that far"):
         startup.new_team(LearnerOptions(Path("one"), config_of(model_path)), Ranks())
     assert order == [torch.device("cuda:1"), "model"]
-
-
-def test_a_batch_that_is_cut_off_is_refused() -> None:
-    with pytest.raises(MalformedMessage, match="expected a frame"):
-        batch_from_bytes(batch_to_bytes(Batch(Step(7), random_groups(3)))[:-3])
 
 
 # ---- a whole run

@@ -1,10 +1,9 @@
 """A learner that is killed on a device which does not give the same bits twice: real daemon, trainer, journal, chunk store."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.groups import Batch, Group, SentTokens, group_id_of
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
 from echo2.learner.startup import Prepared, new_team, prepare_with
+from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.shards import HeldVersions, VersionCoder
 from echo2.learner.training.team import Team
@@ -118,7 +118,7 @@ Kill = Callable[..., Killed]
 @pytest.fixture(scope="module")
 def kill(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill:
     """A run's folder, copied to the given one, as a kill after step `at` leaves it, with one checkpoint or none; and what was
-    published until the end. Runs are made once."""
+    published until the end. Beside it the weights that were lost. Runs are made once."""
     runs: dict[tuple[object, ...], Killed] = {}
 
     def of(folder: Path, at: int, checkpoint_at: int = 0, kappa: int = 0, lr: float = 1e-3) -> Killed:
@@ -129,8 +129,13 @@ def kill(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill:
             every, bounded = {"checkpoint_every_steps": checkpoint_at or 100, "lr": lr}, {"bound": 4, "kappa": kappa}
             options = options_for(kept / "run", model_path, limits=limits, staleness=bounded, learner=every)
             run = new_run(options)
+
+            def crash(step: int) -> None:
+                masters = crash_image(run, kept / str(step))
+                torch.save(masters, kept / str(step) / "masters.pt")
+
             for step in (3, 5, 6):
-                run.at_step[step] = lambda step=step: crash_image(run, kept / str(step))
+                run.at_step[step] = partial(crash, step)
             go(run.finish())
             runs[key] = replace(options, folder=kept), fingerprints(run)
         options, published = runs[key]
@@ -172,6 +177,21 @@ def test_a_killed_learner_goes_on(
         assert summary.fingerprint != before[6], "it was another device"
 
 
+@pytest.mark.parametrize(("at", "checkpoint_at"), [(3, 0), (5, 2), (6, 0)])
+def test_on_the_same_device_the_weights_after_a_kill_are_bit_identical(
+    model_path: Path, kill: Kill, tmp_path: Path, at: int, checkpoint_at: int
+) -> None:
+    base = PolicyModel(str(model_path), "bfloat16", torch.device("cpu"), 1.0)
+    crashed, _ = kill(tmp_path, at, checkpoint_at, kappa=1)
+    lost = torch.load(crashed.folder / "masters.pt")
+    assert not any(map(torch.equal, lost, base.masters)), "there was something to lose"
+    again = prepared_from(crashed)
+    assert again.team.step_count == at
+    assert all(map(torch.equal, again.team.model.masters, lost))  # type: ignore[attr-defined]
+    trained = again.groups.ledger.trained
+    assert len(trained) == 2 * at and not set(trained) & set(again.groups.groups)
+
+
 def test_a_second_kill_after_a_replay_that_differed_is_survived(kill: Kill, tmp_path: Path) -> None:
     crashed, before = kill(tmp_path, 3, kappa=1)
     last = last_published(crashed)
@@ -195,7 +215,6 @@ def test_workers_may_hold_a_version_without_a_record(model_path: Path, tmp_path:
     again = prepared_from(unsealed)
     assert again.cut_off is not None, "workers wait for the rest"
     assert (again.cut_off[0], again.schedule.newest) == (2, 3)
-    again.prompts.close()
     crashed = replace(options, folder=tmp_path / "3")
     worker = worker_at(crashed, 3, before[3])
     summary = go(new_run(crashed, first_step=0).finish())
@@ -249,22 +268,17 @@ def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[Gro
     return names
 
 
-def test_where_the_store_lost_the_published_version_the_start_says_so(kill: Kill, tmp_path: Path) -> None:
+def test_where_the_store_lost_the_version_a_start_says_so_but_on_the_same_device_where_steps_without_a_row_get_one(
+    kill: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kill came before the rows were written. And the log says how far training again is."""
+    monkeypatch.setattr("echo2.learner.startup.TOLD_EVERY_S", 0.0)
     crashed, _ = kill(tmp_path, 5, kappa=1)
     shutil.rmtree(crashed.chunk_folder)
     folder = RunFolder(crashed.folder)
     with pytest.raises(FingerprintMismatch, match=r"version \d+: expected the fingerprint.*not in the chunk store"):
         prepared_elsewhere(crashed, folder)
     folder.release()
-
-
-def test_on_the_same_device_the_store_is_not_asked_and_steps_without_a_row_get_one(
-    kill: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The kill came before the rows were written. And the log says how far training again is."""
-    monkeypatch.setattr("echo2.learner.startup.TOLD_EVERY_S", 0.0)
-    crashed, _ = kill(tmp_path, 5, kappa=2)
-    shutil.rmtree(crashed.chunk_folder)
     rows = crashed.folder / "metrics.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-2]))
     with caplog.at_level("INFO", "echo2.learner"):

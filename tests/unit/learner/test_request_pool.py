@@ -1,8 +1,5 @@
 """What trainers of other projects ask for: versions, priority, limits, and what becomes of a request that cannot be answered."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,8 +42,8 @@ class Door(Stage):
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    yield Door()
+def door() -> Door:
+    return Door()
 
 
 def refusal(answer: TokenAnswer) -> CallRefused:
@@ -113,21 +110,15 @@ def test_no_token_is_older_than_its_request_allows(door: Door) -> None:
     assert late.rollouts[0].token_ids == (7, STOP)
 
 
-def test_an_exact_version_that_no_worker_can_hold_any_more_is_told(door: Door) -> None:
-    answer = door.ask(exact_version=0)
-    door.publish(3)
-    assert refusal(answer).status == 409 and "versions that workers may hold, 1 to 3" in refusal(answer).message
-    with pytest.raises(CallRefused, match="got 0"):
-        door.ask(exact_version=0)
-
-
-def test_what_waits_can_be_asked_while_a_version_is_written_that_some_of_it_is_too_old_for(door: Door) -> None:
+def test_an_exact_version_that_no_worker_can_hold_any_more_is_told_once_the_newer_is_written(door: Door) -> None:
     old, _ = door.ask(exact_version=0), door.ask()
     door.tell(door.pool.begin_version, Version(3))  # type: ignore[attr-defined]
     assert door.pool.waits_for.startswith("2 requests, 0 begun")  # type: ignore[attr-defined]
     door.tell(door.pool.tick, monotonic() + 60)
     door.tell(door.pool.on_published, Version(3))
-    assert refusal(old).status == 409 and "1 to 3" in refusal(old).message
+    assert refusal(old).status == 409 and "versions that workers may hold, 1 to 3" in refusal(old).message
+    with pytest.raises(CallRefused, match="got 0"):
+        door.ask(exact_version=0)
 
 
 def test_an_exact_version_at_which_no_worker_is_any_more_is_told_within_seconds(door: Door) -> None:
@@ -170,16 +161,12 @@ def test_a_request_that_nobody_waits_for_is_closed(door: Door, monkeypatch: pyte
     assert (name, "unused") in door.closed and not door.offered and pool.rollouts_asked == 0
     clock[0] = 20.0
     assert [pool.take_busy_s(), pool.take_busy_s()] == [4.0, 0.0], "how long one of them was under way"
-
-
-def test_who_leaves_while_a_version_is_written_takes_a_request_along_that_is_too_old_for_it(door: Door) -> None:
     answer = door.ask()
     (name,) = door.offered
     door.report(piece(name, 0, [9]))
-    door.tell(door.pool.begin_version, Version(4))  # type: ignore[attr-defined]
-    door.tell(door.pool.leave, answer)  # type: ignore[attr-defined]
-    door.tell(door.pool.on_published, Version(4))
-    assert not door.offered and not door.pool.rollouts_asked  # type: ignore[attr-defined]
+    for method, told in ((pool.begin_version, Version(4)), (pool.leave, answer), (pool.on_published, Version(4))):
+        door.tell(method, told)
+    assert not door.offered and not pool.rollouts_asked, "nor one that a version is too old for which is being written"
 
 
 def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

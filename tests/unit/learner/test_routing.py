@@ -1,7 +1,5 @@
 """A mixture of experts: trained, published, and replayed by the experts that sampled it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, MalformedMessage
-from echo2.base.ids import GroupId, Step, Version
+from echo2.base.ids import GroupId, Step
 from echo2.base.rollout import (
     NO_ROUTING,
     ROLLOUT_ROUTING_BYTES_MAX,
@@ -27,7 +25,6 @@ from echo2.base.rollout import (
     SamplingParams,
     SegmentVerdict,
     Verdict,
-    VersionSpan,
     unpacked,
 )
 from echo2.learner.options import RunFolder
@@ -42,7 +39,7 @@ from echo2.worker.rollouts import PartialRollout
 from tests.contract.engine_rig import generated, keyframe_of, tiny_config
 from tests.contract.families import EXPERTS, save_tiny
 from tests.unit.learner.fleet import options_for
-from tests.unit.learner.made import new_trainer
+from tests.unit.learner.made import new_trainer, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
 SHAPE = RoutingShape(2, 2, 6)
@@ -183,14 +180,12 @@ def test_a_learner_that_replays_routes_keeps_them(model_path: Path, tmp_path: Pa
     assert prepared.groups.row_bytes == SHAPE.row_bytes
 
 
-def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
-    path = make_tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match="no such router"):
-        new_trainer(path, replay_routing=True)
-
-
-def test_routers_that_choose_by_something_else_are_refused_at_the_start_of_learner_and_worker(tmp_path: Path) -> None:
+def test_no_routers_and_ones_that_choose_by_something_else_are_refused_at_the_start_of_learner_and_worker(
+    tmp_path: Path,
+) -> None:
     """They would be told of experts in vain, and a worker would find none recorded in the midst of its first rollout."""
+    with pytest.raises(ConfigError, match="no such router"):
+        new_trainer(make_tiny_model(tmp_path / "dense"), replay_routing=True)
     save_tiny("phimoe", EXPERTS, tmp_path)
     with pytest.raises(ConfigError, match=r"by torch.topk, and these do not: set learner.replay_routing"):
         new_trainer(tmp_path, replay_routing=True)
@@ -211,12 +206,8 @@ def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path:
 
 def test_routing_that_is_missing_for_some_tokens_or_grows_too_long_is_dropped() -> None:
     def segment(offset: int, count: int, rows: bytes) -> Rollout:
-        spans = (VersionSpan(Version(0), count),)
-        numbers = (-1.0,) * count
-        reason = FinishReason.UNFINISHED
-        return Rollout(
-            GroupId("g"), 0, (1,) * count, numbers, numbers, spans, reason, Routing(b"", rows), offset=offset
-        )
+        made = rollout_of((1,) * count, reason=FinishReason.UNFINISHED)
+        return replace(made, routing=Routing(b"", rows), offset=offset)
 
     held = extended(empty_rollout(GroupId("g"), 0), segment(0, 2, b"aabb"))
     assert held is not None and held.routing.tokens == b"aabb"

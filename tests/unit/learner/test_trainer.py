@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -58,15 +56,8 @@ def gradient_of(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "micro-batches",
-        "by units",
-        "by units, several rows",
-        "logits in pieces",
-        "checkpointing",
-        "selective checkpointing",
-    ],
-)
+    ["micro-batches", "by units", "by units, several rows", "logits in pieces", "checkpointing", "selective checkpointing"],
+)  # fmt: skip
 def test_gradients_do_not_depend_on_the_layout(model_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     batch = Batch(Step(0), random_groups(3))
     whole = gradient_of(new_trainer(model_path, **PLAIN), batch)
@@ -83,8 +74,9 @@ def test_gradients_do_not_depend_on_the_layout(model_path: Path, monkeypatch: py
             more = {"gradient_checkpointing": "selective" if how.startswith("selective") else True}
             modules = new_trainer(model_path, **PLAIN, **more).model.hf_model.modules()
             assert any(module.training for module in modules), "layers are computed again"
-    for one, other in zip(whole, gradient_of(new_trainer(model_path, **PLAIN, **more), batch), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    torch.testing.assert_close(
+        whole, gradient_of(new_trainer(model_path, **PLAIN, **more), batch), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
@@ -178,12 +170,6 @@ def test_layers_are_computed_again_but_in_a_turn_of_scores_also_after_one_that_f
     assert any(module.training for module in model.hf_model.modules()) == does
 
 
-def test_a_model_whose_layers_cannot_be_computed_again_is_refused_by_the_option(tmp_path: Path) -> None:
-    save_tiny("ctrl", {"n_embd": 128, "n_layer": 1, "n_head": 4, "dff": 64}, tmp_path)
-    with pytest.raises(ConfigError, match=r"^learner.gradient_checkpointing: expected false for .*: CTRL"):
-        new_trainer(tmp_path, gradient_checkpointing=True)
-
-
 @pytest.mark.parametrize("checkpointing", [False, "selective"])
 def test_an_adapter_trains_alike_over_codes(model_path: Path, tmp_path: Path, checkpointing: object) -> None:
     whole = load_whole(str(model_path), torch.float32)
@@ -201,7 +187,13 @@ def test_an_adapter_trains_alike_over_codes(model_path: Path, tmp_path: Path, ch
     assert all(torch.equal(a, b) for a, b in zip(coded.model.masters, held.model.masters, strict=True))
 
 
-def test_what_cannot_be_trained_is_refused_by_name() -> None:
+def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
+    save_tiny("ctrl", {"n_embd": 128, "n_layer": 1, "n_head": 4, "dff": 64}, tmp_path)
+    with pytest.raises(ConfigError, match=r"^learner.gradient_checkpointing: expected false for .*: CTRL"):
+        new_trainer(tmp_path, gradient_checkpointing=True)
+    for settings in ({"beta1": 1.0}, {"lr": -1e-3}, {"epsilon": -1.0}, {"weight_decay": -0.1}):
+        with pytest.raises(ConfigError, match="adam_params: expected betas from 0"):
+            replace(ADAM, **settings)
     mixed = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
     with pytest.raises(ConfigError, match="one dtype, got torch.bfloat16 in a and torch.float32 in b"):
         check_dtypes(mixed, "model", 2)
@@ -305,8 +297,7 @@ def test_vcpo_weighs_its_baseline_by_ratios_and_gradients_its_rate_by_effective_
         example.columns["logprobs"][-len(rollout.token_ids) :, 0] = rollout.raw_logprobs
     client.forward_backward(examples, ClientLoss("ppo", 0.8, 1.28))
     assert sum(result.left_out) == 1
-    for one, other in zip(own, gradient_that_was_applied(client), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    torch.testing.assert_close(own, gradient_that_was_applied(client), rtol=1e-5, atol=1e-6)
 
 
 # ---- several updates of one batch, and completions that were cut off
@@ -382,8 +373,7 @@ def test_what_was_cut_off_counts_in_the_baseline_and_is_not_trained_on(model_pat
     client = new_trainer(model_path, **PLAIN)
     examples = examples_of(cut, [float(v) * share * (k % 4 > 0) for k, v in enumerate(values)])
     client.forward_backward(examples, ClientLoss("ppo", 0.8, 1.28))
-    for one, other in zip(applied(trainer), gradient_that_was_applied(client), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    torch.testing.assert_close(applied(trainer), gradient_that_was_applied(client), rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_that_was_cut_off_throughout_changes_nothing(model_path: Path) -> None:
@@ -449,12 +439,6 @@ def test_a_state_that_cannot_be_had_is_refused(state: OptimizerState, dtype: str
 ADAM = AdamStep(1e-3, 0.9, 0.99, 1e-8, grad_clip=1e9)
 
 
-@pytest.mark.parametrize("settings", [{"beta1": 1.0}, {"lr": -1e-3}, {"epsilon": -1.0}, {"weight_decay": -0.1}])
-def test_settings_of_adam_that_unlearn_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="adam_params: expected betas from 0"):
-        replace(ADAM, **settings)
-
-
 def examples_of(groups: tuple[TrainGroup, ...], given: Sequence[float] = ()) -> list[Example]:
     """The rollouts as a client sends them: with the advantages of the loop's own loss or those given, divided by all tokens."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
@@ -489,8 +473,7 @@ def test_a_client_s_gradient_is_the_loop_s_own(model_path: Path, calls: int, wei
         trainer.forward_backward(examples[begin::calls], ClientLoss("ppo", 0.9, 1.15))
     applied = gradient_that_was_applied(trainer)
     assert any(gradient.abs().max() > 1e-4 for gradient in applied)
-    for one, other in zip(own, applied, strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    torch.testing.assert_close(own, applied, rtol=1e-5, atol=1e-6)
 
 
 def test_a_forward_pass_scores_any_targets_and_leaves_no_gradient(model_path: Path) -> None:
@@ -624,7 +607,9 @@ def test_the_student_comes_nearer_to_the_teacher_whatever_the_rewards(models: tu
     assert distance(trainer) < 0.25 * before
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer_or_fewer_embeddings_is_refused(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
     student, teacher = models
     config = RunConfig.model_validate({"model": {"path": str(student)}, "learner": {"teacher": str(teacher)}})
     check_teacher(config)
@@ -636,10 +621,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
     learner = config.learner.model_copy(update={"teacher": str(other)})
     with pytest.raises(ConfigError, match=r"learner.teacher .*: expected a model with the tokenizer .* got 2 of"):
         check_teacher(config.model_copy(update={"learner": learner}))
-
-
-def test_a_teacher_with_fewer_embeddings_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     larger = make_tiny_model(tmp_path / "padded", vocabulary=128)
     with pytest.raises(ConfigError, match="expected at least the model's 128 embeddings"):
-        taught(larger, models[1], lr=1e-3)
+        taught(larger, teacher, lr=1e-3)
     assert new_trainer(larger, "float32").reference is None

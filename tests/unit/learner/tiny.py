@@ -1,7 +1,5 @@
 """A tiny Qwen3 with a character tokenizer, on disk in Hugging Face layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ came of each. The second rank is as on another machine: it has a run folder and 
 one whose second rank cannot code its rows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Tasks and environments for tests: the worlds that a learner under test plays with."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from echo2.tasks.task import ChatMessage, Environment, Observation, Prompt, Reward, TaskInstance

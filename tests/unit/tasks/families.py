@@ -1,7 +1,5 @@
 """Chat templates of model families with small tokenizers: in shape those that the families publish, cut to what they do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -96,49 +94,19 @@ FAMILIES = {
     for one in (
         Family("qwen2.5", _CHATML, _IM, "<|im_end|>"),
         Family("qwen3", _QWEN3, _IM, "<|im_end|>"),
-        Family(
-            "llama3",
-            _LLAMA3,
-            ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-            "<|eot_id|>",
-            bos="<|begin_of_text|>",
-        ),
+        Family("llama3", _LLAMA3, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+               "<|eot_id|>", bos="<|begin_of_text|>"),
         Family("mistral", _MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "metaspace", False),
-        Family(
-            "gemma",
-            _GEMMA,
-            ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-            "<end_of_turn>",
-            "metaspace",
-            False,
-            False,
-            "<bos>",
-        ),
-        Family(
-            "phi3",
-            _PHI3,
-            ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-            "<|end|>",
-            "metaspace",
-            knows_tools=False,
-        ),
-        Family(
-            "deepseek_r1",
-            _DEEPSEEK,
-            ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
-            "<｜end▁of▁sentence｜>",
-            bos="<｜begin▁of▁sentence｜>",
-        ),
-        Family("zephyr", _ZEPHYR, ("<s>", "</s>"), "</s>", "metaspace", knows_tools=False),
-        Family(
-            "glm4",
-            _GLM4,
-            ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-            "",  # the next role's mark ends a turn
-        ),
+        Family("gemma", _GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", "metaspace", False,
+               False, "<bos>"),
+        Family("phi3", _PHI3, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>", "metaspace", False),
+        Family("deepseek_r1", _DEEPSEEK, ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+               "<｜end▁of▁sentence｜>", bos="<｜begin▁of▁sentence｜>"),
+        Family("zephyr", _ZEPHYR, ("<s>", "</s>"), "</s>", "metaspace", False),
+        Family("glm4", _GLM4, ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"), ""),
         Family("granite3", _GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"), "<|end_of_text|>"),
     )
-}
+}  # fmt: skip
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 

@@ -1,7 +1,5 @@
 """A task whose rewards misbehave on demand, as users' rewards do: what it does is named by the completion."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """The built-in tasks: what counts as right, what a beginner earns, and that seed and index alone decide."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -90,13 +88,11 @@ def test_the_last_answer_element_counts_else_the_whole_text() -> None:
 
 
 def test_a_reward_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(TaskError, match="value: expected a finite number, got nan"):
-        Reward(math.nan)
+    for odd, got in ((math.nan, "nan"), (None, ""), ("1", ""), (10**400, "")):
+        with pytest.raises(TaskError, match=f"value: expected a finite number, got {got}"):
+            Reward(odd)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="format"):
         Reward(1.0, {"format": math.inf})
-    for odd in (None, "1", 10**400):
-        with pytest.raises(TaskError, match="expected a finite number"):
-            Reward(odd)  # type: ignore[arg-type]
 
 
 def test_a_specification_survives_json_and_refuses_what_json_cannot_carry() -> None:
@@ -141,15 +137,12 @@ def test_a_wrong_specification_is_a_configuration_error(
         make_task(spec)
 
 
-def test_a_class_that_is_no_task_is_told_what_it_lacks() -> None:
-    with pytest.raises(TaskError, match="missing size, is_cheap, sample, score"):
-        make_task(TaskSpec("tests.unit.tasks.naughty:NotATask"))
-
-
 def test_environments_are_made_by_name_and_told_apart_from_tasks() -> None:
     spec = TaskSpec("calculator", {"turns_max": 2}, seed=3)
     assert is_environment(spec) and not is_environment(TaskSpec("sort_digits"))
     assert not is_environment(TaskSpec("tests.unit.tasks.naughty:Naughty"))
+    with pytest.raises(TaskError, match="missing size, is_cheap, sample, score"):
+        make_task(TaskSpec("tests.unit.tasks.naughty:NotATask"))
     users_own = TaskSpec("echo2.tasks.tools:CalculatorEnvironments", {"turns_max": 2}, seed=3)
     assert is_environment(users_own)
     assert make_environment_source(spec) == make_environment_source(users_own)
@@ -236,6 +229,8 @@ def test_an_endless_task_in_it_makes_the_mixture_endless() -> None:
     assert mixed.has(mixed.upcoming(10**6))
     with pytest.raises(TaskError, match="weights above 0"):
         MixedSplit((TaskSplit(None, 0, 0), TaskSplit(None, 0, 0)), (1.0, 0.0))
+    with pytest.raises(TaskError, match="held-out"):  # none would be left to train on
+        TaskSplit(10, 10, seed=0)
 
 
 # ---- one task
@@ -254,8 +249,3 @@ def test_each_epoch_visits_every_training_instance_once_and_no_held_out_one(size
         assert len(set(epoch)) == length
         assert set(epoch) | held_out == set(range(size))
         assert not set(epoch) & held_out
-
-
-def test_a_split_without_training_prompts_is_refused() -> None:
-    with pytest.raises(TaskError, match="held-out"):
-        TaskSplit(10, 10, seed=0)

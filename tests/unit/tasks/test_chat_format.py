@@ -1,7 +1,5 @@
 """Chats token for token, over the templates of ten model families."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -87,6 +85,10 @@ def _plain(text: str) -> str:
 def test_the_next_prompt_begins_with_prompt_and_sampled_ids_and_reads_as_the_template_writes(name: str) -> None:
     for seed in range(20):
         check_tree(FAMILIES[name], seed)
+    chat, closing = ChatFormat(tokenizer_of(name)), FAMILIES[name].closing
+    assert chat.turn_end == (chat.tokenizer.convert_tokens_to_ids(closing) if closing else None), (
+        "what stands behind it"
+    )
 
 
 @pytest.mark.soak
@@ -114,11 +116,8 @@ def test_text_prompts_are_chats_where_the_model_has_a_template_unless_they_are_t
     for text in ("abc 12", f"abc{bos[0]}abc"):
         begun = ChatFormat(framed, ChatOptions(is_plain=True)).prompt(text)
         assert control_tokens_in(framed, begun) == [bos[0]] and framed.decode(begun[1:]) == text
-
-
-def test_a_refused_system_message_is_said_by_the_first_user_message() -> None:
     gemma = tokenizer_of("gemma")
-    text = gemma.decode(ChatFormat(gemma, ChatOptions("Be brief.")).prompt("Hi."))
+    text = gemma.decode(ChatFormat(gemma, ChatOptions("Be brief.")).prompt("Hi."))  # whose template refuses that role
     assert "<start_of_turn>user" in text and text.index("Be brief.") < text.index("Hi.") and "system" not in text
 
 
@@ -144,14 +143,6 @@ def test_a_template_that_writes_arguments_of_calls_as_text_is_given_text() -> No
     assert '<add{"a": "é"}>' in text and "outputs" in text
 
 
-def test_a_template_that_loses_what_is_said_is_an_error() -> None:
-    tokenizer = tokenizer_of("zephyr")
-    broken = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
-    broken.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ConfigError, match="chat template: expected one that takes the roles user, assistant"):
-        ChatFormat(broken).between([{"role": "user", "content": "again"}], [5])
-
-
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_what_is_settled_begins_the_whole_text_whatever_follows(name: str) -> None:
     tokenizer, rng = tokenizer_of(name), random.Random(1)
@@ -172,17 +163,6 @@ def control_tokens_in(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return [tokenizer.decode([number]) for number in ids if number in special]
 
 
-def test_the_end_of_a_turn_is_what_the_template_writes_behind_it() -> None:
-    ends = {}
-    for name in FAMILIES:
-        chat = ChatFormat(tokenizer_of(name))
-        ends[name] = chat.tokenizer.decode([chat.turn_end]) if chat.turn_end is not None else None
-    assert ends == {
-        "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>",
-        "phi3": "<|end|>", "deepseek_r1": "<｜end▁of▁sentence｜>", "zephyr": "</s>", "glm4": None, "granite3": "<|end_of_text|>",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_control_tokens_that_a_message_spells_are_text(name: str) -> None:
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
@@ -198,11 +178,14 @@ def test_control_tokens_that_a_message_spells_are_text(name: str) -> None:
         assert spelled in tokenizer.decode(said)
 
 
-def test_tools_that_the_template_does_not_tell_the_model_of_are_refused() -> None:
+def test_a_template_that_loses_what_is_said_or_does_not_tell_the_model_of_tools_is_refused() -> None:
     chat = ChatFormat(copy.copy(tokenizer_of("zephyr")))
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(ConfigError, match="takes the roles user, tools; it leaves out 'look_up'"):
         chat.opening([{"role": "user", "content": "Hi."}], [tool])
+    chat.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ConfigError, match="chat template: expected one that takes the roles user, assistant"):
+        ChatFormat(chat.tokenizer).between([{"role": "user", "content": "again"}], [5])
     chat.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="tells the model of tools, the model has none"):
         chat.opening([{"role": "user", "content": "Hi."}], [tool])
@@ -307,21 +290,16 @@ def test_a_tokenizer_s_pattern_that_explodes_is_a_config_error() -> None:
             call()
 
 
+# ---- texts of tokens, and where a stop string may begin
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma"])
-def test_the_texts_of_tokens_are_what_they_decode_to(name: str) -> None:
+def test_texts_of_tokens_are_what_they_decode_to_and_a_stop_string_is_found_however_it_is_written(name: str) -> None:
     tokenizer = tokenizer_of(name)
     texts = token_texts(tokenizer)
     tokens = tokenizer.encode("the abc: é? 12", add_special_tokens=False)
     assert b"".join(texts[token] for token in tokens).decode().strip() == "the abc: é? 12"
     assert all(texts[number] == b"" for number in tokenizer.all_special_ids)
-
-
-# ---- texts of tokens, and where a stop string may begin
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma"])
-def test_a_stop_string_is_found_however_the_model_writes_it(name: str) -> None:
-    tokenizer = tokenizer_of(name)
     ids, pieces = StopStrings(tokenizer).pieces_of(["the end", "?"])
     sampling = SamplingParams(stop_strings=(b"the end", b"?"), stop_piece_ids=ids, stop_pieces=pieces)
     for before in ("abc ", ""):

@@ -1,7 +1,5 @@
 """Data files: the usual columns in every layout, and errors that name the file, the row and what was found."""
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json
@@ -31,7 +29,7 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tmp_path: Path) -> None:
+def test_content_in_parts_lists_of_one_answer_and_lists_as_text_are_read_as_what_they_mean(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "How much "}, {"type": "text", "text": "is 2+2?"}]
     exported = [{"content": None, "from": "human", "value": "2+2?"}]  # one schema for two layouts
     rows: list[dict[str, object]] = [
@@ -40,10 +38,14 @@ def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tm
         {"prompt": "10^400?", "answer": 10**400},  # beyond any float
         {"prompt": exported, "answer": "4"},
     ]
+    no_chats = ['[{"role": "admin", "name": "x"}]', '[{"content": [1, 2]}]', "[{'role': 'user"]
+    rows += [{"prompt": f"{text}?", "answer": text} for text in no_chats]
     read = [*map(read_math_rows, (write_jsonl(tmp_path / f"{at}.jsonl", [row]) for at, row in enumerate(rows)))]
-    assert [row.answer for (row,) in read] == ["2", "$4$", "1" + "0" * 400, "4"]
+    assert [row.answer for (row,) in read] == ["2", "$4$", "1" + "0" * 400, "4", *no_chats]
     asked = ["1+1?", "How much is 2+2?", "2+2?"]
-    assert [row.prompt for (row,) in read if row.prompt != "10^400?"] == [(ChatMessage("user", one),) for one in asked]
+    assert [row.prompt for (row,) in read if type(row.prompt) is tuple] == [
+        (ChatMessage("user", one),) for one in asked
+    ]
 
 
 LINES, ARRAY = "".join(json.dumps(row) + "\n" for row in ROWS).encode(), json.dumps(ROWS, indent=1).encode()
@@ -169,12 +171,6 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
         local_data_set("org/puzzles")  # that was broken off
 
 
-def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
-    answers = ['[{"role": "admin", "name": "x"}]', '[{"content": [1, 2]}]', "[{'role': 'user"]
-    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": text + "?", "answer": text} for text in answers])
-    assert [row.answer for row in read_math_rows(file)] == answers
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -182,10 +178,8 @@ def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
         ('{"prompt": "x", "answer": ""}\n', "expected a column answer"),
         ('{"prompt": "[{\'content\': 1, \'role\': \'user\'}]", "answer": "1"}\n', "row 1: .* a chat as a list instead"),
         ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2 prompt: expected text or a list"),
-        (
-            '{"prompt": [{"role": "user", "content": null}], "answer": "1"}\n',
-            "row 1 prompt message 1: expected a message's content as text, or as parts of type text, got 'None'",
-        ),
+        ('{"prompt": [{"role": "user", "content": null}], "answer": "1"}\n',
+         "row 1 prompt message 1: expected a message's content as text, or as parts of type text, got 'None'"),
         ('{"prompt": "x", "answer": ["$3$", "$-3$"]}\n', "row 1: expected one answer .* write several as one text"),
         ('{"prompt": "x", "answer": {"value": 1}}\n', "row 1: expected one answer"),
         ('{"prompt": "<image> x", "images": ["x.png"], "answer": "1"}\n', "row 1: .* text alone, got a column images"),
@@ -202,13 +196,11 @@ def test_a_list_as_text_that_is_no_chat_is_an_answer(tmp_path: Path) -> None:
         ('{"prompt": "\\ud83d", "answer": "1"}\n', "row 1: expected text of whole characters"),
         ('{"prompt": "[{\\"role\\": \\"user\\"}]", "answer": "1"}\n', "row 1: .* a chat as a list instead of text"),
         ('{"prompt": [{"role": null, "content": "x"}], "answer": "1"}\n', "prompt message 1: expected a role among"),
-        (
-            '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": "1"}\n',
-            "row 1: .* got one that ends with the assistant's message",
-        ),
+        ('{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": "1"}\n',
+         "row 1: .* got one that ends with the assistant's message"),
         ("\n", "expected rows, found none"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(content)

@@ -1,7 +1,5 @@
 """Mathematics: equal as mathematics is right, whatever it looks like; a bad reference is an error."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rewards on a Ray cluster of two machines, both of this one: contained there as here, and a machine that goes costs no rollout."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Rewards: both scorers keep one contract, and a reward that misbehaves costs only itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -30,7 +28,7 @@ from echo2.tasks.rewards import (
     check_rewards,
     make_scorer,
     unjudgeable_references,
-)  # fmt: skip
+)
 from echo2.tasks.task import Reward, TaskSpec
 from echo2.tasks.visible import own_files, own_modules
 from tests.patience import WAIT_S
@@ -295,30 +293,24 @@ def test_references_that_cannot_be_judged_are_told_with_rows(tmp_path: Path, cap
 # ---- which files a user's task is shown
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_folders_without_an_init_file_long_chains_and_files_that_are_no_python_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def test_folders_without_an_init_file_are_packages_too(folder: Path) -> None:
     for path, text in {
         "kit/mine.py": "import first\nfrom kit import second\nfrom kit.deep import third\ndef late():\n    import fifth",
         "kit/second.py": "import torch, json",
         "kit/deep/third.py": "import fourth",
         "first.py": "", "fourth.py": "", "fifth.py": "", "unused.py": "",
     }.items():  # fmt: skip
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
     modules = own_modules("kit.mine:Task")
     assert modules[0] == "kit" and set(modules) == {"kit", "first", "fourth", "fifth"}
-
-
-def test_a_long_chain_and_files_that_are_no_python_end_nothing(folder: Path) -> None:
     for number in range(400):
-        (folder / f"link{number}.py").write_text(f"import link{number + 1}")
-    (folder / "link400.py").write_text("import wrong\nimport nul\nimport last")
-    (folder / "wrong.py").write_text('print "of another Python"')
-    (folder / "nul.py").write_bytes(b"\0")
-    (folder / "last.py").touch()
+        (tmp_path / f"link{number}.py").write_text(f"import link{number + 1}")
+    (tmp_path / "link400.py").write_text("import wrong\nimport nul\nimport last")
+    (tmp_path / "wrong.py").write_text('print "of another Python"')
+    (tmp_path / "nul.py").write_bytes(b"\0")
+    (tmp_path / "last.py").touch()
     assert {"link0", "link400", "last"} <= set(own_modules("link0:Task"))

@@ -1,9 +1,8 @@
 """Calls of tools as families write them; an environment with a real calculator, mistakes answered and survived."""
 
-from __future__ import annotations
-
 import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,18 +62,20 @@ def test_what_does_not_parse_stays_text(name: str) -> None:
 ARGUMENTS = st.dictionaries(st.text("abc", min_size=1), st.text("ab<>=/\n 1", max_size=9), max_size=4)
 
 
+def arguments_in(name: str, text: str) -> dict[str, Any]:
+    before, after = ("<function=f>", "</function>") if name == "qwen_coder" else ("f\n", "")
+    (call,) = BY_NAME[name].split(f"<tool_call>{before}{text}{after}</tool_call>")[1]
+    return dict(call.arguments)
+
+
 @given(ARGUMENTS)
 def test_values_come_back_as_they_were_written(arguments: dict[str, str]) -> None:
     written = {
         "qwen_coder": "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in arguments.items()),
         "glm": "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in arguments.items()),
     }
-    for name, text in written.items():
-        before, after = ("<function=f>", "</function>") if name == "qwen_coder" else ("f\n", "")
-        (call,) = BY_NAME[name].split(f"<tool_call>{before}{text}{after}</tool_call>")[1]
-        assert call.arguments.keys() == arguments.keys()
-        for key, value in arguments.items():
-            assert call.arguments[key] == (int(value) if value.strip().isdecimal() else value), name
+    expected = {key: int(value) if value.strip().isdecimal() else value for key, value in arguments.items()}
+    assert {name: arguments_in(name, text) for name, text in written.items()} == dict.fromkeys(written, expected)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +91,7 @@ def test_values_come_back_as_they_were_written(arguments: dict[str, str]) -> Non
     ],
 )
 def test_of_arguments_written_in_part_the_whole_ones_are_read(name: str, text: str, arguments: dict[str, int]) -> None:
-    before, after = ("<function=f>", "</function>") if name == "qwen_coder" else ("f\n", "")
-    (call,) = BY_NAME[name].split(f"<tool_call>{before}{text}{after}</tool_call>")[1]
-    assert call.arguments == arguments
+    assert arguments_in(name, text) == arguments
 
 
 HOSTILE = {
@@ -194,20 +193,9 @@ def test_the_calculator_computes(left: int, right: int, sign: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "__import__('os')",
-        "9**9**9**9",
-        "(1).__class__",
-        "[1][0]",
-        "1 if 1 else 2",
-        "True",
-        "1j",
-        "'a'*9",
-        "",
-        "1" * 300,
-        "(" * 99 + "1" + ")" * 100,
-    ],
-)
+    ["__import__('os')", "9**9**9**9", "(1).__class__", "[1][0]", "1 if 1 else 2", "True", "1j", "'a'*9", "", "1" * 300,
+     "(" * 99 + "1" + ")" * 100],
+)  # fmt: skip
 def test_the_calculator_does_nothing_but_bounded_arithmetic(expression: str) -> None:
     with pytest.raises(TaskError, match="calculator"):
         Calculator().call({"expression": expression})

@@ -1,7 +1,5 @@
 """Tasksets of the verifiers library: their prompts and rewards are kept; runs where the library is installed."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from pathlib import Path

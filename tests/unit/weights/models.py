@@ -1,13 +1,11 @@
 """Weight sets for the tests of this folder: random bits of every element type, and changes like those of training."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
 from echo2.base.ids import Version
 from echo2.weights import ContainerDecoder, DeltaHeader, HostWeights, StagedDelta
-from echo2.weights.elements import ELEMENT_TYPES, ElementType, bits_of, tensor_of
+from echo2.weights.elements import ElementType, bits_of, tensor_of
 
 KEY = 0x5EED
 Weights = dict[str, torch.Tensor]
@@ -75,6 +73,3 @@ def decoded(host: HostWeights, frames: list[bytes]) -> StagedDelta:
     for frame in frames:
         decoder.feed(frame)
     return decoder.finish()
-
-
-ALL_TYPES = ELEMENT_TYPES

@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError
@@ -16,10 +14,8 @@ from echo2.weights.host import encode_block_on_device
 from echo2.weights.marks import Finds
 from tests.unit.weights.models import KEY, decoded, delta_header, gaussian_pair, random_tensor, with_changes
 
-SLOW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-
-@SLOW
+@settings(max_examples=30)
 @given(
     types=st.lists(st.sampled_from(ELEMENT_TYPES), min_size=1, max_size=3), seed=st.integers(0, 1 << 32),
     share=st.sampled_from([0.0, 0.02, 0.4, 1.0]), setting=st.sampled_from(list(CodecSetting)),

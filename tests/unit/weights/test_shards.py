@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError
@@ -21,19 +19,10 @@ from echo2.weights import (
     section_blocks,
     section_fingerprint,
     table_of,
-)  # fmt: skip
+)
+from echo2.weights.elements import ELEMENT_TYPES
 from echo2.weights.fingerprint import whole_fingerprint
-from tests.unit.weights.models import (
-    ALL_TYPES,
-    KEY,
-    Weights,
-    delta_header,
-    gaussian_pair,
-    random_tensor,
-    with_changes,
-)  # fmt: skip
-
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+from tests.unit.weights.models import KEY, Weights, delta_header, gaussian_pair, random_tensor, with_changes
 
 
 def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes:
@@ -43,10 +32,10 @@ def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes
     return b"".join(encode_sections(header, table, chain.from_iterable(sections)))
 
 
-@SLOW
+@settings(max_examples=25)
 @given(
     tensors=st.lists(
-        st.tuples(st.sampled_from(ALL_TYPES), st.lists(st.integers(0, 30), max_size=3).map(tuple)), max_size=5
+        st.tuples(st.sampled_from(ELEMENT_TYPES), st.lists(st.integers(0, 30), max_size=3).map(tuple)), max_size=5
     ),
     seed=st.integers(0, 1 << 32), shards=st.integers(1, 7), setting=st.sampled_from(list(CodecSetting)),
 )  # fmt: skip
