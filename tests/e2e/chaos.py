@@ -4,8 +4,6 @@
 what was done. Guarantees: same seed, same order of strikes (their effect depends on the machine's timing).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -56,18 +54,89 @@ class SmallDisk:
             subprocess.run(["umount", "-l", str(self.folder)], check=False)
 
 
+# ---- A TCP forwarder between real processes whose links a test may cut, stall or refuse
+
+
+class Forwarder(socketserver.ThreadingTCPServer):
+    """Listens on `port` and forwards each connection to `target_port`, in threads of its own, until `close`."""
+
+    daemon_threads = True
+
+    def __init__(self, target_port: int) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.port: int = self.server_address[1]
+        self._target = ("127.0.0.1", target_port)
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._is_refusing = False
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """One connection to its end. While refusing, new ones are ended at once."""
+        with contextlib.suppress(OSError):
+            if self._is_refusing:
+                return
+            pair = request, socket.create_connection(self._target, timeout=2)
+            pair[1].settimeout(None)
+            self._pairs.add(pair)
+            back = threading.Thread(target=_pump, args=pair[::-1], daemon=True)
+            back.start()
+            _pump(*pair)
+            back.join()
+            self._pairs.discard(pair)
+            pair[1].close()
+
+    def cut(self) -> int:
+        pairs = list(self._pairs)
+        for pair in pairs:
+            _end(pair)
+        return len(pairs)
+
+    def refuse(self, is_refusing: bool) -> None:
+        self._is_refusing = is_refusing
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self.cut()
+
+
+def _pump(near: socket.socket, far: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := near.recv(1 << 16):
+            far.sendall(data)
+    _end((near, far))
+
+
+def _end(pair: tuple[socket.socket, socket.socket]) -> None:
+    for end in pair:
+        with contextlib.suppress(OSError):  # it has ended already
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class Archive:
+    """Hard links to the journal's segments, made as they appear."""
+
+    def __init__(self, journal: Path, folder: Path) -> None:
+        self.journal, self.folder = journal, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def look(self) -> None:
+        """Call it now and then while the run lasts."""
+        for path in self.journal.glob("segment-*"):
+            with contextlib.suppress(OSError):
+                os.link(path, self.folder / path.name)
+
+    def records(self) -> list[JournalRecord]:
+        return [record for _, record in read_journal(self.folder, Step(0))[0]]
+
+
 class Chaos:
     """`mean_gap_s`: between two strikes. `kinds`: what may happen."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        seed: int,
-        archive: Archive,
-        link: Forwarder,
-        disks: dict[str, SmallDisk],
+        self, cluster: Cluster, seed: int, archive: Archive, link: Forwarder, disks: dict[str, SmallDisk],
         mean_gap_s: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cluster, self.archive, self.link, self.disks = cluster, archive, link, disks
         self.rng = random.Random(seed)
         self.mean_gap_s = mean_gap_s
@@ -173,83 +242,7 @@ class Chaos:
         self._later(self.rng.uniform(0.5, 3.0), disk.free)
 
 
-# ---- A TCP forwarder between real processes whose links a test may cut, stall or refuse
-
-
-class Forwarder(socketserver.ThreadingTCPServer):
-    """Listens on `port` and forwards each connection to `target_port`, in threads of its own, until `close`."""
-
-    daemon_threads = True
-
-    def __init__(self, target_port: int) -> None:
-        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
-        self.port: int = self.server_address[1]
-        self._target = ("127.0.0.1", target_port)
-        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
-        self._is_refusing = False
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """One connection to its end. While refusing, new ones are ended at once."""
-        with contextlib.suppress(OSError):
-            if self._is_refusing:
-                return
-            pair = request, socket.create_connection(self._target, timeout=2)
-            pair[1].settimeout(None)
-            self._pairs.add(pair)
-            back = threading.Thread(target=_pump, args=pair[::-1], daemon=True)
-            back.start()
-            _pump(*pair)
-            back.join()
-            self._pairs.discard(pair)
-            pair[1].close()
-
-    def cut(self) -> int:
-        pairs = list(self._pairs)
-        for pair in pairs:
-            _end(pair)
-        return len(pairs)
-
-    def refuse(self, is_refusing: bool) -> None:
-        self._is_refusing = is_refusing
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self.cut()
-
-
-def _pump(near: socket.socket, far: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := near.recv(1 << 16):
-            far.sendall(data)
-    _end((near, far))
-
-
-def _end(pair: tuple[socket.socket, socket.socket]) -> None:
-    for end in pair:
-        with contextlib.suppress(OSError):  # it has ended already
-            end.shutdown(socket.SHUT_RDWR)
-
-
 # ---- what a run of real processes leaves behind, and what must be true of it
-
-
-class Archive:
-    """Hard links to the journal's segments, made as they appear."""
-
-    def __init__(self, journal: Path, folder: Path) -> None:
-        self.journal, self.folder = journal, folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def look(self) -> None:
-        """Call it now and then while the run lasts."""
-        for path in self.journal.glob("segment-*"):
-            with contextlib.suppress(OSError):
-                os.link(path, self.folder / path.name)
-
-    def records(self) -> list[JournalRecord]:
-        return [record for _, record in read_journal(self.folder, Step(0))[0]]
 
 
 @dataclass(slots=True)
@@ -262,7 +255,6 @@ class Judged:
     dropped: set[GroupId] = field(default_factory=set)
     sizes: dict[GroupId, int] = field(default_factory=dict)
     fingerprints: dict[Version, str] = field(default_factory=dict)
-    lags: Counter[int] = field(default_factory=Counter)
 
 
 def judge(records: list[JournalRecord], staleness_bound: int) -> Judged:
@@ -302,9 +294,9 @@ def _judge_tokens(found: Judged, staleness_bound: int) -> None:
             rollout = found.finished.get((group_id, index))
             assert rollout is not None, f"step {step} trained rollout {index} of {group_id}, which was never admitted"
             for span in rollout.version_spans:
-                lag = step - span.version
-                found.lags[lag] += span.count
-                assert 0 <= lag <= staleness_bound, f"step {step} trained a token of version {span.version}"
+                assert 0 <= step - span.version <= staleness_bound, (
+                    f"step {step} trained a token of version {span.version}"
+                )
 
 
 def nothing_is_lost(found: Judged, still_open: set[GroupId], last_step: int) -> None:

@@ -10,7 +10,7 @@ import random
 import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict, VersionSpan
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SegmentVerdict
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeCalls
 from echo2.config.run import RunConfig
@@ -44,7 +44,7 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_
 from echo2.wire.rollout import Ticket, group_from_message, rollout_to_message, sign_ticket, verdicts_from_message
 from tests.certificates import issued
 from tests.patience import WAIT_S
-from tests.unit.learner.made import RESOLVED
+from tests.unit.learner.made import RESOLVED, rollout_of
 
 RUN = RunId("test-run")
 
@@ -226,12 +226,9 @@ class RandomWorker:
             cut = len(tokens) // 2
             for offset, part in ((0, tokens[:cut]), (cut, tokens[cut:])):
                 if part:
-                    finish = FinishReason.STOP if part[-1] == 1 else FinishReason.UNFINISHED
-                    spans = (VersionSpan(version, len(part)),)
-                    logprobs = (logprob,) * len(part)
-                    pieces.append(
-                        Rollout(spec.group_id, index, tuple(part), logprobs, logprobs, spans, finish, offset=offset)
-                    )
+                    reason = FinishReason.STOP if part[-1] == 1 else FinishReason.UNFINISHED
+                    how = {"spans": [(version, len(part))], "logprobs": [logprob] * len(part), "reason": reason}
+                    pieces.append(replace(rollout_of(part, index, name=spec.group_id, **how), offset=offset))
         return pieces
 
     async def run(self) -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.learner.rollouts import journal as records
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Group, SentTokens, TurnOf
 from echo2.learner.rollouts.journal import History, Journal, read_journal
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
-from tests.unit.learner.made import groups_config
+from tests.unit.learner.made import groups_config, rollout_of
 
 Record = pb.JournalRecord
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
@@ -32,9 +32,7 @@ def opened(group_id: str, cursor: int, rollouts: int = 2, retry: int = 0, prompt
 
 
 def finished(group_id: str, index: int = 0, senders: tuple[SentTokens, ...] = SENDERS) -> Record:
-    spans = (VersionSpan(Version(3), 2),)
-    rollout = Rollout(GroupId(group_id), index, (4, 1), (-0.5, -0.25), (-0.5, -0.25), spans, FinishReason.STOP)
-    return records.finished(rollout, senders)
+    return records.finished(rollout_of((4, 1), index, name=group_id, spans=[(3, 2)], logprobs=(-0.5, -0.25)), senders)
 
 
 def drawn(step: int, rewards: dict[str, tuple[float | None, ...]]) -> Record:

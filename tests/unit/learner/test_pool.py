@@ -33,7 +33,7 @@ from echo2.learner.rollouts.groups import (
 )
 from echo2.learner.rollouts.journal import closed, drawn
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.learner.made import groups_config
+from tests.unit.learner.made import groups_config, rollout_of
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, SAMPLING, STOP, Stage, draw, piece
 
 WORKERS = (ALICE, BOB)
@@ -611,8 +611,7 @@ def test_a_token_s_two_numbers_have_a_relation(spec: GroupSpec, raw: tuple[float
     ],
 )
 def test_a_rollout_ends_where_its_lease_says(tokens: tuple[int, ...], reason: FinishReason, text: str | None) -> None:
-    numbers = (-1.0,) * len(tokens)
-    rollout = Rollout(GroupId("g"), 0, tokens, numbers, numbers, (VersionSpan(Version(2), len(tokens)),), reason)
+    rollout = rollout_of(tokens, spans=[(2, len(tokens))], reason=reason)
     for held_tokens in range(min(3, len(tokens))):  # a stop token that was held already ends it too
         problem = problem_of_end(rollout, held_tokens, SPEC)
         assert (problem is None) == (text is None) and (text or "") in (problem or "")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -277,17 +278,9 @@ WHOLE = DeltaHeader(target_version=Version(1), fingerprint_key=KEY, block_elemen
 
 
 def two_groups() -> list[dist.ProcessGroup]:
-    store, groups = dist.HashStore(), dict[int, dist.ProcessGroup]()
-
-    def join(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [groups[0], groups[1]]
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:  # each waits for the other
+        return [*threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)), range(2))]
 
 
 @pytest.fixture
