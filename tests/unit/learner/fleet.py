@@ -9,11 +9,11 @@ import math
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -298,8 +298,6 @@ def prompts_for(
 
 # ---- whole runs
 
-T = TypeVar("T")
-
 
 class RunSummary(NamedTuple):
     """State of a run at its end. `evaluations`: held-out reward by step."""
@@ -367,10 +365,6 @@ class Run:
         action = self.at_step.get(self.learner.loop.step)
         if action is not None:
             action()
-
-
-def go(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
 
 
 def rows_of(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """One rank of a trainer of the user's own, whose engine is transformers' tensor parallelism:
 `-m tests.unit.learner.own_two_ranks MODEL FOLDER`, twice, in torchrun's environment."""
 
+import asyncio
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import prepare_with
 from echo2.learner.training.ranks import DistributedRanks
-from tests.unit.learner.fleet import Run, go, options_for
+from tests.unit.learner.fleet import Run, options_for
 
 STEPS = 4
 
@@ -78,7 +79,7 @@ def lead(engine: Engine, declared: DeclaredModel, folder: Path) -> dict[str, obj
         training = thread.submit(engine.loop, trainer)
         training.add_done_callback(on_end)
         try:
-            summary = go(run.finish())
+            summary = asyncio.run(run.finish())
         finally:
             trainer.end()
         training.result()

@@ -17,7 +17,7 @@ from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import make_engine, parse_model_config
 from echo2.worker.options import WorkerOptions
 from echo2.worker.weights import HostSnapshot
-from tests.unit.learner.fleet import Run, go, options_for, prepared_from
+from tests.unit.learner.fleet import Run, options_for, prepared_from
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT, SEED = (5, 6, 7, 8, 9), 3
@@ -62,7 +62,7 @@ def logprobs_under(model: Any, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32", "nf4"])
 def test_a_worker_samples_from_the_adapted_policy(model_path: Path, tmp_path: Path, weights_dtype: str) -> None:
     run = Run(lora_options(tmp_path / "run", model_path, weights_dtype))
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     host, hello = run.follower.host, run.coordinator.hellos[0]
     names = [spec.name for spec in host.table.specs]
     assert names and all(".lora_A.weight" in name or ".lora_B.weight" in name for name in names)

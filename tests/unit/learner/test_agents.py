@@ -24,7 +24,7 @@ from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.wire.bounds import check
 from tests.patience import WAIT_S
 from tests.unit.learner import agent_players as players
-from tests.unit.learner.fleet import RandomWorker, Run, go, options_for, rows_of
+from tests.unit.learner.fleet import RandomWorker, Run, options_for, rows_of
 from tests.unit.learner.made import groups_config, new_trainer, rollout_of
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 
@@ -61,7 +61,7 @@ def played(run: Run, worker_count: int = 2) -> tuple[Any, list[Batch]]:
             for client in players.CLIENTS.values():
                 await client.close()
 
-    return go(play()), batches
+    return asyncio.run(play()), batches
 
 
 def sampled_by_clients() -> dict[tuple[int, ...], tuple[float, ...]]:

@@ -48,7 +48,6 @@ from tests.unit.learner.fleet import (
     RUN,
     FollowerBroadcaster,
     Run,
-    go,
     new_authority,
     options_for,
     prepared_from,
@@ -65,7 +64,7 @@ def test_a_run_never_trains_above_the_bound(model_path: Path, tmp_path: Path, bo
     """Also where workers lag behind."""
     run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": bound, "kappa": kappa}))
     run.follower.spread_bytes_per_s = 1e3
-    summary = go(run.finish(lag=lag))
+    summary = asyncio.run(run.finish(lag=lag))
     assert summary.is_finished and summary.steps == 6 and summary.over_stale_tokens == 0
     rows = rows_of(tmp_path / "run")
     assert not {name for row in rows for name in row} - documented_names()
@@ -90,7 +89,7 @@ def test_a_relay_whose_port_is_taken_ends_the_learner_with_all_that_it_has_begun
     monkeypatch.setattr(run.follower, "serve_relay", mock.AsyncMock(side_effect=PortBusy("8425 is taken")))
     monkeypatch.setattr(run.follower, "stop", stop := mock.AsyncMock())
     with pytest.raises(PortBusy, match="8425"):
-        go(run.finish(worker_count=0))
+        asyncio.run(run.finish(worker_count=0))
     assert stop.await_count == 1
 
 
@@ -109,7 +108,7 @@ def test_a_finished_learner_stays_while_its_last_version_is_fetched_and_is_expor
             pages.append(answer.read().decode())
 
     run.at_step = {step: lambda: threading.Thread(target=look).start() for step in (3, 4, 5)}
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     assert any("echo2_learner_reward_mean" in page for page in pages)
     assert run.follower.asked >= 4 and run.coordinator.left_for == ["finished"]
     assert main(["export", str(run.options.folder), str(target)]) == 0
@@ -148,7 +147,7 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
                 has_model.append((tmp_path / "run" / "model" / "config.json").exists())
 
     run.coordinator.reports = Reports()
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     coordinator = run.coordinator
     assert has_model and all(has_model) and max(summary.evaluations) == 5, "the last version is evaluated, too"
     (hello,) = coordinator.hellos
@@ -205,7 +204,7 @@ def test_coordinator_and_deltas_may_be_lost(model_path: Path, tmp_path: Path, mo
 
     run.at_step[2] = lambda: tasks.append(asyncio.get_running_loop().create_task(go_and_come_back()))
     run.at_step[3] = lambda: run.follower.calls.lost("delta 0->1")
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     assert summary.is_finished and f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
     _, again = run.coordinator.hellos
     assert again.step >= 2 and len(again.open_groups) == 1 <= len(again.later_group_ids)
@@ -233,7 +232,7 @@ def test_a_stopped_learner_does_not_say_that_the_run_is_finished_and_goes_on_unt
     options = options_for(tmp_path / "run", model_path, learner={"steps": 40, "checkpoint_every_steps": 100})
     run = Run(options)
     run.at_step[3] = run.daemon.stop
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     assert not summary.is_finished and summary.steps == 3 and not (tmp_path / "run" / "model").exists()
     assert run.coordinator.left_for == ["stopped"]
     again = prepared_from(options)
@@ -245,7 +244,7 @@ def test_a_stopped_learner_does_not_say_that_the_run_is_finished_and_goes_on_unt
     run, told = Run(options), coordinator_pb2.Refusal(code="RunFinished", message="stopped by the operator")
     run.at_step[4] = lambda: run.coordinator.orders.append(coordinator_pb2.LearnerOrder(refusal=told))
     with pytest.raises(RunFinished, match="stopped by the operator"):
-        go(run.finish())
+        asyncio.run(run.finish())
     again = prepared_from(options)
     assert not again.rows_again and again.team.step_count == run.learner.loop.step >= 4, "what was trained is kept"
 
@@ -282,12 +281,12 @@ def test_another_run_s_folder_or_one_in_use_is_refused(model_path: Path, tmp_pat
 def test_a_start_that_cannot_work_says_so_at_once(model_path: Path, tmp_path: Path) -> None:
     too_long = options_for(tmp_path / "long", model_path, sampling={"max_new_tokens": 300})
     with pytest.raises(ConfigError, match="context of 256"):
-        go(Run(too_long).finish())
+        asyncio.run(Run(too_long).finish())
     with pytest.raises(DiskFull, match="bytes free"):
         prepared_from(options_for(tmp_path / "full", model_path, limits=LearnerLimits(free_bytes_min=1 << 62)))
     daemon = LearnerDaemon(options_for(tmp_path / "run", model_path), lambda s, c, o, k: FollowerBroadcaster())
     with pytest.raises(EchoError, match="join link"):
-        go(daemon.run())
+        asyncio.run(daemon.run())
 
 
 def test_a_learner_goes_on_under_the_coordinator_that_its_link_names_and_another_runs_link_is_refused(
@@ -306,7 +305,7 @@ def test_a_learner_goes_on_under_the_coordinator_that_its_link_names_and_another
     options = options_for(tmp_path / "run", model_path, run={"name": "mine"})
     options = replace(options, join_link=links[before.identity.peer_id])
     with pytest.raises(ConfigError, match=f"run mine: expected a join link of this run, .* of run {RUN};"):
-        go(LearnerDaemon(options, lambda s, c, o, k: FollowerBroadcaster()).run())
+        asyncio.run(LearnerDaemon(options, lambda s, c, o, k: FollowerBroadcaster()).run())
     assert not (tmp_path / "run" / "node" / "credentials.json").exists()
     prepared = mock.Mock(side_effect=StateError("so far"))
     peers = []
@@ -314,7 +313,7 @@ def test_a_learner_goes_on_under_the_coordinator_that_its_link_names_and_another
         link = links[authority.identity.peer_id] if authority else ""
         options = replace(options_for(tmp_path / "run", model_path), join_link=link)
         with pytest.raises(StateError, match="so far"):
-            go(LearnerDaemon(options, make_prepared=prepared).run())
+            asyncio.run(LearnerDaemon(options, make_prepared=prepared).run())
         kept = load_credentials(tmp_path / "run" / "node", load_or_create_identity(tmp_path / "run" / "node"))
         assert kept is not None and kept.coordinator_peer_id == (authority or after).identity.peer_id
         peers.append(kept.peer_id)
@@ -334,7 +333,7 @@ def test_what_fails_beside_training_ends_the_run(
 
     monkeypatch.setattr(RolloutPool, "tick", broken)
     with pytest.raises(StateError, match="expected to write, got: a test"):
-        go(Run(options_for(tmp_path / "run", model_path, learner={"steps": 100_000})).finish())
+        asyncio.run(Run(options_for(tmp_path / "run", model_path, learner={"steps": 100_000})).finish())
 
 
 def test_a_last_checkpoint_without_room_fails(
@@ -346,7 +345,7 @@ def test_a_last_checkpoint_without_room_fails(
     monkeypatch.setattr(CheckpointStore, "save", full)
     run = Run(options_for(tmp_path / "run", model_path, task={"eval_prompts": 0}, learner={"steps": 1}))
     with pytest.raises(DiskFull, match="room for a checkpoint"):
-        go(run.finish())
+        asyncio.run(run.finish())
 
 
 def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(
@@ -359,13 +358,13 @@ def test_a_data_set_that_ends_first_ends_the_run_after_its_last_whole_batch(
     task = {"name": "sort_digits", "args": {"digit_count": 1}, "epochs": 1}
     run = Run(options_for(tmp_path / "run", model_path, task=task))
     with pytest.raises(TaskError, match="data set exhausted.* 6 training prompts, which were drawn 1 times"):
-        go(run.finish())
+        asyncio.run(run.finish())
     (reason,) = run.coordinator.left_for
     assert reason.startswith("finished: data set exhausted"), "the coordinator is told why the run is over"
     assert rows_of(tmp_path / "run")[-1]["step"] == 3, "six prompts make three batches of two"
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
     enough = Run(options_for(tmp_path / "enough", model_path, task=task, learner={"steps": 3}))
-    assert go(enough.finish()).is_finished, "no more prompts are missed than there are steps"
+    assert asyncio.run(enough.finish()).is_finished, "no more prompts are missed than there are steps"
     assert run.coordinator.reports[-1].prompts_exhausted
     assert not any(report.prompts_exhausted for report in enough.coordinator.reports), "nobody has to add any"
     enough.learner.server = enough  # type: ignore[assignment]
@@ -394,7 +393,7 @@ def test_losses_that_stay_not_finite_end_it(
 
     run.at_step[1] = spoil
     with pytest.raises(TrainingError, match="3 steps in a row; their batches are in not_finite"):
-        go(run.finish())
+        asyncio.run(run.finish())
     kept = sorted(path.name for path in (tmp_path / "run" / "not_finite").iterdir())
     assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
     assert len(wrote) == 3 and threading.main_thread() not in wrote, "the event loop serves meanwhile"

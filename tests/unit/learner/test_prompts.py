@@ -35,7 +35,6 @@ from tests.fork_server import ROOT
 from tests.unit.learner.fleet import (
     Run,
     crash_image,
-    go,
     options_for,
     prepared_from,
     prompts_for,
@@ -340,7 +339,7 @@ def test_each_task_has_its_set_of_held_out_prompts_under_a_name_of_its_own(tmp_p
 
 def test_a_mixture_with_an_environment_trains_each_and_stays_what_it_is(model_path: Path, tmp_path: Path) -> None:
     run = Run(mixed(tmp_path / "run", model_path))
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     assert summary.is_finished and summary.trained_rollouts == 6 * 8 and summary.over_stale_tokens == 0
     groups = Counter[str]()
     for row in rows_of(tmp_path / "run")[1:]:
@@ -524,7 +523,7 @@ def test_a_run_learns_its_conversations_before_anything_is_asked_of_workers(chat
 
     for step in (1, 3, STEPS):
         run.at_step[step] = lambda step=step: look(step) if step not in images else None
-    summary = go(run.finish())
+    summary = asyncio.run(run.finish())
     assert summary.is_finished and summary.over_stale_tokens == 0
     assert set(offers.values()) == {0} and run.coordinator.offers > 0
     assert run.follower.versions[1] == (STEPS, 0), "the first version is what the warm start made of the base"
@@ -544,7 +543,7 @@ def test_a_run_learns_its_conversations_before_anything_is_asked_of_workers(chat
         assert all(map(torch.equal, images[step], masters)), f"killed after step {step}"
     stopped = Run(options_of(tmp_path / "stopped", chat_model, rows))
     stopped.at_step[1] = stopped.daemon.stop
-    assert go(stopped.finish(worker_count=0)).steps == 1 and not stopped.coordinator.offers
+    assert asyncio.run(stopped.finish(worker_count=0)).steps == 1 and not stopped.coordinator.offers
 
 
 def test_a_run_that_began_without_a_warm_start_or_a_teacher_gets_none(chat_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A learner that is killed on a device which does not give the same bits twice: real daemon, trainer, journal, chunk store."""
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
 from echo2.wire.rollout import group_from_message
-from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for, prepared_from, rows_of
+from tests.unit.learner.fleet import RUN, Run, crash_image, options_for, prepared_from, rows_of
 from tests.unit.learner.made import rollout_of
 
 Killed = tuple[LearnerOptions, dict[int, str]]
@@ -101,7 +102,7 @@ def killed_as_it_left(model: Path, tmp_path: Path, versions: tuple[int, ...]) ->
         publisher.port.on_artifact = killed_here
 
     run.at_step[1] = watch
-    go(run.finish())
+    asyncio.run(run.finish())
     return options, fingerprints(run)
 
 
@@ -136,7 +137,7 @@ def kill(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill:
 
             for step in (3, 5, 6):
                 run.at_step[step] = partial(crash, step)
-            go(run.finish())
+            asyncio.run(run.finish())
             runs[key] = replace(options, folder=kept), fingerprints(run)
         options, published = runs[key]
         shutil.copytree(options.folder / str(at), folder / "crashed")
@@ -160,7 +161,7 @@ def test_a_killed_learner_goes_on(
     worker = worker_at(crashed, last, before[last])
     second = new_run(crashed, first_step=0)
     with caplog.at_level("INFO", logger="echo2.learner"):
-        summary = go(second.finish())
+        summary = asyncio.run(second.finish())
     assert summary.is_finished and summary.version == 6 and summary.over_stale_tokens == 0
     groups = second.learner.pool.groups
     assert summary.trained_rollouts == 6 * 8 and groups.counts.trained_tokens == sum(groups.ledger.histogram().values())
@@ -198,10 +199,10 @@ def test_a_second_kill_after_a_replay_that_differed_is_survived(kill: Kill, tmp_
     worker = worker_at(crashed, last, before[last])
     second = new_run(crashed, first_step=1)
     second.at_step[5] = lambda: crash_image(second, tmp_path / "again")
-    go(second.finish())
+    asyncio.run(second.finish())
     again = replace(crashed, folder=tmp_path / "again")
     third = new_run(again, first_step=0)
-    summary = go(third.finish())
+    summary = asyncio.run(third.finish())
     assert summary.is_finished and summary.trained_rollouts == 6 * 8
     left_of(again).bring(worker, Version(6), summary.fingerprint)
 
@@ -217,12 +218,12 @@ def test_workers_may_hold_a_version_without_a_record(model_path: Path, tmp_path:
     assert (again.cut_off[0], again.schedule.newest) == (2, 3)
     crashed = replace(options, folder=tmp_path / "3")
     worker = worker_at(crashed, 3, before[3])
-    summary = go(new_run(crashed, first_step=0).finish())
+    summary = asyncio.run(new_run(crashed, first_step=0).finish())
     applied = deltas_of(crashed).bring(worker, Version(6), summary.fingerprint)
     assert applied[0].parent == 3, "the version that left unrecorded is the one that is gone on from"
     crashed = replace(options, folder=tmp_path / "6")
     worker = worker_at(crashed, 6, before[6])
-    summary = go(new_run(crashed, first_step=0).finish())
+    summary = asyncio.run(new_run(crashed, first_step=0).finish())
     assert summary.fingerprint == before[6]
     exported = AutoModelForCausalLM.from_pretrained(crashed.folder / "model", dtype=torch.bfloat16)
     held = worker.tensors()
@@ -243,7 +244,7 @@ def test_groups_too_old_after_a_replay_are_not_offered_again(kill: Kill, tmp_pat
     assert closed.again is not None and closed.again[1] == 1, "its prompt has another try"
     assert stale not in resumed.groups.groups and fresh in resumed.groups.groups
     run = new_run(crashed)
-    assert go(run.finish()).is_finished
+    assert asyncio.run(run.finish()).is_finished
     offered = {group.group_id for group in run.coordinator.hellos[0].open_groups}
     assert fresh in offered and stale not in offered
 
@@ -282,7 +283,7 @@ def test_where_the_store_lost_the_version_a_start_says_so_but_on_the_same_device
     rows = crashed.folder / "metrics.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-2]))
     with caplog.at_level("INFO", "echo2.learner"):
-        summary = go(new_run(crashed).finish())
+        summary = asyncio.run(new_run(crashed).finish())
     assert summary.is_finished and summary.version == 6
     assert "trained again on 0 recorded batches, 5 are left" in caplog.text
     assert "trained again on 4 recorded batches, 1 are left, about" in caplog.text
@@ -331,7 +332,7 @@ def test_a_start_offers_a_delta_from_the_base(model_path: Path, tmp_path: Path, 
         team.coder = coder
         return prepare_with(team, options, folder)
 
-    summary = go(Run(longer, make_broadcaster=SeedNode, make_prepared=prepared_on_ranks).finish())
+    summary = asyncio.run(Run(longer, make_broadcaster=SeedNode, make_prepared=prepared_on_ranks).finish())
     with pytest.raises(StateError, match="expected it among those held"):
         coder.held.of(Version(0))
     assert coder._kept is None and coder.from_base
