@@ -1,7 +1,5 @@
 """The attackers of the wire: grammar clients for every service, and floods of the dearest messages."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -68,7 +66,6 @@ async def control_streams(scene: Scene, until: float) -> int:
         learner = channel.stream_stream("/echo2.v1.Coordinator/LearnerSession")
         for _ in range(4):
             hello = grammar.message(coordinator_pb2.WorkerHello.DESCRIPTOR, is_wild=False)
-            assert isinstance(hello, coordinator_pb2.WorkerHello)
             hello.protocol_version, hello.run_id = tls.PROTOCOL_VERSION, scene.run_id
             for field in ("held_tickets", "quantisation", "model_digest"):
                 hello.ClearField(field)

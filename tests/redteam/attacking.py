@@ -5,8 +5,6 @@
 It says `ready`, waits for a number of seconds on a line, attacks for so long, and says how many messages it sent; then again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One coordinator that all attacks on it meet, one after another, as it would in a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

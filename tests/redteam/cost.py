@@ -114,7 +114,6 @@ class Attacking:
         self._process = process
 
     def start(self, seconds: float) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{seconds}\n")
         self._process.stdin.flush()
 
@@ -122,7 +121,6 @@ class Attacking:
         return int(await asyncio.to_thread(self.line) or "0")
 
     def line(self) -> str:
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
 

@@ -3,8 +3,6 @@
 Bounded in count; every one comes from an address of its own (127.0.0.2), as an attacker does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -4,8 +4,6 @@
 that messages get past the first checks. `is_wild`: some fields are beyond their bounds or no values at all.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field

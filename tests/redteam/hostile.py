@@ -3,8 +3,6 @@
 Only loopback; every attack is bounded in count and ends with its context.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

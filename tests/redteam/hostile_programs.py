@@ -5,8 +5,6 @@ with the text SECRET outside the containment, `{port}` a port of this machine on
 process outside, `{mark}` a path outside that must not come to be.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ not at once. Throughput in steps a second says what an attack keeps from the fle
 it does by work alone. First of all comes nobody: what the figures say where there is no attack.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -3,8 +3,6 @@
 Registered attackers (`@attacker("name")`) get a `Scene` and a time at which to stop; they say how many messages they sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

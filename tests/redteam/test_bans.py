@@ -1,7 +1,5 @@
 """A worker that is banned: everybody who might serve it chunks is told, and told when that is lifted."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Peers that speak the broadcast's protocol to hurt: nobody is held up, and whoever is banned gets nothing more."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -46,9 +44,7 @@ class Begun:
 
     async def key(self) -> ArtifactKey:
         await until(lambda: self._learner.library.find(self.artifact) is not None, "it has begun")
-        found = self._learner.library.find(self.artifact)
-        assert found is not None
-        return found
+        return self._learner.library.find(self.artifact)
 
     async def finish(self) -> None:
         self._may_end.set()
@@ -125,7 +121,6 @@ async def test_who_breaks_the_protocol_is_named_dropped_and_banned(tmp_path: Pat
         fresh = await publication.key()
         await until(lambda: fresh in victim.library.entries, "the victim knows the header")
         credentials, connection = await hostile(f, f.members[1])
-        assert key is not None
         while credentials.peer_id not in victim.bans.found:
             with contextlib.suppress(Unreachable):
                 if deed == "too large":
@@ -147,12 +142,8 @@ def bad_frame(deed: str, forger: Identity, learner: BroadcastNode, key: Artifact
         case "corrupt":
             return wire.chunk_to_bytes(Chunk.signed(fresh_key, 500, True, b"evil", forger)[0])
         case "replay":
-            frame = learner.library.frame(key, 0)
-            assert frame is not None
-            return bytes(frame)
+            return bytes(learner.library.frame(key, 0))
         case "rubbish":
             return b"\xff\xff not a message"
         case _:
-            frame = learner.library.seal_frame(key)
-            assert frame is not None
-            return frame.replace(key, fresh_key)
+            return learner.library.seal_frame(key).replace(key, fresh_key)

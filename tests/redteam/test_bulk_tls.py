@@ -1,7 +1,5 @@
 """Work that lies below the frames of a bulk connection: it is bounded, and charged to the peer that causes it."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
@@ -69,7 +67,6 @@ class ByHand(TlsByHand):
     def records(self, keys: Path) -> Records:
         (line,) = (one for one in keys.read_text().splitlines() if one.startswith("CLIENT_TRAFFIC_SECRET_0"))
         cipher = self._tls.cipher()
-        assert cipher is not None
         return Records(bytes.fromhex(line.split()[2]), cipher[0])
 
 

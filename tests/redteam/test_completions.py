@@ -286,7 +286,6 @@ def test_what_runs_ends_with_the_process_that_started_it_even_if_that_is_killed(
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
-    assert owner.stdin is not None and owner.stdout is not None
     with owner.stdin, owner.stdout:
         assert owner.stdout.readline() == "running\n"
         started = [os.pidfd_open(pid) for pid in descendants_of(owner.pid)]

@@ -1,7 +1,5 @@
 """Hostile clients hold connections and unfinished messages of a real coordinator; honest ones go on beside them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A worker with a join link names addresses that are not its own: nobody is told to dial them, and nobody does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Leases that a worker says it holds: without the coordinator's ticket there are none."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

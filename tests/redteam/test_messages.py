@@ -2,8 +2,6 @@
 their own. None ends, none keeps memory, none is held up, and the run goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

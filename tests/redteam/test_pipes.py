@@ -204,7 +204,6 @@ async def test_a_relay_that_had_as_many_callers_as_places_takes_the_next(monkeyp
     monkeypatch.setattr(host, "PEERS_MAX", 4)
     async with lab(monkeypatch) as made:
         p2p = made.relay._p2p
-        assert p2p is not None
         for _ in range(6):
             member = made.member(issued(made.authority))
             await until(lambda member=member: member.facts.relays, "a place")  # type: ignore[misc]

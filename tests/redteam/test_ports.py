@@ -2,8 +2,6 @@
 another is ended in time, a crowd of such callers has its share, and messages of nothing but empty submessages cost little.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

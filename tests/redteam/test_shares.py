@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -92,25 +91,20 @@ def test_calls_beyond_the_pace_wait_behind_one_another_and_those_too_late_take_n
     assert pace.wait_s("w1", 5.0) <= 2 / 20.0, "the thousand that were refused are not waited for"
 
 
-def test_refused_calls_go_at_a_pace_and_fill_no_log(
+async def test_refused_calls_go_at_a_pace_and_fill_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calls, "CALLS_BURST", 20)
     monkeypatch.setattr(calls, "CALLS_PER_S", 50.0)
-
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            worker, operator = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.OPERATOR)
-            call = worker.channel.unary_unary("/echo2.v1.Operator/GetStatus")
-            begun = time.monotonic()
-            answers = await asyncio.gather(*(call(b"") for _ in range(60)), return_exceptions=True)
-            assert time.monotonic() - begun >= 0.5, "forty of them wait"
-            assert all(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
-            honest = operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")
-            assert await honest(pb.GetStatusRequest().SerializeToString(), timeout=WAIT_S)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+    async with running(options(tmp_path)) as daemon:
+        worker, operator = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.OPERATOR)
+        call = worker.channel.unary_unary("/echo2.v1.Operator/GetStatus")
+        begun = time.monotonic()
+        answers = await asyncio.gather(*(call(b"") for _ in range(60)), return_exceptions=True)
+        assert time.monotonic() - begun >= 0.5, "forty of them wait"
+        assert all(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
+        honest = operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")
+        assert await honest(pb.GetStatusRequest().SerializeToString(), timeout=WAIT_S)
     assert len([record for record in caplog.records if "refused" in record.message]) < 30
 
 

@@ -1,7 +1,5 @@
 """An error that nobody foresaw, planted in a daemon's own lines: its sender's session ends, everything else goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ The bytes that are allocated and not freed, by glibc's own count, go to `$LIVE_B
 is another matter: of what is freed, the allocator keeps whole pages where a part is still in use, and takes them again later.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """The demo of a pretrained model: what it is made from, and what it asks of its run."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`echo2 doctor` on this machine, with things that are wrong with it."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

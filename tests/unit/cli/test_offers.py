@@ -1,7 +1,5 @@
 """`echo2 offers` as its user sees it: gpuhunt's own reader over a folder of catalogues, kept prices and their age, no network."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

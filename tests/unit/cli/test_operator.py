@@ -1,7 +1,5 @@
 """What an operator asks of a real coordinator by a join link."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

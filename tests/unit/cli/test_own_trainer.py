@@ -1,7 +1,5 @@
 """The end of a `Run`: nothing that went wrong, or did not end, is kept to itself."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path
@@ -81,7 +79,6 @@ def test_a_run_that_does_not_end_says_what_it_waits_for(tmp_path: Path, monkeypa
         run = run_of(tmp_path, f"echo2://{address}/{Identity.generate().peer_id}?token={'t' * 43}")
         begin(run)
         thread = run._thread
-        assert thread is not None
         until = time.monotonic() + WAIT_S
         while run.waits_for != f"the coordinator at {address}":
             assert thread.is_alive() and time.monotonic() < until, run.waits_for

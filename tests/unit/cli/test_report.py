@@ -1,7 +1,5 @@
 """The end of a run: its report as text, file and page, in main of echo2 status and samples, as of run and demo."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What options that follow the machine and the model become, and that the reason is told."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

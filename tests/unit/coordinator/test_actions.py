@@ -1,7 +1,5 @@
 """What the operator does to a run that goes on: through the page's API and through `echo2 ctl`, checked, logged and kept."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

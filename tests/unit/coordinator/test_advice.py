@@ -1,7 +1,5 @@
 """The advice for each state of a run: the first sentence, what else to do, one utilisation and one end; and colours."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

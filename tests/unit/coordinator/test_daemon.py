@@ -229,7 +229,6 @@ async def test_a_coordinator_that_runs_for_months_shows_a_certificate_and_links_
 ) -> None:
     monkeypatch.setattr("echo2.coordinator.coordinator.LOOK_S_MAX", 0.01)
     async with running(options(tmp_path, dashboard_host="0.0.0.0")) as daemon:
-        assert daemon._page is not None
         at, links, first = ("127.0.0.1", daemon._page.port), dict(daemon.links), daemon._own.certificate
         before = await asyncio.to_thread(ssl.get_server_certificate, at)
         (tmp_path / "links" / "worker.link").chmod(0o644)  # so that another account reads it

@@ -1,7 +1,5 @@
 """A finished run costs nothing more: workers are sent home, machines are given back, and the bill says what all of it was."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The lease book under any order of events: a group has one lease at most, attempts only grow, nothing is lost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cap and budget hold on what is about to be done, whatever plan led there; the learner hears of each; rates are corrected."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

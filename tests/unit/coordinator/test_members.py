@@ -1,7 +1,5 @@
 """Life and work of workers: the stated rule, the operator's word, trials of newcomers, and prices, which are claims."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise
@@ -133,7 +131,6 @@ class Fleet:
         known = board(1.0)
         known.on_publish(pb.VersionPublished(version=1, has_parent=True, artifact_bytes=1000), 0.0, [], 0.0)
         snapshot = fleet_snapshot(known, list(self.membership.members.values()), 0.0, {})
-        assert snapshot is not None
         return plan_of(snapshot, PlanConfig(4, dwell_s=0.0))
 
 

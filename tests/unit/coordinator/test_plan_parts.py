@@ -1,7 +1,5 @@
 """A node's part of a broadcast plan says to it what the whole plan says, and is small."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

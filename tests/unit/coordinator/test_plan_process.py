@@ -1,7 +1,5 @@
 """What a large fleet's coordinator computes in a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -104,7 +102,6 @@ def test_the_process_ends_with_one_that_is_killed() -> None:
         "asyncio.run(main())"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.send_signal(signal.SIGKILL)
         child.wait(10)

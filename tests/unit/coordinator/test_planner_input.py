@@ -1,7 +1,5 @@
 """What the planner is told of workers: robust measures, priors by GPU; and predictions beside what happened."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -72,7 +70,6 @@ def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
         membership.on_heartbeat(PeerId("w0"), beat(), None, float(at))
     membership.on_heartbeat(PeerId("w0"), beat(500.0, 0.01), None, 7.0)
     told = fleet_snapshot(board(10.0, 10.0, 900.0, 10.0), list(membership.members.values()), 8.0, {})
-    assert told is not None
     assert (told.workers[0].rollouts_per_s, told.workers[0].rollout_s_mean) == (2.0, 10.0)
     assert told.learner.train_s == 10.0
 
@@ -85,7 +82,6 @@ def test_what_the_learner_reports_of_rewards_lengths_and_discarded_groups_is_in_
         )  # fmt: skip
         known.on_report(report, float(step))
     told = fleet_snapshot(known, measured_fleet("H100", "H100", "H100"), 12.0, {})
-    assert told is not None
     learner = told.learner
     assert (learner.trained_rollouts, learner.dropped_rollouts, learner.evaluation_rollouts) == (64, 32, 8)
     assert (learner.train_s, learner.idle_s, learner.lengths[-1]) == (11.0, 1.0, 73.0)
@@ -159,7 +155,6 @@ def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
 
     def relaying(now: float) -> list[bool]:
         told = fleet_snapshot(made, members, now, {})
-        assert told is not None
         return [one.is_relaying for one in told.workers]
 
     assert relaying(5.0) == [False] * 3
@@ -246,7 +241,6 @@ def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_
         (2.0, 6.0, 4.0, 0.0)
     )  # w2 was not measured: as much as is usual
     snapshot = fleet_snapshot(made, list(members.values()), 3.0, {})
-    assert snapshot is not None
     chosen = plan(snapshot, PlanConfig(4))
     needed = next(term.limit for term in chosen.terms if term.limit_kind is Limit.THROUGHPUT)
     assert 0 < needed < 12 / telemetry.RATE_MARGIN

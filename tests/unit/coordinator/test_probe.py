@@ -1,7 +1,5 @@
 """A machine looks at its own link through a real coordinator: nothing is joined, nothing used up, nothing without a token."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """A worker's record: what it may hold and is believed follows from what it delivered, and giving leases up has a bound."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """Providers that are sold out, slow, wrong or of another run: what they do costs no more than it must, and keeps no other back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whatever bytes come over a stream, the coordinator lives, nothing it holds changes, and it says what was wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """What is shown of a run: the page's sections and `echo2 status` tell the same facts, each as it is, in one state after another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -176,7 +174,6 @@ async def test_no_prediction_is_shown_while_too_little_was_measured_and_no_rewar
     assert page["advice"].utilisation == 0.0 and not page["advice"].is_measured
     assert status.headline == "Nothing to do: the learner makes its first steps at $1.00/h."
     assert page["learner"]["reward"] == fleet.commands.view.samples()["reward"][-1] == 0.5
-    assert fleet.hub.board.hello is not None
     fleet.hub.board.hello.step_limit = 0  # who hands in the last version decides
     assert fleet.commands.view.sections()["learner"]["reward"] is fleet.hub.board.reward_mean is None
 

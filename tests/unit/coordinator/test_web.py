@@ -1,7 +1,5 @@
 """The page's API: who may look, who may act, and that the documents match what is served."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Fleets for the tests: seeded, mixed, small."""
 
-from __future__ import annotations
-
 import random
 
 from echo2.base.ids import PeerId

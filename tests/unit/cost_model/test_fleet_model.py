@@ -1,7 +1,5 @@
 """The scenarios of the benchmark's model of a fleet: all can be read, cards are paid once, and the paper's saving is reached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Plans and predictions judged by a world that knows nothing of the planner (benchmarks/market_world); `make bench-market` asks
 the same of hundreds of fleets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

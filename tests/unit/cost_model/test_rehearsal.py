@@ -1,7 +1,5 @@
 """The relations, and the rehearsal that has the last word on them."""
 
-from __future__ import annotations
-
 import gc
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A model of letters and a fleet that samples when it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -163,6 +161,10 @@ class World:
     @property
     def last_end(self) -> End:
         return self.fleet.ends[-1]
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.episodes.expire()
 
     def begin(self, session: Session, request: CallRequest) -> tuple[Call, list[str]]:
         """The call, and the groups that it is leased as."""

@@ -3,8 +3,6 @@
 python -m tests.unit.gateway.openenv_server PORT [json]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

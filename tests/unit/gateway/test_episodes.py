@@ -1,7 +1,5 @@
 """Agents' episodes: what a request continues, who gets a seat, what becomes of what is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -183,7 +181,6 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
         play = make_harness(f"sh -c '{command}'")
         assert play is not None and await asyncio.wait_for(play(episode), WAIT_S) == reward
     play = make_harness("sh -c 'echo 0.5; exit 3'")
-    assert play is not None
     with pytest.raises(TaskError, match="expected it to exit with 0, got 3"):
         await play(episode)
 
@@ -191,7 +188,6 @@ async def test_a_program_gives_its_last_line_as_reward_unless_it_exits_with_an_e
 async def test_a_function_may_earn_numbers_of_any_kind_but_no_text() -> None:
     episode = Episode("http://127.0.0.1:1/v1", "key", {"rewards": [np.float32(0.5), 0.25, True, "0.5"]})
     play = make_harness(f"{__name__}:earn")
-    assert play is not None
     assert [await play(episode) for _ in range(3)] == [0.5, 0.25, 1.0]
     with pytest.raises(TaskError, match="expected a reward as a number, got '0.5'"):
         await play(episode)
@@ -208,7 +204,6 @@ async def test_a_function_that_hangs_keeps_no_other_from_playing_nor_the_process
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     play, hangs = make_harness(f"{__name__}:earn_late"), threading.Event()
-    assert play is not None
     hanging = asyncio.create_task(play(Episode("http://127.0.0.1:1/v1", "key", {"until": hangs})))
     given = threading.Event()
     given.set()
@@ -237,7 +232,6 @@ def test_a_command_that_no_shell_reads_is_named() -> None:
 
 async def test_the_longest_problem_reaches_a_program_and_a_longer_one_is_told() -> None:
     play, longest = make_harness("sh -c 'echo ${#ECHO2_PROBLEM}'"), PROBLEM_BYTES_MAX - len('{"text": ""}')
-    assert play is not None
     assert await play(Episode("http://127.0.0.1:1/v1", "key", {"text": "x" * longest})) == PROBLEM_BYTES_MAX
     dated = Episode("http://127.0.0.1:1/v1", "key", {"day": date(2026, 1, 1)})
     assert await play(dated) == len('{"day": "2026-01-01"}')
@@ -288,16 +282,13 @@ async def test_a_reward_without_an_average_loses_the_episode(is_part: bool, capl
 async def test_an_idle_outside_harness_is_lost_but_not_one_that_waits_for_the_fleet() -> None:
     world, session = begun(idle_s=10.0, episode_s=100.0)
     _, (group_id,) = world.begin(session, chat("hi"))
-    world.now = 50.0
-    world.episodes.expire()
+    world.passes(50.0)
     assert not world.fleet.ends
     world.sample(group_id, "yo")
-    world.now = 59.0
-    world.episodes.expire()
+    world.passes(9.0)
     assert not world.fleet.ends, "it was answered 9 s ago, however slow the fleet was"
     world.ask(session, "hi", "yo", "so?")
-    world.now = 70.0
-    world.episodes.expire()
+    world.passes(11.0)
     assert [end.is_final for end in world.fleet.ends] == [False]
     assert world.refusal(session, chat("hi")).status == 410
 
@@ -310,15 +301,12 @@ async def test_an_episode_whose_own_time_is_up_is_scored_and_waiting_for_workers
     session = next(iter(world.episodes.sessions.values())) if is_played else world.episodes.take_seat("")
     for waited_s, own_s in ((500.0, 60.0), (900.0, 39.0)):
         _, (group_id,) = world.begin(session, chat(f"waits {waited_s}"))
-        world.now += waited_s
-        world.episodes.expire()
+        world.passes(waited_s)
         world.sample(group_id, "yo")
-        world.now += own_s
-        world.episodes.expire()
+        world.passes(own_s)
     await settle()
     assert not world.fleet.ends, "99 s of its own"
-    world.now += 2.0
-    world.episodes.expire()
+    world.passes(2.0)
     assert world.refusal(session, chat("more")).status == 410
     await settle()
     end = world.last_end
@@ -333,8 +321,7 @@ async def test_an_episode_whose_own_time_is_up_is_scored_and_waiting_for_workers
         late.episodes.expire()
     assert late.episodes.counts.timed_out == 1
     silent, _ = begun(episode_s=100.0, idle_s=1e9)
-    silent.now = 101.0
-    silent.episodes.expire()
+    silent.passes(101.0)
     assert (silent.last_end.reward, silent.last_end.is_final) == (None, False), "the model said nothing"
 
 
@@ -386,8 +373,7 @@ async def test_a_long_text_is_encoded_in_a_thread_and_its_call_is_like_any_other
     long = chat("x" * 17_000)  # more than are encoded at once
     call, groups = world.begin(session, long)
     assert not groups and not call.prompt_token_ids
-    world.now = 10_000.0
-    world.episodes.expire()
+    world.passes(10_000.0)
     assert not world.fleet.ends, "it waits for the gateway, so it is not idle"
     world.episodes.leave(call)
     assert world.begin(session, long) == (call, []), "its retry takes it over"

@@ -1,7 +1,5 @@
 """Tokens in, tokens out, over HTTP: what is taken, what is refused and how, and what streams and answers say."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

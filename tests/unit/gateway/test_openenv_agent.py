@@ -1,7 +1,5 @@
 """Environments of an OpenEnv server, in a process of its own, play through the gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Strangers and hostile clients at the gateway's port: what they may hold, and that honest agents beside them are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The SDK's own forms over the routes: what a training client sends, what is refused, what it reads. Skipped without the SDK."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

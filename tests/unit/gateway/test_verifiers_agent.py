@@ -1,7 +1,5 @@
 """Agents and tools of the verifiers library play through the gateway as they are; runs where the library is installed, and uv."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

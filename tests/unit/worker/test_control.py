@@ -1,7 +1,5 @@
 """The owner's commands to a running worker, and how it is found."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

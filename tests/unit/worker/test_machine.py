@@ -1,7 +1,5 @@
 """What a worker finds out and says about its machine, and what went wrong on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What is shown of long work."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io

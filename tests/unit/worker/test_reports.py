@@ -1,7 +1,5 @@
 """The report stream against a real gRPC learner on loopback, over mutual TLS; and what orders do to a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """The slot book under random traffic, against a model cache that holds real token prefixes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

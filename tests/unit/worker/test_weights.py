@@ -1,7 +1,5 @@
 """What is live was verified twice: real containers, an engine that may fail or be wrong, artifacts that may be cut or corrupt."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The whole worker, in process, against a small real run: enrolment, broadcast, embedded engine, reports, drain."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -114,7 +112,6 @@ async def test_a_worker_joins_measures_its_rate_and_delivers(tmp_path: Path, cap
             assert {e.reason for e in run.coordinator.ended} == {coordinator_pb2.LeaseEnded.REASON_FINISHED}
             await run.coordinator.until(lambda it: it.heartbeats[-1].finished_rollouts == 16)
             beat = run.coordinator.heartbeats[-1]
-            assert run.published is not None
             assert (beat.version, beat.fingerprint) == (0, f"{run.published.fingerprint():016x}")
             assert 16 <= beat.sampled_tokens <= 16 * 24
         assert run.coordinator.leavings == ["the test ends"]
@@ -285,7 +282,6 @@ async def test_a_newcomer_with_the_base_fetches_a_delta(
         base = await asyncio.to_thread(saved, tmp_path / "base", models[0 if is_base else 1])
         async with working(run, tmp_path / "w1", model_path=base) as daemon:
             await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 8)
-            assert run.published is not None and worker_of(daemon).weights is not None
             host = worker_of(daemon).weights.host
             assert fingerprint(host.tensors(), KEY) == host.fingerprint()
             beat = run.coordinator.heartbeats[-1]

@@ -1,7 +1,5 @@
 """What the embedded engine promises beyond the contract: reproducible streams, back-pressure, an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The fused path: what it supports it reads and computes as transformers does, the rest is refused by name."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

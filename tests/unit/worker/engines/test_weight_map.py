@@ -1,7 +1,5 @@
 """The weight map over a model that merges, splits and transposes what it loads, as vLLM's models do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
