@@ -19,6 +19,7 @@ from collections.abc import Callable
 from echo2.base.errors import EchoError, MalformedMessage, Unreachable
 from echo2.base.ids import PeerId
 from echo2.base.units import LinkShape, address_of
+from echo2.broadcast.pace import Pacer
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import FairShare
@@ -45,28 +46,20 @@ RECORD_BYTES_MIN, FRAME_BYTES_MIN = 2048, 1024
 are not, but few."""
 
 
-class Bucket:
-    """One direction of an emulated link; all connections of its node share it, first come, first served."""
-
-    def __init__(self, rate_bytes_per_s: float) -> None:
-        self._rate = rate_bytes_per_s
-        self._free_at = 0.0
-
-    async def pass_through(self, size_bytes: int) -> None:
-        if self._rate > 0:
-            loop = asyncio.get_running_loop()
-            self._free_at = max(self._free_at, loop.time()) + size_bytes / self._rate
-            await asyncio.sleep(self._free_at - loop.time())
-
-
 class EmulatedLink:
     """The link of one node, for experiments on one machine: what it sends passes `up`, what it receives comes `delay_s` after it
-    arrived and passes `down`."""
+    arrived and passes `down`. All connections of the node share each direction, first come, first served."""
 
     def __init__(self, shape: LinkShape) -> None:
-        self.up, self.down = Bucket(shape.uplink_bytes_per_s), Bucket(shape.downlink_bytes_per_s)
+        self.up, self.down = Pacer(shape.uplink_bytes_per_s, 0.0), Pacer(shape.downlink_bytes_per_s, 0.0)
         self.delay_s = shape.rtt_s / 2
         self.unread_bytes_max = max(UNREAD_BYTES_MAX, int(2 * shape.downlink_bytes_per_s * shape.rtt_s))
+
+
+async def _passed(direction: Pacer, size_bytes: int) -> None:
+    now = asyncio.get_running_loop().time()
+    direction.spend(size_bytes, now)
+    await asyncio.sleep(direction.ready_at(now) - now)
 
 
 class FrameCutter:
@@ -299,7 +292,7 @@ class Connection:
         stream, (*small, large) = self.stream, parts
         self._is_sending = True
         if self._emulated is not None:
-            await self._emulated.up.pass_through(sum(map(len, parts)))
+            await _passed(self._emulated.up, sum(map(len, parts)))
         whole, before = memoryview(large), len(large) % PLAIN_BYTES_MAX
         first: tuple[bytes, ...] = (b"".join((HEAD.pack(sum(map(len, parts))), *small, whole[:before])),)
         for begin in range(before, max(before + 1, len(whole)), WRITE_BYTES):
@@ -323,7 +316,7 @@ class Connection:
             await self._came.wait()
         if self._emulated is not None:
             await asyncio.sleep(self._arrived[0] + self._emulated.delay_s - self._loop.time())
-            await self._emulated.down.pass_through(len(self._frames[0]))
+            await _passed(self._emulated.down, len(self._frames[0]))
             self._arrived.popleft()
         was_full = self._unread_bytes > self._unread_bytes_max
         frame = self._next()

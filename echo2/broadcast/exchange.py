@@ -257,6 +257,3 @@ class Exchange:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_all(either)
-
-    def on_drop(self, key: ArtifactKey) -> None:
-        self.act(events.Forgotten(key))

@@ -12,13 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from echo2.base.errors import (
-    CorruptChunk,
-    EchoError,
-    ProtocolError,
-    ResourceError,
-    VersionMismatch,
-)
+from echo2.base.errors import CorruptChunk, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import (
     LINEAGE,
@@ -74,10 +68,7 @@ class Library:
     learner that was restored from an older backup has gone back, until somebody has followed it there."""
 
     def __init__(
-        self,
-        store: ChunkStore,
-        run_id: RunId,
-        on_drop: Callable[[ArtifactKey], None] = lambda key: None,
+        self, store: ChunkStore, run_id: RunId, on_drop: Callable[[ArtifactKey], None] = lambda key: None
     ) -> None:
         self._on_drop = on_drop
         self.store, self.run_id = store, run_id

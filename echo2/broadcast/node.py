@@ -29,7 +29,7 @@ from echo2.broadcast.artifact import (
 from echo2.broadcast.catch_up import ArtifactReader, ArtifactSealed, CatchUpPlanner, Progress
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.connections import Connections, Dialling
-from echo2.broadcast.events import ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Wanted
+from echo2.broadcast.events import ChunkSeen, Emptied, Forgotten, HeaderSeen, PlanSet, SealSeen, Wanted
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import Library, restored
 from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
@@ -177,7 +177,7 @@ class BroadcastNode:
             self.exchange.revised.clear()
 
     def _on_drop(self, key: ArtifactKey) -> None:
-        self.exchange.on_drop(key)
+        self.exchange.act(Forgotten(key))
 
     def drop_banned(self) -> None:
         """Drops the links of all banned peers; call it after `bans` has changed."""

@@ -6,7 +6,6 @@ Guarantees: every object here is small, takes the time as `now`, and keeps withi
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
 
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import UplinkSeen
@@ -125,8 +124,12 @@ class RelayWindow:
         elif backlog > 2 * enough:
             self._window = max(self.SMALLEST, self._window - 0.5)
 
-    def oldest_age_s(self, now: float) -> float:
-        return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0
+    @property
+    def times_out_at(self) -> float:
+        """When a relay that acknowledges nothing has owed the oldest chunk for too long."""
+        if not self.outstanding:
+            return float("inf")
+        return next(iter(self.outstanding.values())) + RELAY_TIMEOUT_S + 4 * self.lap_s
 
     def suspend(self, now: float) -> list[tuple[ArtifactKey, int]]:
         """Stops using the relay until it is heard from, or for a backoff that doubles; returns the chunks it still owed."""
@@ -144,8 +147,8 @@ class RateEstimate:
     __slots__ = ("_bytes", "_came_at", "_since", "bytes_per_s")
     WINDOW_S = 0.5
 
-    def __init__(self, initial_bytes_per_s: float = 2e6) -> None:
-        self.bytes_per_s = initial_bytes_per_s
+    def __init__(self) -> None:
+        self.bytes_per_s = 2e6
         self._since = self._came_at = float("-inf")
         self._bytes = 0
 
@@ -277,15 +280,8 @@ LOOKS = 50  # 5 s of sending
 LOSSY_LOOKS, CLEAN_LOOKS = 6, 1  # of LOOKS: a path becomes lossy at the first count and stops being lossy at the second
 
 
-class Control(Enum):
-    """FAST: BBR, if the kernel offers it."""
-
-    FAST = "bbr"
-    USUAL = "usual"
-
-
 class CongestionChooser:
-    """Chooses from samples of the connections."""
+    """Chooses from samples of the connections whether their congestion control is to be BBR, if the kernel offers it."""
 
     def __init__(self) -> None:
         self._begun_at = float("-inf")
@@ -307,9 +303,9 @@ class CongestionChooser:
         elif lossy_looks <= CLEAN_LOOKS and len(self._was_lossy_look) == LOOKS:
             self.is_lossy = False
 
-    def control(self, now: float) -> Control:
+    def is_fast(self, now: float) -> bool:
         is_starting = now - self._begun_at < START_S or now - self._last_sent_at > IDLE_S
-        return Control.FAST if is_starting or self.is_lossy else Control.USUAL
+        return is_starting or self.is_lossy
 
 
 BUSY_SPAN_S = 1.0  # a shorter one counts bursts

@@ -95,47 +95,28 @@ def _quickest(
     offers: Sequence[ArtifactOffer], start: Version | None, link: WorkerLink, base: BaseCheckpoint | None
 ) -> CatchUp | None:
     offers = [offer for offer in offers if start is None or offer.artifact.version > start]
-    base = base if start is None else None
-    newest = newest_reachable(start, offers, base)
-    if base is not None and newest == base.version:  # only a keyframe can confirm that the base really is that version
-        base, newest = None, newest_reachable(start, offers)
-    if newest is None or newest == start:
+    best = plan_catch_up(start, None, offers, link, base if start is None else None)
+    if best is not None and not best.offers:  # only a keyframe can confirm that the base really is that version
+        best = plan_catch_up(start, None, offers, link)
+    if best is None or not best.offers:
         return None
-    best = plan_catch_up(start, newest, offers, link, base)
-    assert best is not None, "a version that is reachable has a path to it"
     if not all(offer.is_unrequested for offer in best.offers):
+        newest = best.offers[-1].artifact.version
         unrequested = plan_catch_up(start, newest, [offer for offer in offers if offer.is_unrequested], link)
         if unrequested is not None and best.expected_s >= SWITCH_SHARE * unrequested.expected_s:
             best = unrequested
     return replace(best, kind="delta") if best.kind == "merged" and best.offers[0].is_pushed else best
 
 
-def newest_reachable(
-    start: Version | None, offers: Sequence[ArtifactOffer], base: BaseCheckpoint | None = None
-) -> Version | None:
-    """The newest version that offers lead to; `start` itself if none is newer."""
-    leaving: dict[Version | None, list[Version]] = {}
-    for offer in offers:
-        leaving.setdefault(offer.artifact.parent, []).append(offer.artifact.version)
-    to_see = [*leaving.get(None, []), *((base.version,) if base else ()), *((start,) if start is not None else ())]
-    reached: set[Version] = set()
-    while to_see:
-        version = to_see.pop()
-        if version not in reached:
-            reached.add(version)
-            to_see += leaving.get(version, [])
-    return max(reached, default=None)
-
-
 def plan_catch_up(
     start: Version | None,
-    to: Version,
+    to: Version | None,
     offers: Sequence[ArtifactOffer],
     link: WorkerLink,
     base: BaseCheckpoint | None = None,
 ) -> CatchUp | None:
-    """The path from `start` (None: no weights) to `to` that is expected to finish first, of equally fast ones the shortest; None if
-    there is none."""
+    """The path from `start` (None: no weights) to `to` (None: the newest version that can be reached) that is expected to finish
+    first, of equally fast ones the shortest; None if there is none."""
     weights_bytes = max((offer.full_snapshot_bytes for offer in offers), default=0)
     leaving: dict[Version | None, list[ArtifactOffer]] = {}
     for offer in offers:
@@ -154,17 +135,16 @@ def plan_catch_up(
         push(base.seconds, base.version, (), "base")
     for keyframe in leaving.get(None, ()):
         push(offer_s(keyframe, link, weights_bytes), keyframe.artifact.version, (keyframe,), "keyframe")
-    done: set[Version] = set()
-    while paths:
+    reached: dict[Version, tuple[tuple[ArtifactOffer, ...], str, float]] = {}
+    while paths and to not in reached:
         seconds, _, _, version, path, begins = heapq.heappop(paths)
-        if version == to:
-            return _described(path, begins, seconds, start, to)
-        if version in done:
+        if version in reached:
             continue
-        done.add(version)
+        reached[version] = path, begins, seconds
         for offer in leaving.get(version, ()):
             push(seconds + offer_s(offer, link, weights_bytes), offer.artifact.version, (*path, offer), begins)
-    return None
+    end = max(reached, default=None) if to is None else to
+    return _described(*reached[end], start, end) if end in reached else None
 
 
 def offer_s(offer: ArtifactOffer, link: WorkerLink, weights_bytes: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey
 from echo2.broadcast.events import RelayAck, Route
-from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
+from echo2.broadcast.pace import RELAY_SLACK_S, RELAYS_FULL_S, RelayWindow
 from echo2.broadcast.peer import Peer, Ref
 from echo2.broadcast.plan import BY_REGION, BroadcastPlan, fluid_bound
 
@@ -175,23 +175,23 @@ class Seeding:
         self.trees, self._others, self._enters_once = [], [], plan.topology == BY_REGION
         if plan.seed is None or plan.seed.peer_id != me:
             return
-        self._bound_bytes_per_s = fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.others else 0.0
+        seed, self._bound_bytes_per_s = (
+            plan.seed,
+            fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.trees else 0.0,
+        )
         for number, planned in enumerate(plan.all_trees):
             children = plan.pushed_to(number)
             direct = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
             relays = frozenset(child.peer_id for child in direct if child.relays_on)
             hops = 1 + any(child in children for relay in children.get(0, ()) for child in children.get(relay, ()))
-            window = RelayWindow(hops * RELAY_SLACK_S, self._first_window(plan, number, children))
+            # Bytes in flight that keep a tree busy from the start: its planned rate times (round trip to the relay + slack).
+            lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
+            first_bytes = planned.weight * self._bound_bytes_per_s * (lap_s + RELAY_SLACK_S)
+            window = RelayWindow(hops * RELAY_SLACK_S, first_bytes)
             trees = self.trees if number < len(plan.trees) else self._others
             trees.append(SeedTree(Route(plan.epoch, number), planned.weight, direct, relays, window))
         if takes_others:
             self._change_trees()
-
-    def _first_window(self, plan: BroadcastPlan, number: int, children: Mapping[int, Sequence[int]]) -> float:
-        """Bytes in flight that keep a tree busy from the start: its planned rate times (round trip to the relay + slack)."""
-        tree, seed = plan.all_trees[number], plan.nodes[0]
-        lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
-        return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))
@@ -336,14 +336,11 @@ class Seeding:
     def check_timeouts(self, now: float) -> None:
         """Suspends relays that have owed a chunk for too long, until they are heard from again."""
         for tree in self._all_trees:
-            if tree.window.oldest_age_s(now) > RELAY_TIMEOUT_S + 4 * tree.window.lap_s:
+            if tree.window.times_out_at < now:
                 self._suspend(tree, now)
 
     def next_timeout(self) -> float | None:
-        times = [
-            next(iter(t.window.outstanding.values())) + RELAY_TIMEOUT_S + 4 * t.window.lap_s
-            for t in self._all_trees if t.window.outstanding
-        ]  # fmt: skip
+        times = [tree.window.times_out_at for tree in self._all_trees if tree.window.outstanding]
         if self.fresh and self._relays_full_since is not None:
             times.append(self._relays_full_since + RELAYS_FULL_S)
         return min(times, default=None)

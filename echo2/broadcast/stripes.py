@@ -50,16 +50,6 @@ def connections_max(count: int, others: Iterable[tuple[int, bool]]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLook:
-    """A sample of a link since the last one: bytes that the peer confirmed, segments lost while its queue
-    was short, and whether chunks wait for its transport."""
-
-    delivered_bytes: int
-    lost: int
-    is_held_back: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Trial:
     """A doubling whose effect is still being measured."""
 
@@ -77,7 +67,9 @@ class Striping:
         self.count = 1
         self.is_short = False
         self.reason = ""
-        self._samples: deque[tuple[float, LinkLook]] = deque()
+        self._samples: deque[tuple[float, int, bool]] = (
+            deque()
+        )  # when; bytes delivered since the one before; `is_held_back`
         self._losses: deque[float] = deque(maxlen=64)
         self._active_at = float("-inf")
         self._clean_since = float("-inf")
@@ -86,10 +78,11 @@ class Striping:
         self._next_growth_at = float("-inf")
         self._failures = 0
 
-    def look(self, sample: LinkLook, open_count: int, limit: int, now: float) -> None:
-        """Takes a sample; call it several times a second while sending. `open_count`: open connections; `limit`: allowed ones."""
+    def look(self, sent: PathSent, is_held_back: bool, open_count: int, limit: int, now: float) -> None:
+        """Takes a sample; call it several times a second while sending. `sent`: over the link since the last one; `is_held_back`:
+        chunks wait for its transport; `open_count`: open connections; `limit`: allowed ones."""
         self.count = min(self.count, limit)
-        if not (sample.delivered_bytes or sample.is_held_back):
+        if not (sent.delivered_bytes or is_held_back):
             self.is_short = self.is_short and now - self._active_at <= PAUSE_S
             return
         if now - self._active_at > PAUSE_S:
@@ -97,8 +90,8 @@ class Striping:
             self._clean_since = now
             self._restart_trial(now)
         self._active_at = now
-        self._samples.append((now, sample))
-        if sample.lost:
+        self._samples.append((now, sent.delivered_bytes, is_held_back))
+        if sent.lost:
             self._losses.append(now)
             self._clean_since = now
         while now - self._samples[0][0] > SPAN_S:
@@ -159,13 +152,13 @@ class Striping:
 
     @property
     def _held_back(self) -> float:
-        return sum(look.is_held_back for _, look in self._samples) / len(self._samples)
+        return sum(is_held_back for _, _, is_held_back in self._samples) / len(self._samples)
 
     @property
     def _rate(self) -> float:
-        (begun_at, first), (ended_at, _) = self._samples[0], self._samples[-1]
+        (begun_at, first, _), (ended_at, _, _) = self._samples[0], self._samples[-1]
         span_s = ended_at - begun_at
-        delivered = sum(look.delivered_bytes for _, look in self._samples) - first.delivered_bytes
+        delivered = sum(size_bytes for _, size_bytes, _ in self._samples) - first
         return delivered / span_s if span_s > 0 else 0.0
 
 
@@ -198,11 +191,7 @@ class _Width:
 class Stripes:
     """The widths of all links. `open_one` dials a further connection of a link and serves it until it ends."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        open_one: Callable[[PeerLink], Coroutine[None, None, None]],
-    ) -> None:
+    def __init__(self, exchange: Exchange, open_one: Callable[[PeerLink], Coroutine[None, None, None]]) -> None:
         self._exchange, self._session, self._links = exchange, exchange.session, exchange.links
         self._open_one = open_one
         self._widths: WeakKeyDictionary[PeerLink, _Width] = WeakKeyDictionary()
@@ -222,8 +211,7 @@ class Stripes:
                 continue
             paths = (sent.paths.get(remote, PathSent()) for remote in link.remotes)
             path = functools.reduce(PathSent.__add__, paths, PathSent())
-            look = LinkLook(path.delivered_bytes, path.lost, peer.is_held_back)
-            self._width(link).striping.look(look, link.width, self._limit(link), now)
+            self._width(link).striping.look(path, peer.is_held_back, link.width, self._limit(link), now)
 
     def tend(self, now: float) -> None:
         """Opens, closes and requests connections. Call it about every half second."""

@@ -240,20 +240,6 @@ def _candidates(nodes: Sequence[NodeLink], degree_max: int) -> dict[str, tuple[T
     return trees
 
 
-@dataclass(frozen=True, slots=True)
-class TreeChoice:
-    """Trees, when each worker is expected to hold the artifact, and what its traffic costs."""
-
-    name: str
-    trees: tuple[Tree, ...]
-    worker_s: tuple[float, ...]
-    usd: float
-
-    @property
-    def all_s(self) -> float:
-        return max(self.worker_s)
-
-
 def plan(
     nodes: Sequence[NodeLink],
     epoch: int,
@@ -269,7 +255,7 @@ def plan(
     False: late workers come below these."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
-    candidates: list[TreeChoice] = []
+    candidates: list[BroadcastPlan] = []
     for name, trees in _candidates(nodes, degree_max).items():
         if (
             (are_all_needed or name != BY_REGION)
@@ -277,46 +263,47 @@ def plan(
             and (degree_of(trees, len(nodes)) <= degree_max or name == "star")
         ):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
-            worker_s = predict(nodes, trees, artifact_bytes, size).worker_s
-            candidates.append(TreeChoice(name, trees, worker_s, egress_usd(nodes, trees, artifact_bytes)))
+            times, usd = predict(nodes, trees, artifact_bytes, size).worker_s, egress_usd(nodes, trees, artifact_bytes)
+            candidates.append(BroadcastPlan(epoch, tuple(nodes), trees, name, times, artifact_bytes, "", usd))
     in_limit = [f for f in candidates if degree_of(f.trees, len(nodes)) <= degree_max] or candidates
     chosen = _worth_its_price(in_limit, usd_per_s)
     reason = _reason(chosen, candidates, nodes, artifact_bytes)
-    others = next((c.trees for c in candidates if chosen.name == BY_REGION and c.name == "multi_tree"), ())
-    return BroadcastPlan(
-        epoch, tuple(nodes), chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd, others
-    )
+    others = next((c.trees for c in candidates if chosen.topology == BY_REGION and c.topology == "multi_tree"), ())
+    return replace(chosen, reason=reason, others=others)
 
 
-def _worth_its_price(candidates: Sequence[TreeChoice], usd_per_s: float) -> TreeChoice:
+def _worth_its_price(candidates: Sequence[BroadcastPlan], usd_per_s: float) -> BroadcastPlan:
     """The fastest candidate, or one as fast that enters each region once; where traffic is charged, the one with the least sum of
     traffic and time costs, if that is less by more than the predictions' error. If time has no price, only those near the fastest
     compete."""
-    fastest = min(candidates, key=lambda candidate: candidate.all_s)
-    near_s = PREDICTED_WITHIN * fastest.all_s
-    fastest = next((c for c in candidates if c.name == BY_REGION and BY_REGION_MIN_S < c.all_s <= near_s), fastest)
-    if not any(candidate.usd for candidate in candidates):
+    fastest = min(candidates, key=lambda candidate: candidate.predicted_all_s)
+    near_s = PREDICTED_WITHIN * fastest.predicted_all_s
+    by_region = (c for c in candidates if c.topology == BY_REGION and BY_REGION_MIN_S < c.predicted_all_s <= near_s)
+    fastest = next(by_region, fastest)
+    if not any(candidate.egress_usd for candidate in candidates):
         return fastest
-    near = [c for c in candidates if usd_per_s > 0 or c.all_s <= PREDICTED_WITHIN * fastest.all_s]
-    cheapest = min(near, key=lambda candidate: candidate.usd + usd_per_s * candidate.all_s)
-    is_cheaper = (
-        cheapest.usd + usd_per_s * cheapest.all_s
-    ) * PREDICTED_WITHIN < fastest.usd + usd_per_s * fastest.all_s
-    return cheapest if is_cheaper else fastest
+
+    def cost(candidate: BroadcastPlan) -> float:
+        return candidate.egress_usd + usd_per_s * candidate.predicted_all_s
+
+    near = [c for c in candidates if usd_per_s > 0 or c.predicted_all_s <= PREDICTED_WITHIN * fastest.predicted_all_s]
+    cheapest = min(near, key=cost)
+    return cheapest if cost(cheapest) * PREDICTED_WITHIN < cost(fastest) else fastest
 
 
-def _reason(chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequence[NodeLink], size: int) -> str:
-    is_charged = any(other.usd for other in candidates)
+def _reason(chosen: BroadcastPlan, candidates: Sequence[BroadcastPlan], nodes: Sequence[NodeLink], size: int) -> str:
+    is_charged = any(other.egress_usd for other in candidates)
     times = ", ".join(
-        f"{other.name} {other.all_s:.2f} s" + (f", {other.usd:.2f} USD of traffic" if is_charged else "")
+        f"{other.topology} {other.predicted_all_s:.2f} s"
+        + (f", {other.egress_usd:.2f} USD of traffic" if is_charged else "")
         for other in candidates
     )
     whom = f"{size / 1e6:.1f} MB to {len(nodes) - 1} workers"
-    if is_charged and chosen.all_s > PREDICTED_WITHIN * min(other.all_s for other in candidates):
-        return f"{chosen.name} has the least cost of time and traffic for {whom} ({times})"
+    if is_charged and chosen.predicted_all_s > PREDICTED_WITHIN * min(other.predicted_all_s for other in candidates):
+        return f"{chosen.topology} has the least cost of time and traffic for {whom} ({times})"
     bound = fluid_bound(nodes)
     return (
-        f"{chosen.name} is predicted fastest for {whom} ({times}); "
+        f"{chosen.topology} is predicted fastest for {whom} ({times}); "
         f"no way could be faster than {size / bound.rate_bytes_per_s:.2f} s for all, because of {bound.binding}"
     )
 

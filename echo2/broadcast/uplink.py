@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from echo2.base.ids import PeerId
 from echo2.base.units import is_loopback
 from echo2.broadcast.events import UplinkSeen
-from echo2.broadcast.pace import SHORT_QUEUE_S, CongestionChooser, Control, Meter
+from echo2.broadcast.pace import SHORT_QUEUE_S, CongestionChooser, Meter
 from echo2.outside.streams import Remote
 from echo2.outside.tls_streams import as_ipv4
 from echo2.trust.ports import tcp_sockets
@@ -33,6 +33,7 @@ _TCP_INFO, _TCP_CONGESTION = getattr(socket, "TCP_INFO", 11), getattr(socket, "T
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 SO_MAX_PACING_RATE = 47  # of Linux; the socket module does not name it
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
+_FAST = b"bbr"
 _TCP_INFO_PARTS = struct.Struct("=16xI8xI36xI28xI16xQ20xI")
 """Of struct tcp_info: snd_mss in bytes, sacked in segments, rtt in us, total_retrans in segments, bytes_acked, min_rtt in us."""
 SOCKETS_MAX = 16_384  # a look at each takes microseconds
@@ -87,7 +88,7 @@ class SocketWatch:
     def __init__(self) -> None:
         self._last: dict[int, _TcpInfo] = {}
         self._looks = 0
-        self._control = Control.USUAL
+        self._is_fast = False
         self._uplink = 0.0
         self._usual: dict[int, bytes] = {}  # by descriptor: the connection's original congestion control
         self.is_fast_offered = True
@@ -123,10 +124,10 @@ class SocketWatch:
         """Of the connections to these ends, in the kernel's last minutes; 0: there is none."""
         return min((info.least_rtt_us for info in self._last.values() if info.remote in remotes), default=0) / 1e6
 
-    def use(self, control: Control) -> None:
-        """Sets the congestion control of all known and future connections."""
-        if control is not self._control:
-            self._control = control
+    def make_fast(self, is_fast: bool) -> None:
+        """Sets the congestion control of all known and future connections, to BBR or back to what each had."""
+        if is_fast is not self._is_fast:
+            self._is_fast = is_fast
             self._apply()
 
     def limit(self, uplink_bytes_per_s: float) -> None:
@@ -143,16 +144,16 @@ class SocketWatch:
                 _set(fd, _TCP_NOTSENT_LOWAT, struct.pack("=I", unsent_bytes))
                 pacing = min(0xFFFFFFFE, int(PACED_SHARE * self._uplink))
                 _set(fd, SO_MAX_PACING_RATE, struct.pack("=I", pacing), socket.SOL_SOCKET)
-            if self._control is Control.FAST and self.is_fast_offered and fd not in self._usual:
+            if self._is_fast and self.is_fast_offered and fd not in self._usual:
                 self._make_fast(fd)
-            elif self._control is Control.USUAL and fd in self._usual:
+            elif not self._is_fast and fd in self._usual:
                 _set(fd, _TCP_CONGESTION, self._usual.pop(fd))
 
     def _make_fast(self, fd: int) -> None:
         usual = _control_of(fd)
         if usual is None:
             return
-        if _set(fd, _TCP_CONGESTION, Control.FAST.value.encode()):
+        if _set(fd, _TCP_CONGESTION, _FAST):
             self._usual[fd] = usual
         elif _control_of(fd) is not None:  # the connection still exists, so the kernel refused BBR
             self.is_fast_offered = False
@@ -262,7 +263,7 @@ class UplinkWatch:
                     self._connections.stripes.look(look, now)
         self._sockets.limit(session.governor.rate_bytes_per_s)
         was_offered = self._sockets.is_fast_offered
-        self._sockets.use(self._chooser.control(now))
+        self._sockets.make_fast(self._chooser.is_fast(now))
         if was_offered and not self._sockets.is_fast_offered:
             log.info(
                 "this kernel does not let us use BBR: sending a version takes longer to reach full speed, especially with losses"

@@ -40,7 +40,7 @@ from echo2.trust.tls import Credentials
 OPENING_BYTES_MAX = 8 << 10  # a TLS hello with the largest key shares has 2 KiB
 TICKET_BYTES = 16  # 128 bits cannot be guessed
 _ANSWER = b"echo2 pipe\n"
-_RECORD_HEAD, _HANDSHAKE_HEAD = 5, 4  # of TLS (RFC 8446, 5.1 and 4)
+_RECORD_HEAD = 5  # of TLS (RFC 8446, 5.1)
 _HANDSHAKE, _CLIENT_HELLO = 22, 1  # types of record and message (RFC 8446, 5.1 and 4)
 _SERVER_NAME, _PROTOCOLS = 0, 16  # extensions (RFC 6066, 3; RFC 7301, 3.1)
 
@@ -297,7 +297,8 @@ class PipeRelay:
         return is_within_share and len(self._tasks) < PIPES.connections
 
     async def _serve(self, raw: socket.socket, host: str) -> None:
-        is_counted = True
+        opening_ended = contextlib.ExitStack()
+        opening_ended.callback(_uncount, self._openings, host)
         try:
             async with asyncio.timeout(OPENING_S):
                 opening = await opening_at(raw)
@@ -306,11 +307,11 @@ class PipeRelay:
                     self._answered(ticket, raw)
                 case TlsHello(server_name=name) if name == self._own_name:
                     connection = await self._transport.prove(SocketCaller(raw, host))
-                    is_counted = _uncount(self._openings, host)
+                    opening_ended.close()
                     await self._hold_place(connection)
                 case TlsHello(server_name=name):
                     place, other = await self._called(name)
-                    is_counted = _uncount(self._openings, host)
+                    opening_ended.close()
                     await self._join(place, raw, other, host)
                 case None:
                     pass  # it ended before it had said what it wants
@@ -319,8 +320,7 @@ class PipeRelay:
                 "pipe port %d: a caller from %s was refused: %s", self.port, host, str(error) or "too slow"
             )
         finally:
-            if is_counted:
-                _uncount(self._openings, host)
+            opening_ended.close()
             _uncount(self._connected, host)
 
     # ---- members
@@ -405,12 +405,10 @@ class PipeRelay:
         self.port, self._listener = 0, None
 
 
-def _uncount(counts: Counter[Key], key: Key) -> bool:
-    """One fewer. False: it is not counted any more."""
+def _uncount(counts: Counter[Key], key: Key) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
-    return False
 
 
 async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:

@@ -18,7 +18,6 @@ from echo2.broadcast.pace import (
     RELAY_SLACK_S,
     START_S,
     CongestionChooser,
-    Control,
     Pacer,
     RateEstimate,
     RelayWindow,
@@ -57,15 +56,10 @@ def room(first_bytes: float, *chunk_bytes: int) -> int:
 def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_no_more_than_its_bound() -> None:
     whole = GBIT * LAP_AND_SLACK_S
     assert room(whole, 256 << 10) == pytest.approx(whole / (256 << 10), abs=1)
-    assert room(whole, 84) == RelayWindow.LARGEST, "a container's header is a chunk of 84 bytes"
+    for first in (84, 0):  # a container's header is a chunk of 84 bytes, and an empty block one of none
+        assert room(whole, first) == RelayWindow.LARGEST
     assert room(whole, 84, 256 << 10) == room(whole, 256 << 10)
     assert room(1e12, 256 << 10) == RelayWindow.LARGEST_PLANNED
-
-
-def test_an_empty_block_may_be_the_first_of_a_version() -> None:
-    window = RelayWindow(RELAY_SLACK_S, first_bytes=1e6)
-    window.assigned((ArtifactKey(b"k"), 0), 0, True, 0.0)
-    assert window.has_room(0.0)
 
 
 def test_a_relay_that_owed_chunks_for_too_long_gets_few_until_it_has_shown_that_it_works() -> None:
@@ -214,38 +208,38 @@ def test_an_idle_uplink_is_not_paced_a_rate_rises_only_where_chunks_wait_and_the
 
 def chosen(
     chooser: CongestionChooser, begun_at: float, seconds: float, loss: float = 0.0, queue_s: float = 0.02
-) -> list[Control]:
+) -> list[bool]:
     """Looks at a node that sends 200 segments a tick, each lost with `loss`."""
     rng, seen = random.Random(7), []
     for tick in range(round(seconds / TICK_S)):
         now = begun_at + tick * TICK_S
         chooser.sent(sum(rng.random() < loss for _ in range(200)), queue_s, now)
-        seen.append(chooser.control(now))
+        seen.append(chooser.is_fast(now))
     return seen
 
 
 def test_sending_begins_fast_and_goes_on_as_usual_and_a_pause_is_a_new_beginning() -> None:
     chooser = CongestionChooser()
-    assert chooser.control(0.0) is Control.FAST
+    assert chooser.is_fast(0.0)
     seen, first = chosen(chooser, 10.0, START_S + 1), round(START_S / TICK_S)
-    assert set(seen[: first - 1]) == {Control.FAST} and set(seen[first + 1 :]) == {Control.USUAL}
-    assert chooser.control(11.0 + START_S + 0.5 * IDLE_S) is Control.USUAL
-    assert chooser.control(11.5 + START_S + IDLE_S) is Control.FAST
-    assert chosen(chooser, 20.0 + START_S, START_S + 5)[0] is Control.FAST
+    assert set(seen[: first - 1]) == {True} and set(seen[first + 1 :]) == {False}
+    assert not chooser.is_fast(11.0 + START_S + 0.5 * IDLE_S)
+    assert chooser.is_fast(11.5 + START_S + IDLE_S)
+    assert chosen(chooser, 20.0 + START_S, START_S + 5)[0]
 
 
 def test_losses_at_random_keep_the_fast_control_until_they_end_and_those_of_a_queue_or_a_burst_do_not() -> None:
     chooser = CongestionChooser()
-    assert set(chosen(chooser, 0.0, 40.0, loss=0.001)[round((START_S + 8) / TICK_S) :]) == {Control.FAST}
-    assert chosen(chooser, 40.0, 20.0)[-1] is Control.USUAL
+    assert set(chosen(chooser, 0.0, 40.0, loss=0.001)[round((START_S + 8) / TICK_S) :]) == {True}
+    assert not chosen(chooser, 40.0, 20.0)[-1]
     queue = CongestionChooser()
-    assert chosen(queue, 0.0, 60.0, loss=0.01, queue_s=0.055)[-1] is Control.USUAL
+    assert not chosen(queue, 0.0, 60.0, loss=0.01, queue_s=0.055)[-1]
     for _ in range(3):
         queue.sent(150, 0.03, 60.0)
-    assert queue.control(60.0) is Control.USUAL
+    assert not queue.is_fast(60.0)
     start = CongestionChooser()
     chosen(start, 0.0, START_S - 0.5, loss=0.05)
-    assert chosen(start, START_S - 0.5, 2.0)[-1] is Control.USUAL, "BBR overflows queues while it looks for its rate"
+    assert not chosen(start, START_S - 0.5, 2.0)[-1], "BBR overflows queues while it looks for its rate"
 
 
 @pytest.mark.parametrize(("limit", "is_slower"), [(0.0, False), (0.5e6, True), (0.8e6, False)])

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from echo2.broadcast import uplink
-from echo2.broadcast.pace import Control
 from echo2.broadcast.uplink import SocketWatch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's descriptors and tcp_info")
@@ -94,11 +93,11 @@ def test_connections_change_their_congestion_control_and_get_their_own_back(pair
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     watch = SocketWatch()
     watch.look()
-    watch.use(Control.FAST)
+    watch.make_fast(True)
     assert control_of(client) == (b"bbr" if watch.is_fast_offered else b"reno")
-    watch.use(Control.USUAL)
+    watch.make_fast(False)
     assert control_of(client) == b"reno"
-    watch.use(Control.FAST)
+    watch.make_fast(True)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as later:
         watch.look(expects_new=True)
         assert control_of(later) == control_of(client)
@@ -111,8 +110,8 @@ def test_a_kernel_without_the_fast_control_is_asked_once(
     monkeypatch.setattr(uplink, "_set", lambda fd, *how: asked.append(fd))
     watch = SocketWatch()
     watch.look()
-    for control in (Control.FAST, Control.USUAL, Control.FAST):
-        watch.use(control)
+    for is_fast in (True, False, True):
+        watch.make_fast(is_fast)
     assert not watch.is_fast_offered and len(asked) == 1
 
 

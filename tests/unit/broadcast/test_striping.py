@@ -15,10 +15,10 @@ from echo2.broadcast.stripes import (
     LEFT_ALONE_S,
     NODE_FURTHER,
     OPENING_S,
-    LinkLook,
     Striping,
     connections_max,
 )
+from echo2.broadcast.uplink import PathSent
 
 TICK_S = 0.1
 ONE_CARRIES = 400e3  # bytes/s, of one connection over a path with losses
@@ -40,8 +40,7 @@ class Path:
             self.now += TICK_S
             rate = min(self.asked, self.carried(self.open))
             lost = int(rate > 0 and self._rng.random() < self.losses_per_s * self.open * TICK_S)
-            look = LinkLook(int(rate * TICK_S), lost, self.asked > rate)
-            self.striping.look(look, self.open, limit, self.now)
+            self.striping.look(PathSent(int(rate * TICK_S), lost), self.asked > rate, self.open, limit, self.now)
             if self.striping.count < self.open or self.can_open:
                 self.open = self.striping.count
             self.seen.append(self.open)
