@@ -48,7 +48,6 @@ def overlap() -> None:
 def _arrivals(made: BroadcastPlan, nodes: list[NodeLink], step_s: float) -> tuple[list[float], list[list[float]]]:
     """Share of the version that each worker holds, every `step_s`."""
     net = BroadcastNetwork(made)
-    net.connect_all()
     net.publish(VERSION_BYTES, CHUNK_BYTES)
     times: list[float] = []
     shares: list[list[float]] = [[] for _ in nodes[1:]]

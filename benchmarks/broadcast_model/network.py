@@ -64,9 +64,9 @@ class SimNode:
 
 
 class BroadcastNetwork:
-    """Simulates one broadcast plan. `plan.nodes[0]` is the seed."""
+    """Simulates one broadcast plan. `plan.nodes[0]` is the seed. All neighbours are connected at first, unless `are_apart`."""
 
-    def __init__(self, plan: BroadcastPlan, *, seed: int = 0) -> None:
+    def __init__(self, plan: BroadcastPlan, *, seed: int = 0, are_apart: bool = False) -> None:
         self.now = 0.0
         self.plan = plan
         self.nodes = {link.peer_id: SimNode(link, BroadcastSession(link.peer_id, seed)) for link in plan.nodes}
@@ -77,15 +77,15 @@ class BroadcastNetwork:
         self._epochs: dict[frozenset[PeerId], int] = {}  # cuts so far, by connection; a cut loses older messages
         self._chunk_bytes: list[int] = []
         self.event_count = 0
-
-    # ---- setup and faults
-
-    def connect_all(self) -> None:
-        for link in self.plan.nodes:
-            for peer in self.plan.neighbours(link.peer_id):
+        if are_apart:
+            return
+        for link in plan.nodes:
+            for peer in plan.neighbours(link.peer_id):
                 self.connect(link.peer_id, peer)
-        for link in self.plan.nodes:
-            self.deliver(link.peer_id, PlanSet(self.plan))
+        for link in plan.nodes:
+            self.deliver(link.peer_id, PlanSet(plan))
+
+    # ---- faults
 
     def connect(self, first: PeerId, second: PeerId) -> None:
         a, b = self.nodes[first], self.nodes[second]

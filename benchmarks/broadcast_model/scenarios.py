@@ -53,7 +53,6 @@ class Spread:
 def spread(made: BroadcastPlan, needs: Needs, total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> Spread:
     """Simulates one broadcast along the plan `made`, with the real session cores."""
     net = BroadcastNetwork(made)
-    net.connect_all()
     net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes, total_bytes))
     net.run(limit_s)
     times = [math.inf if time_s is None else time_s for time_s in net.worker_times().values()]
@@ -92,7 +91,6 @@ def broadcast(nodes: list[NodeLink], total_bytes: int, chunk_bytes: int, limit_s
     """Broadcasts one artifact to all nodes, with the real session cores; chunks have at most `chunk_bytes`."""
     made = plan(nodes, 1, total_bytes, chunk_bytes)
     net = BroadcastNetwork(made)
-    net.connect_all()
     net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes, total_bytes))
     net.run(limit_s)
     return BroadcastOutcome(

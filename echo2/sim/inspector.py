@@ -135,7 +135,8 @@ class Inspector:
         missing = [key for key in planner.path(node.reader.version) if not library.entries[key].is_complete]
         for key in missing:
             if key not in planner.stalled and (key not in wanted or not wanted[key].is_wanted):
-                self._truth.asks(name, [key] if self._lasts_s(life, "unasked", key) >= UNASKED_S else [])
+                asks = self._lasts_s(life, "unasked", key) < UNASKED_S
+                self._truth.check(7, asks, f"{name} lacks {library.entries[key].artifact} and does not ask for it")
         for key in planner.stalled & library.entries.keys():
             since_s = self._lasts_s(life, "stalled", key)
             self._truth.waits_since(name, since_s, FORGOTTEN_S + STALL_SLACK_S, "another try of what has stopped")
@@ -177,7 +178,8 @@ class Inspector:
                 self._counts[PAUSED] += self._lasts_s(life, "paused", peer, record.barred_until) == 0.0
             if record.bars > self._bars[peer] and record.why.startswith(CLAIMS):
                 member = hub.membership.members.get(peer)
-                self._truth.shunned(member.name if member is not None else "a worker", peer)
+                who = member.name if member is not None else "a worker"
+                self._truth.check(6, peer in self._truth.liar_ids, f"{who} is honest and shunned: {record.why}")
                 self._counts[SHUNNED] += 1
             self._bars[peer] = record.bars
 
@@ -189,7 +191,7 @@ class Inspector:
         if not self._is_to_be_judged("learner") or not self._is_to_be_judged("coordinator"):
             return
         wires = self._world.wires
-        if wires.is_blocked("learner", "coordinator") or wires.is_blocked("coordinator", "learner"):
+        if wires.is_cut_off("learner", "coordinator"):
             return  # their session may still look open to both
         if any(self._machines[name].link.up_free_at - self._now() > QUEUED_S for name in ("learner", "coordinator")):
             return  # messages are queued behind chunks on an uplink
@@ -332,7 +334,8 @@ class Observer:
     def _learner_said(self, message: coordinator_pb2.LearnerMessage) -> None:
         match message.WhichOneof("kind"):
             case "accused":
-                self.truth.accused(PeerId(message.accused.peer_id), message.accused.reason)
+                who, reason = message.accused.peer_id, message.accused.reason
+                self.truth.check(2, who in self.truth.liar_ids, f"{who} is honest and accused: {reason}")
             case "close":
                 answered = message.close.group_ids if message.close.reason == COMPLETE else ()
                 self.counts["questions answered"] += sum(evaluated_version(GroupId(n)) is not None for n in answered)
@@ -468,13 +471,6 @@ class Truth:
                 self.check(3, tokens.logprobs[position] == expected, text)
                 position += 1
 
-    def accused(self, worker_id: PeerId, reason: str) -> None:
-        self.check(2, worker_id in self.liar_ids, f"{worker_id} is honest and accused: {reason}")
-
-    def shunned(self, who: str, worker_id: PeerId) -> None:
-        """The coordinator gives a worker no leases for a while, because it claims progress that never arrives."""
-        self.check(6, worker_id in self.liar_ids, f"{who} is honest and shunned")
-
     # ---- training
 
     def acknowledged(self, group_id: GroupId, index: int) -> None:
@@ -534,10 +530,6 @@ class Truth:
 
     def waits_since(self, who: str, seconds: float, limit_s: float, what: str) -> None:
         self.check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
-
-    def asks(self, who: str, unasked: Collection[ArtifactKey]) -> None:
-        """A worker must request every artifact that it lacks on its way to the newest version. `unasked`: those it does not."""
-        self.check(7, not unasked, f"{who} lacks {len(unasked)} artifacts of its way and does not ask for them")
 
     def agree(self, unknown: Collection[GroupId], closed: Collection[GroupId]) -> None:
         """Learner and coordinator must agree. `unknown`: groups the learner waits for that the coordinator does not know;

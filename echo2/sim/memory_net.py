@@ -23,15 +23,7 @@ from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.outside.net import Dialled, NetOptions, Shown
 from echo2.outside.streams import StreamReader
 from echo2.sim.machine import PEERS
-from echo2.sim.memory_grpc import (
-    LINK_BACKLOG_S,
-    WINDOW_BYTES,
-    CallStream,
-    Link,
-    MemoryCall,
-    MemoryContext,
-    rpc_error,
-)
+from echo2.sim.memory_grpc import LINK_BACKLOG_S, WINDOW_BYTES, CallStream, Link, MemoryCall, MemoryContext, rpc_error
 from echo2.trust.identity import NodeCertificate, dns_name_of
 from echo2.wire.broadcast import FRAME_BYTES_MAX
 
@@ -223,9 +215,7 @@ async def connect(
 ) -> tuple[End, bytes]:
     """A wire to the server that `dialled` names, after the handshake, and its certificate. `is_own_checked`: the server checks the
     caller's before it answers. ConnectionError tells why there is none."""
-    answered: asyncio.Future[Process | None] = asyncio.get_running_loop().create_future()
-    wires.reach(process, *place, lambda answer: None if answered.done() else answered.set_result(answer), within_s)
-    server = await answered
+    server = await wires.reach(process, *place, within_s)
     shown = wires.shown.get(place)
     if server is None or shown is None or wires.listener(*place) is None:
         raise ConnectionRefusedError("failed to connect to all addresses")
@@ -270,7 +260,7 @@ class MemoryNet:
         Raises Unreachable if no server answers, TrustError if it does not use TLS."""
         self.process.loop.spend(2 * self.process.machine.link.rtt_s)
         listener = self.wires.listener(host, port)
-        if listener is None or listener[0].is_frozen or self._is_cut_off_from(listener[0]):
+        if listener is None or listener[0].is_frozen or self.wires.is_cut_off(self.process.name, listener[0].name):
             raise Unreachable(f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got none")
         server = self.wires.shown.get((host, port))
         if server is None:
@@ -289,10 +279,6 @@ class MemoryNet:
     def _free_port(self) -> int:
         ports = range(FIRST_PORT, FIRST_PORT + 1000)
         return next(port for port in ports if self.wires.listener(self.process.machine.host, port) is None)
-
-    def _is_cut_off_from(self, other: Process) -> bool:
-        names = (self.process.name, other.name)
-        return self.wires.is_blocked(*names) or self.wires.is_blocked(*reversed(names))
 
 
 class MemoryServer:

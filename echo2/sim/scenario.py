@@ -14,29 +14,22 @@ from echo2.worker.engines.engine import SwapMode
 
 @dataclass(slots=True)
 class Scenario:
-    """The constants of one run."""
+    """What differs between runs."""
 
     seed: int
     staleness_bound: int = 3
     groups_per_step: int = 3
     rollouts_per_group: int = 4
-    max_new_tokens: int = 96
     train_s: float = 3.0
     sync_s: float = 0.008
     checkpoint_every_steps: int = 3
     drops_equal_rewards: bool = False
-    reward_fails: float = 0.01
     turns: int = 1  # most completions per prompt, one after another
     keyframe_chain_max: int = 16
     audit_share: float = 0.25
     chunk_scale: int = 1  # bytes on the wire per byte of a chunk
     offers_max: int = 0  # machines that the coordinator may rent
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
-    heartbeat_s: float = 2.0
-    suspect_after_s: float = 6.0
-    gone_after_s: float = 15.0
-    lease_timeout_s: float = 25.0
-    report_interval_s: float = 2.0
     plan_interval_s: float = 20.0
 
     @classmethod

@@ -23,7 +23,6 @@ from echo2.worker.worker import WorkerDaemon
 LONG_STORM_S = 250.0  # long enough that workers retry a stalled artifact while the learner is still away
 NOTICE_S = 2.0  # scaled down as a storm is: clouds give 30 s to 2 min
 MACHINES_MAX = 7  # worlds take seconds of computing in proportion to it
-CHUNKS = {"learner": "run/chunks/*.artifact"}  # where bit rot strikes, by machine
 
 
 class Storm:
@@ -174,8 +173,8 @@ class Storm:
         return self._set(self.world.machines[whom].disk, seconds, "is_full", True, False)
 
     def bit_rot(self, whom: str, seconds: float) -> bool:
-        pattern = "worker/chunks/*.artifact" if self._is_worker(whom) else CHUNKS.get(whom, "")
-        if not pattern or self.world.machines[whom].disk.rot(self.rng, pattern) is None:
+        pattern = f"{'worker' if self._is_worker(whom) else 'run'}/chunks/*.artifact"  # the coordinator has none
+        if self.world.machines[whom].disk.rot(self.rng, pattern) is None:
             return False
         node = self.world.node_of(whom)
         if node is not None:

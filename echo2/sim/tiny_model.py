@@ -44,6 +44,7 @@ from echo2.worker.engines.engine import GenerateRequest
 FINGERPRINT_KEY = 0x5EED  # any; fixed so that traces repeat
 VOCABULARY = 97  # small: scores are computed for every token
 STOP_TOKEN = 1
+FAILS_SHARE = 0.01  # a few in a run
 # Three tensors of two shapes: blocks with several and with part of one.
 SHAPES = {"embed.weight": (24, 8), "layer.weight": (16, 12), "norm.weight": (12,)}
 BLOCK_ELEMENTS = 32  # several blocks a version although it is tiny
@@ -312,12 +313,12 @@ class TinyTokenizer:
 
 
 class TinyWorld:
-    """A `World`: each prompt wants up to `turns` completions. The last one is scored; scoring fails at rate `reward_fails`."""
+    """A `World`: each prompt wants up to `turns` completions. The last one is scored; FAILS_SHARE of the time scoring fails."""
 
     name, size, reward_processes = "tiny", None, 0
 
-    def __init__(self, seed: int, turns: int, reward_fails: float) -> None:
-        self._seed, self._turns, self._fails = seed, turns, reward_fails
+    def __init__(self, seed: int, turns: int) -> None:
+        self._seed, self._turns = seed, turns
 
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, f"p{index}", "")
@@ -328,7 +329,7 @@ class TinyWorld:
         if len(turns) < 1 + index % self._turns and room_tokens > 8:
             question = tuple(3 + rng.randrange(VOCABULARY - 3) for _ in range(4))
             return Scored(None, None, "", 0.0, reply=question)
-        if rng.random() < self._fails:
+        if rng.random() < FAILS_SHARE:
             return Scored(None, RewardFailure.RAISED, "made up", 0.0)
         return Scored(Reward(reward_of(tuple(turns[-1]))), None, "", 0.0)
 
@@ -336,5 +337,5 @@ class TinyWorld:
         pass
 
 
-def tiny_source(seed: int, turns: int, reward_fails: float) -> PromptSource:
-    return PromptSource(TinyTokenizer(), TinyWorld(seed, turns, reward_fails))
+def tiny_source(seed: int, turns: int) -> PromptSource:
+    return PromptSource(TinyTokenizer(), TinyWorld(seed, turns))

@@ -57,8 +57,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._at_this_time = 0
         self.set_task_factory(self._new_task)
         self.errors: list[str] = []
-        self.forgets_errors = False
-        self.set_exception_handler(self._told_error)
+        self.set_exception_handler(
+            lambda _, context: self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+        )
 
     def time(self) -> float:
         return self._now_s
@@ -73,11 +74,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if owner is not None:
             owner.began(task)
         return task
-
-    def _told_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if self.forgets_errors:
-            return
-        self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def spend(self, seconds: float) -> None:
         """Adds virtual seconds to the thread work that is running now."""

@@ -7,6 +7,7 @@ A blocked direction holds frames back; after `KEEPALIVE_S` both ends give up the
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import random
 from collections import Counter
@@ -80,11 +81,8 @@ class Wire:
         self.ends = (End(self, 0, client), End(self, 1, server))
 
 
-Tap = Callable[[End, Any], None]
-
-
 class Wires:
-    """The network. `taps` are called with every frame when it is sent."""
+    """The network. `tap` is called with every frame when it is sent."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop, self._rng = loop, rng
@@ -92,7 +90,7 @@ class Wires:
         self.jitter_s = 0.004
         self.chunk_scale = 1
         self.counts: Counter[str] = Counter()
-        self.taps: list[Tap] = []
+        self.tap: Callable[[End, Any], None] = lambda end, frame: None
         self.names: dict[str, str] = {}  # machine names by address
         self.shown: dict[tuple[str, int], Shown] = {}
         self._ports = 0
@@ -126,39 +124,22 @@ class Wires:
         held = self._listeners.get((host, port))
         return held if held is not None and not held[0].has_ended else None
 
-    def reach(
-        self, client: Process, host: str, port: int, opened: Callable[[Process | None], None], give_up_s: float
-    ) -> None:
-        """Calls `opened` with the process that answers there, one round trip later; with None if the connection is refused or
-        `give_up_s` have passed."""
+    async def reach(self, client: Process, host: str, port: int, give_up_s: float) -> Process | None:
+        """The process that answers there, one round trip later; None if the connection is refused or `give_up_s` have passed."""
         until = self.loop.time() + give_up_s
-        is_told = False
-
-        def tell(server: Process | None) -> None:
-            nonlocal is_told
-            if not is_told and not client.has_ended:
-                is_told = True
-                opened(server)
-
-        def knock() -> None:
-            if is_told or client.has_ended:
-                return
+        while self.loop.time() < until:
             listening = self.listener(host, port)
             server = listening[0] if listening is not None else None
             name = server.name if server is not None else self.names.get(host)
-            if name is None or self.is_blocked(client.name, name) or self.is_blocked(name, client.name):
-                if self.loop.time() < until:
-                    self.after(KNOCK_AGAIN_S, knock)
-            elif server is None:
-                self.after(client.machine.link.rtt_s / 2, lambda: tell(None), client)  # refused: no process listens
-            elif server.is_frozen:
-                if self.loop.time() < until:
-                    self.after(KNOCK_AGAIN_S, knock)
-            else:
-                self.after(2 * self._one_way_s(client, server), lambda: tell(server), client)
-
-        self.after(give_up_s, lambda: tell(None), client)
-        knock()
+            is_cut_off = name is None or self.is_cut_off(client.name, name)
+            if not is_cut_off and server is None:
+                await asyncio.sleep(client.machine.link.rtt_s / 2)  # refused: no process listens
+                return None
+            if not is_cut_off and server is not None and not server.is_frozen:
+                await asyncio.sleep(2 * self._one_way_s(client, server))
+                return server
+            await asyncio.sleep(min(KNOCK_AGAIN_S, until - self.loop.time()))
+        return None
 
     def connect(self, client: Process, host: str, port: int, pair: tuple[bytes, bytes] | None) -> End | None:
         """Opens a wire and returns the client's end; None if no process listens there any more."""
@@ -183,8 +164,7 @@ class Wires:
         if end.stalled or self.is_blocked(sender.name, receiver.name):
             end.stalled.append((frame, size))
             return
-        for tap in self.taps:
-            tap(end, frame)
+        self.tap(end, frame)
         now, near, far = self.loop.time(), sender.machine.link, receiver.machine.link
         free_at = end.left_at if size <= PACKET_BYTES else near.up_free_at
         end.left_at = near.passed_at(max(now, free_at), size, near.up)
@@ -261,6 +241,10 @@ class Wires:
 
     def is_blocked(self, sender: str, receiver: str) -> bool:
         return self._blocks[(sender, receiver)] > 0
+
+    def is_cut_off(self, first: str, second: str) -> bool:
+        """In either direction."""
+        return self.is_blocked(first, second) or self.is_blocked(second, first)
 
     def block(self, sender: str, receiver: str) -> None:
         """Blocks one direction between two machines; blocks are counted, so each needs its own `unblock`."""

@@ -114,7 +114,7 @@ class World:
         self.wires.chunk_scale = scene.chunk_scale
         self.failure: Violation | None = None
         self.observer = Observer(self)
-        self.wires.taps.append(self.observer.tap)
+        self.wires.tap = self.observer.tap
         self.rng: random.Random = derived_rng(scene.seed, "cluster")
         self.faults: Counter[str] = Counter()
         self.restarts: Counter[str] = Counter()
@@ -216,9 +216,8 @@ class World:
     def _coordinator_options(self, process: Process) -> CoordinatorOptions:
         scene = self.scenario
         section = timed_section(
-            host=process.machine.host, heartbeat_interval=scene.heartbeat_s, suspect_after=scene.suspect_after_s,
-            gone_after=scene.gone_after_s, lease_timeout=scene.lease_timeout_s,
-            report_interval=scene.report_interval_s, plan_interval=scene.plan_interval_s,
+            host=process.machine.host, heartbeat_interval=2.0, suspect_after=6.0, gone_after=15.0, lease_timeout=25.0,
+            report_interval=2.0, plan_interval=scene.plan_interval_s,
             offers=str(self.cloud.offers_file) if self.cloud is not None else "",
             usd_per_hour_cap=CLOUD_CAP_USD_PER_HOUR if self.cloud is not None else math.inf,
         )  # fmt: skip
@@ -243,7 +242,7 @@ class World:
             "model": {"path": "tiny"},
             "learner": learner,
             "staleness": {"bound": scene.staleness_bound},
-            "sampling": {"max_new_tokens": scene.max_new_tokens},
+            "sampling": {"max_new_tokens": 96},
             "worker": {"draft_tokens": 1},  # engines that do not draw by their seeds are audited, not refused
             "task": {"eval_prompts": 4, "eval_every_steps": 3, "eval_samples": 2},
         }
@@ -285,7 +284,7 @@ class World:
             self.truth.published(Version(0), fingerprint_of(weights))
             self.observer.run_fingerprints[Version(0)] = f"{fingerprint(weights, self._key):016x}"
             trainer = TinyTrainer(scene.seed, lambda: self.train_s, lambda *step: self._on_step(process, *step))
-            prepared = prepare_with(trainer, options, folder, tiny_source(scene.seed, scene.turns, scene.reward_fails))
+            prepared = prepare_with(trainer, options, folder, tiny_source(scene.seed, scene.turns))
             append = prepared.journal.append
 
             def watched(record: JournalRecord) -> None:
@@ -372,7 +371,6 @@ class World:
         for machine in self.machines.values():
             if machine.process is not None and not machine.process.has_ended:
                 machine.process.end()
-        self.loop.forgets_errors = True
         with contextlib.suppress(RuntimeError):
             self.loop.run_until_complete(all_ended(self.loop))
         self.loop.close()

@@ -27,9 +27,10 @@ from echo2.broadcast.events import (
     SendChunk,
     Woken,
 )
-from echo2.broadcast.plan import BY_REGION, NodeLink, Tree, degree_of, fluid_bound, is_sound
+from echo2.broadcast.plan import BY_REGION, BroadcastPlan, NodeLink, Tree, degree_of, fluid_bound, is_sound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import GIB, Needs, egress_usd, is_crossing, plan, regional, weighted_plan
+from tests.unit.broadcast.acts import acts
 
 MBIT = 1e6 / 8
 SIZE = 512 << 20
@@ -169,7 +170,6 @@ def test_by_region_all_are_done_near_the_bound_and_survive_a_head(lost: int) -> 
     bound_s = size / fluid_bound(nodes).rate_bytes_per_s
     for is_killed in (False, True):
         net = BroadcastNetwork(plan(nodes, 1, size, 512 << 10))
-        net.connect_all()
         net.publish(size, 512 << 10)
         if is_killed:
             net.at(bound_s / 2, lambda net=net: net.kill(nodes[lost].peer_id))  # type: ignore[misc]
@@ -178,13 +178,11 @@ def test_by_region_all_are_done_near_the_bound_and_survive_a_head(lost: int) -> 
         assert all(time_s is not None and time_s < (2.0 if is_killed else 1.1) * bound_s for time_s in times)
 
 
-def member_of(nodes: list[NodeLink], number: int) -> BroadcastSession:
-    session = BroadcastSession(nodes[number].peer_id)
-    session.handle(PlanSet(plan(nodes, 1, SIZE)), 0.0)
-    for peer in nodes:
-        if peer is not nodes[number]:
-            session.handle(PeerUp(peer.peer_id), 0.0)
-    session.handle(HeaderSeen(nodes[1].peer_id, KEY, is_wanted=True), 0.0)
+def member_of(nodes: list[NodeLink], number: int, made: BroadcastPlan | None = None) -> BroadcastSession:
+    """Of the node of that number, which knows of an artifact and is connected to all others."""
+    session, others = BroadcastSession(nodes[number].peer_id), [node for node in nodes if node is not nodes[number]]
+    told = HeaderSeen(others[0].peer_id if number else None, KEY, is_wanted=True)
+    acts(session, 0.0, PlanSet(made or plan(nodes, 1, SIZE)), *(PeerUp(peer.peer_id) for peer in others), told)
     return session
 
 
@@ -199,10 +197,8 @@ def test_one_member_of_a_region_asks_afar_for_a_chunk_and_the_others_ask_that_on
             if tick == 40:
                 mate = nodes[5 if number != 5 else 6].peer_id
                 events.append(Have(mate, KEY, 0b0001, False))
-            for event in events:
-                for action in session.handle(event, now):
-                    if isinstance(action, Request):
-                        asked_by.setdefault(me, set()).update((action.peer, index) for index in action.indices)
+            for request in acts(session, now, *events, kind=Request):
+                asked_by.setdefault(me, set()).update((request.peer, index) for index in request.indices)
     afar = [index for asked in asked_by.values() for peer, index in asked if peer == nodes[1].peer_id]
     assert sorted(afar) == [0, 1, 2, 3], "each of them once"
     assert sum((nodes[5].peer_id, 0) in asked or (nodes[6].peer_id, 0) in asked for asked in asked_by.values()) >= 3
@@ -215,12 +211,10 @@ def test_a_relay_says_what_waits_before_the_head_of_another_region_and_at_it() -
     head = nodes[5 + made.trees[tree].parents[4:].index(1)].peer_id
     session.handle(RelayAck(head, KEY, 999, 7), 0.0)
     acks: list[RelayAck] = []
-    sent = list(session.handle(ChunkSeen(nodes[0].peer_id, KEY, 0, 1000, route=Route(1, tree)), 0.1))
-    for _ in range(20):
-        sent += session.handle(Woken(), 0.2)
-        chunks = [action for action in sent if isinstance(action, SendChunk)]
+    sent = acts(session, 0.1, ChunkSeen(nodes[0].peer_id, KEY, 0, 1000, route=Route(1, tree)), Woken())
+    while chunks := [action for action in sent if isinstance(action, SendChunk)]:
+        sent = acts(session, 0.2, *(ChunkSent(chunk.peer, KEY, chunk.index) for chunk in chunks))
         acks += [action for action in sent if isinstance(action, RelayAck)]
-        sent = [a for chunk in chunks for a in session.handle(ChunkSent(chunk.peer, KEY, chunk.index), 0.2)]
     assert [ack.backlog for ack in acks] == [7]
 
 
@@ -230,11 +224,7 @@ def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_w
 ) -> None:
     nodes = two_regions()
     made = plan(nodes, 1, SIZE)
-    session, size = BroadcastSession(nodes[0].peer_id), 1 << 20
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
-    session.handle(PlanSet(made), 0.0)
-    for node in nodes[1:]:
-        session.handle(PeerUp(node.peer_id), 0.0)
+    session, size = member_of(nodes, 0), 1 << 20
     bound_per_tick = 0.05 * fluid_bound(nodes).rate_bytes_per_s / size
     published, credit, now, owed = 0, 0.0, 0.0, list[tuple[PeerId, int]]()
 
@@ -253,12 +243,11 @@ def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_w
                 events.append(RelayAck(peer, KEY, index, 1, is_slow))
                 credit -= 1
             while events:
-                for action in session.handle(events.pop(), now):
-                    if isinstance(action, SendChunk):
-                        events.append(ChunkSent(action.peer, KEY, action.index))
-                        if action.route is not None:
-                            owed.append((action.peer, action.index))
-                            used.append((now, action.route.tree >= len(made.trees)))
+                for chunk in acts(session, now, events.pop(), kind=SendChunk):
+                    events.append(ChunkSent(chunk.peer, KEY, chunk.index))
+                    if chunk.route is not None:
+                        owed.append((chunk.peer, chunk.index))
+                        used.append((now, chunk.route.tree >= len(made.trees)))
         return {is_other for at, is_other in used if at > until - 1}
 
     assert trees_used(6.0, 0.7) == {is_slow}, "a pipe holds them back, or the uplinks do and say so"
@@ -282,7 +271,6 @@ def test_uplinks_that_change_twofold_all_the_time_hold_nobody_up_for_long(every_
             sim.link = replace(nodes[number + 1], uplink_bytes_per_s=nodes[number + 1].up * (0.5 if is_low else 1.0))
         net.at(net.now + every_s, change)
 
-    net.connect_all()
     net.publish(size, 64 << 10)
     change()
     net.run(60)
@@ -293,13 +281,8 @@ def test_uplinks_that_change_twofold_all_the_time_hold_nobody_up_for_long(every_
 def test_fresh_chunks_are_sent_by_a_plan_by_region_whose_trees_have_no_relay() -> None:
     nodes = two_regions(near=1, far=1)
     made = replace(plan(nodes, 1, SIZE), trees=(Tree(1.0, (0, 0)),), topology=BY_REGION, others=())
-    session, peers = BroadcastSession(nodes[0].peer_id), {one.peer_id for one in nodes[1:]}
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
-    session.handle(PlanSet(made), 0.0)
-    for peer in sorted(peers):
-        session.handle(PeerUp(peer), 0.0)
-    actions = session.handle(ChunkSeen(None, KEY, 0, 1000, is_fresh=True), 0.1)
-    assert {action.peer for action in actions if isinstance(action, SendChunk)} == peers
+    sent = acts(member_of(nodes, 0, made), 0.1, ChunkSeen(None, KEY, 0, 1000, is_fresh=True), kind=SendChunk)
+    assert {chunk.peer for chunk in sent} == {one.peer_id for one in nodes[1:]}
 
 
 def test_where_some_come_late_the_others_trees_are_not_by_region() -> None:
@@ -314,14 +297,9 @@ def test_for_one_of_many_children_that_takes_chunks_slowly_the_seed_does_not_wai
     slow: int, is_acknowledged: bool
 ) -> None:
     nodes = [replace(one, rtt_s=0.05) for one in two_regions()]
-    made, session = plan(nodes, 1, SIZE), BroadcastSession(nodes[1].peer_id)
-    session.handle(PlanSet(made), 0.0)
-    for node in (nodes[0], *nodes[2:]):
-        session.handle(PeerUp(node.peer_id), 0.0)
-    session.handle(HeaderSeen(nodes[0].peer_id, KEY, is_wanted=True), 0.0)
+    made, session = plan(nodes, 1, SIZE), member_of(nodes, 1)
     tree = next(number for number, tree in enumerate(made.trees) if 1 in tree.parents[1:])
-    sent = list(session.handle(ChunkSeen(nodes[0].peer_id, KEY, 0, 1000, route=Route(1, tree)), 0.1))
-    takers = [action.peer for action in sent if isinstance(action, SendChunk)][slow:]
-    assert len(takers) == 7 - slow
-    acks = [action for peer in takers for action in session.handle(ChunkSent(peer, KEY, 0), 0.2)]
-    assert any(isinstance(action, RelayAck) for action in acks) == is_acknowledged
+    sent = acts(session, 0.1, ChunkSeen(nodes[0].peer_id, KEY, 0, 1000, route=Route(1, tree)), kind=SendChunk)
+    assert len(sent) == 7
+    taken = (ChunkSent(chunk.peer, KEY, 0) for chunk in sent[slow:])
+    assert bool(acts(session, 0.2, *taken, kind=RelayAck)) == is_acknowledged

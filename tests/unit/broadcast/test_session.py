@@ -42,6 +42,7 @@ from echo2.broadcast.pulling import CANDIDATES_MAX, choose, window_chunks
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
 from echo2.wire import broadcast as wire
+from tests.unit.broadcast.acts import acts
 from tests.unit.broadcast.test_topology import fleet
 
 MIB = 1 << 20
@@ -49,15 +50,14 @@ KEY = ArtifactKey(b"0123456789abcdef")
 HETEROGENEOUS = [50.0, 200.0, 75.0, 100.0, 150.0, 50.0, 100.0, 75.0]
 
 
-def network(nodes: list[NodeLink], mib: float = 32, chunk_bytes: int = 128 << 10, seed: int = 0) -> BroadcastNetwork:
-    made = BroadcastNetwork(plan(nodes, 1, int(mib * MIB), chunk_bytes), seed=seed)
-    made.connect_all()
-    made.publish(int(mib * MIB), chunk_bytes)
+def network(nodes: list[NodeLink], chunk_bytes: int = 128 << 10) -> BroadcastNetwork:
+    made = BroadcastNetwork(plan(nodes, 1, 64 * MIB, chunk_bytes))
+    made.publish(64 * MIB, chunk_bytes)
     return made
 
 
-def bound_s(nodes: list[NodeLink], mib: float = 32) -> float:
-    return mib * MIB / fluid_bound(nodes).rate_bytes_per_s
+def bound_s(nodes: list[NodeLink]) -> float:
+    return 64 * MIB / fluid_bound(nodes).rate_bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,18 @@ def test_broadcast_is_close_to_the_fluid_bound_and_sends_nothing_twice(
     uplinks: list[float], natted: int, ratio_max: float
 ) -> None:
     nodes = fleet(uplinks, natted=natted)
-    net = network(nodes, mib=64)
+    net = network(nodes)
     net.run(60)
-    assert net.slowest_s <= ratio_max * bound_s(nodes, 64)
+    assert net.slowest_s <= ratio_max * bound_s(nodes)
     if not natted:
         assert all(node.session.duplicates_bytes == 0 for node in net.nodes.values())
-        optimum = len(uplinks) * 64 * MIB - sum(n.link.up for n in list(net.nodes.values())[1:]) * bound_s(nodes, 64)
+        optimum = len(uplinks) * 64 * MIB - sum(n.link.up for n in list(net.nodes.values())[1:]) * bound_s(nodes)
         assert net.nodes[net.seed_id].sent_bytes <= 1.15 * optimum
 
 
 def test_broadcast_begins_while_the_seed_still_encodes() -> None:
     nodes = fleet([100.0] * 4)
     net = BroadcastNetwork(plan(nodes, 1))
-    net.connect_all()
     slow_encoder = 0.5 * fluid_bound(nodes).rate_bytes_per_s
     net.publish(16 * MIB, 128 << 10, encode_bytes_per_s=slow_encoder)
     net.run(60)
@@ -89,8 +88,8 @@ def test_broadcast_begins_while_the_seed_still_encodes() -> None:
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_weak_uplinks_relay_once_the_only_strong_one_is_gone_and_not_before(fault: str) -> None:
     nodes = fleet([1000.0, *[20.0] * 7], seed_up_mbit=100)
-    net = network(nodes, mib=64, chunk_bytes=1 << 20)
-    half = bound_s(nodes, 64) / 2
+    net = network(nodes, chunk_bytes=1 << 20)
+    half = bound_s(nodes) / 2
     weak = [node for name, node in net.nodes.items() if name not in (net.seed_id, PeerId("w0"))]
     before = list[int]()
     net.at(half, lambda: before.extend(node.sent_bytes for node in weak))
@@ -104,8 +103,8 @@ def test_weak_uplinks_relay_once_the_only_strong_one_is_gone_and_not_before(faul
 
 def test_relays_that_die_or_freeze_are_replaced_and_one_that_thaws_catches_up() -> None:
     nodes = fleet([100.0] * 5)
-    net = network(nodes, mib=64)
-    half = bound_s(nodes, 64) / 2
+    net = network(nodes)
+    half = bound_s(nodes) / 2
     net.at(half, lambda: net.kill(PeerId("w0")))
     net.at(half, lambda: net.freeze(PeerId("w1")))
     net.at(20.0, lambda: net.thaw(PeerId("w1")))
@@ -113,7 +112,7 @@ def test_relays_that_die_or_freeze_are_replaced_and_one_that_thaws_catches_up() 
     times = net.worker_times()
     survivors = [node for node in nodes if node.peer_id not in ("w0", "w1")]
     others = max(t for name, t in times.items() if name not in ("w0", "w1") and t is not None)
-    assert others <= 1.5 * max(bound_s(nodes, 64), bound_s(survivors, 64)), "the others waited for a frozen relay"
+    assert others <= 1.5 * max(bound_s(nodes), bound_s(survivors)), "the others waited for a frozen relay"
     frozen = times["w1"]
     assert frozen is not None and frozen < 28.0
 
@@ -124,7 +123,6 @@ def test_a_plan_that_the_seed_has_before_its_relays_holds_nothing_up() -> None:
 
     def took_s(told_after_s: float) -> float:
         net, fresh = BroadcastNetwork(plan(nodes, 1)), plan(nodes, 2)
-        net.connect_all()
         net.deliver(net.seed_id, PlanSet(fresh))
         net.publish(2 * MIB, 16 << 10)
         for node in nodes[1:]:
@@ -138,8 +136,8 @@ def test_a_plan_that_the_seed_has_before_its_relays_holds_nothing_up() -> None:
 def test_late_joiner_pulls_from_peers_rather_than_from_the_seed() -> None:
     nodes = fleet([100.0] * 5)
     late = PeerId("w4")
-    net = BroadcastNetwork(plan(nodes, 1))
     full = plan(nodes, 1)
+    net = BroadcastNetwork(full, are_apart=True)
     for link in nodes:
         for peer in full.neighbours(link.peer_id):
             if late not in (link.peer_id, peer):
@@ -164,7 +162,6 @@ def test_newcomers_who_come_together_have_most_of_a_keyframe_of_each_other() -> 
     """All asked the publisher for the same chunks first, so that it sent the whole of it to each."""
     nodes = fleet([100.0] * 6)
     net = BroadcastNetwork(plan(nodes, 1))
-    net.connect_all()
     net.publish(16 * MIB, 128 << 10, is_pushed=False)
     net.run(60)
     assert net.is_done and net.nodes[net.seed_id].sent_bytes <= 3 * 16 * MIB
@@ -187,7 +184,6 @@ def test_once_faults_stop_every_living_worker_has_everything(
 ) -> None:
     nodes = fleet(uplinks)
     net = BroadcastNetwork(plan(nodes, 1), seed=seed)
-    net.connect_all()
     net.publish(4 * MIB, 64 << 10)
     for number, when in deaths:
         if number < len(uplinks):  # the last worker lives
@@ -207,19 +203,17 @@ def test_once_faults_stop_every_living_worker_has_everything(
     assert not net.accusations, "an honest peer was accused"
 
 
-def session_with(*peers: str, uplink_bytes_per_s: float = 0.0) -> BroadcastSession:
-    """Connected to these peers, which have told of the artifact; to whom we publish it where there is none."""
-    made = BroadcastSession(PeerId("me"), uplink_bytes_per_s=uplink_bytes_per_s)
-    for name in peers:
-        made.handle(PeerUp(PeerId(name)), 0.0)
-        made.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+def session_with(*peers: str) -> BroadcastSession:
+    """Connected to these peers, which have told of the artifact."""
+    made = BroadcastSession(PeerId("me"))
+    for peer in map(PeerId, peers):
+        acts(made, 0.0, PeerUp(peer), HeaderSeen(peer, KEY, is_wanted=True))
     return made
 
 
 def publishing(uplink_bytes_per_s: float = 0.0) -> BroadcastSession:
     made = BroadcastSession(PeerId("me"), uplink_bytes_per_s=uplink_bytes_per_s)
-    made.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
-    made.handle(PeerUp(PeerId("a")), 0.0)
+    acts(made, 0.0, HeaderSeen(None, KEY, is_wanted=True), PeerUp(PeerId("a")))
     return made
 
 
@@ -228,53 +222,44 @@ def test_chunk_sent_twice_unasked_is_held_against_the_peer(is_asked: bool) -> No
     """But not once of each artifact, as on a link of weeks whose further connections end now and then."""
     session, bad, accused = session_with("bad"), PeerId("bad"), list[PeerId]()
     for key in (ArtifactKey(bytes([number]) * 16) for number in range(REPLAYS_MAX)):
-        for event in (HeaderSeen(bad, key, is_wanted=True), *[ChunkSeen(bad, key, 0, 1000)] * 2):
-            assert not [action for action in session.handle(event, 0.0) if isinstance(action, Accuse)]
+        events = HeaderSeen(bad, key, is_wanted=True), *[ChunkSeen(bad, key, 0, 1000)] * 2
+        assert not acts(session, 0.0, *events, kind=Accuse)
     if is_asked:
         session.handle(Have(bad, KEY, 0b1, True), 0.0)
-        assert any(isinstance(action, Request) for action in session.handle(Woken(), 10.0))
+        assert acts(session, 10.0, Woken(), kind=Request)
     for turn in range(REPLAYS_MAX + 1):
         assert not accused
-        seen = ChunkSeen(bad, KEY, 0, 1000)
-        accused += [a.peer for a in session.handle(seen, 10.0 + 0.01 * turn) if isinstance(a, Accuse)]
+        accused += [a.peer for a in acts(session, 10.0 + 0.01 * turn, ChunkSeen(bad, KEY, 0, 1000), kind=Accuse)]
     assert accused == ([] if is_asked else [bad])
 
 
 def test_a_header_and_the_first_seal_go_on_to_whoever_has_not_told_of_them() -> None:
     session, told = session_with("a"), HeaderSeen(PeerId("a"), ArtifactKey(b"k" * 16), is_wanted=True)
-    for name in ("b", "c"):
-        session.handle(PeerUp(PeerId(name)), 0.0)
-    actions = session.handle(told, 0.0) + session.handle(Have(PeerId("c"), told.key, 1, is_sealed=True), 0.0)
-    actions += session.handle(SealSeen(PeerId("a"), told.key, 1), 0.0) + session.handle(
-        SealSeen(PeerId("b"), told.key, 9), 0.0
-    )
+    acts(session, 0.0, PeerUp(PeerId("b")), PeerUp(PeerId("c")))
+    seals = SealSeen(PeerId("a"), told.key, 1), SealSeen(PeerId("b"), told.key, 9)
+    actions = acts(session, 0.0, told, Have(PeerId("c"), told.key, 1, is_sealed=True), *seals)
     sent = [(type(action), action.peer) for action in actions if isinstance(action, SendHeader | SendSeal)]
     assert sent == [(SendHeader, PeerId("b")), (SendHeader, PeerId("c")), (SendSeal, PeerId("b"))]
     assert session.artifacts[told.key].chunk_count == 1, "the first was verified"
     session.handle(PeerUp(PeerId("d")), 0.0)
     invented = Have(PeerId("d"), told.key, 0b111, is_sealed=False)
     assert SendSeal(PeerId("d"), told.key) in session.handle(invented, 0.1)
-    asked = [action.indices for action in session.handle(Woken(), 30.0) if isinstance(action, Request)]
-    assert asked == [(0,)]
+    assert [asked.indices for asked in acts(session, 30.0, Woken(), kind=Request)] == [(0,)]
 
 
 def test_what_the_disk_lost_is_asked_for_again_at_once() -> None:
     session, peer = session_with("a"), PeerId("a")
     session.handle(Have(peer, KEY, 0b11, True), 0.0)
-    for event in (SealSeen(peer, KEY, 2), ChunkSeen(peer, KEY, 0, 1000), ChunkSeen(peer, KEY, 1, 1000)):
-        session.handle(event, 0.1)
-    asked = [action.indices for action in session.handle(Emptied(KEY), 0.2) if isinstance(action, Request)]
-    assert asked == [(0, 1)]
+    acts(session, 0.1, SealSeen(peer, KEY, 2), ChunkSeen(peer, KEY, 0, 1000), ChunkSeen(peer, KEY, 1, 1000))
+    assert [asked.indices for asked in acts(session, 0.2, Emptied(KEY), kind=Request)] == [(0, 1)]
     assert Cancel(peer, KEY, (0, 1)) in session.handle(Wanted(KEY, False), 0.3)
 
 
 def test_what_only_a_peer_that_left_had_keeps_no_other_chunk_from_being_asked_for() -> None:
     session, b = session_with("a", "b"), PeerId("b")
-    for event in (Have(PeerId("a"), KEY, all_of(2 * CANDIDATES_MAX), False), PeerDown(PeerId("a"))):
-        session.handle(event, 0.0)
+    acts(session, 0.0, Have(PeerId("a"), KEY, all_of(2 * CANDIDATES_MAX), False), PeerDown(PeerId("a")))
     session.handle(Have(b, KEY, 1 << 2 * CANDIDATES_MAX, False), 0.1)
-    asked = [action for action in session.handle(Woken(), 30.0) if isinstance(action, Request)]
-    assert asked == [Request(b, KEY, (2 * CANDIDATES_MAX,))]
+    assert acts(session, 30.0, Woken(), kind=Request) == [Request(b, KEY, (2 * CANDIDATES_MAX,))]
 
 
 @pytest.mark.parametrize("is_pushed", [False, True])
@@ -293,10 +278,9 @@ def test_a_peer_with_a_full_window_keeps_no_other_from_being_asked(is_pushed: bo
 
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:
     session, asked, now = session_with("a", "b"), list[PeerId](), 0.0
-    for name in ("a", "b"):
-        session.handle(Have(PeerId(name), KEY, 0b1, True), 0.0)
+    acts(session, 0.0, *(Have(PeerId(name), KEY, 0b1, True) for name in ("a", "b")))
     while now < 10.0 and len(set(asked)) < 2:
-        asked += [a.peer for a in session.handle(Woken(), now) if isinstance(a, Request)]
+        asked += [request.peer for request in acts(session, now, Woken(), kind=Request)]
         now += 0.1
     assert set(asked) == {PeerId("a"), PeerId("b")}
 
@@ -308,8 +292,8 @@ def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_
     sent: list[float] = []
 
     def ask(now: float, is_lost: bool = False) -> None:
-        actions = session.handle(Request(peer, KEY, (0,)), now) + session.handle(Woken(), now + 0.06)
-        if any(isinstance(action, SendChunk) for action in actions):
+        at_once = acts(session, now, Request(peer, KEY, (0,)), kind=SendChunk)
+        if at_once + acts(session, now + 0.06, Woken(), kind=SendChunk):
             sent.append(now)
             session.handle(ChunkSent(peer, KEY, 0, is_lost), now + 0.1)
 
@@ -323,31 +307,22 @@ def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_
 
 def test_a_peer_that_no_longer_asks_for_a_chunk_gets_it_all_the_same_if_it_is_to_be_pushed() -> None:
     """It asks for it no more also where the answer has not come in time."""
-    session, peer, sent = publishing(), PeerId("a"), list[int]()
-    actions = [
-        action for index in range(3) for action in session.handle(ChunkSeen(None, KEY, index, 1000, is_fresh=True), 0.0)
-    ]
-    assert len([action for action in actions if isinstance(action, SendChunk)]) == SLOTS_PER_PEER == 2
-    session.handle(Request(peer, KEY, (2,)), 0.1)
-    session.handle(Cancel(peer, KEY, (2,)), 0.2)
-    for index in (0, 1):
-        taken = session.handle(ChunkSent(peer, KEY, index), 0.3)
-        sent += [action.index for action in taken if isinstance(action, SendChunk)]
-    assert sent == [2]
+    session, peer = publishing(), PeerId("a")
+    fresh = (ChunkSeen(None, KEY, index, 1000, is_fresh=True) for index in range(3))
+    assert len(acts(session, 0.0, *fresh, kind=SendChunk)) == SLOTS_PER_PEER == 2, "so many at a time"
+    acts(session, 0.1, Request(peer, KEY, (2,)), Cancel(peer, KEY, (2,)))
+    taken = acts(session, 0.3, ChunkSent(peer, KEY, 0), ChunkSent(peer, KEY, 1), kind=SendChunk)
+    assert [chunk.index for chunk in taken] == [2]
 
 
 def test_a_childs_lie_about_its_backlog_makes_no_message_that_our_parent_cannot_read() -> None:
     """Else the parent bans us for it."""
     names = ("seed", "me", "liar", "leaf")
     nodes = tuple(NodeLink(PeerId(name), name, (name,), 1e6, 1e6, 0.1) for name in names)
-    session, acks = session_with("seed", "liar"), list[RelayAck]()
-    session.handle(PlanSet(BroadcastPlan(1, nodes, (Tree(1.0, (0, 1, 2)),))), 0.0)
-    session.handle(RelayAck(PeerId("liar"), KEY, 0, CHUNKS_MAX), 0.0)
-    for index in range(4):
-        session.handle(ChunkSeen(PeerId("seed"), KEY, index, 1000, Route(1, 0)), 0.1)
-    taken = session.handle(ChunkSent(PeerId("liar"), KEY, 0), 0.2)
-    taken += session.handle(PeerDown(PeerId("liar")), 0.3)
-    acks += [action for action in taken if isinstance(action, RelayAck)]
+    session, liar = session_with("seed", "liar"), PeerId("liar")
+    acts(session, 0.0, PlanSet(BroadcastPlan(1, nodes, (Tree(1.0, (0, 1, 2)),))), RelayAck(liar, KEY, 0, CHUNKS_MAX))
+    acts(session, 0.1, *(ChunkSeen(PeerId("seed"), KEY, index, 1000, Route(1, 0)) for index in range(4)))
+    acks = acts(session, 0.2, ChunkSent(liar, KEY, 0), PeerDown(liar), kind=RelayAck)
     assert [ack.index for ack in acks] == [0, 1, 2, 3], "who is gone is not waited for"
     assert all(wire.control_from(wire.parse(wire.control_frame(ack), "me"), ack.peer) == ack for ack in acks)
 
@@ -356,10 +331,9 @@ def test_a_late_node_is_pushed_nothing_that_it_need_not_relay_whether_it_or_the_
     nodes = tuple(NodeLink(PeerId(n), n, (n,), 1e6, 1e6, 0.1, is_late=n in ("a", "c")) for n in ("me", "a", "b", "c"))
     for trees in ((), (Tree(1.0, (0, 0, 0)),)):
         session = publishing()
-        for event in (PlanSet(BroadcastPlan(1, nodes, trees)), PeerUp(PeerId("b")), PeerUp(PeerId("c"))):
-            session.handle(event, 0.0)
-        fresh = session.handle(ChunkSeen(None, KEY, 0, 1000, is_fresh=True), 0.1)
-        assert [action.peer for action in fresh if isinstance(action, SendChunk)] == ["b"]
+        acts(session, 0.0, PlanSet(BroadcastPlan(1, nodes, trees)), PeerUp(PeerId("b")), PeerUp(PeerId("c")))
+        fresh = acts(session, 0.1, ChunkSeen(None, KEY, 0, 1000, is_fresh=True), kind=SendChunk)
+        assert [chunk.peer for chunk in fresh] == ["b"]
 
 
 def test_a_plan_of_a_coordinator_whose_clock_went_back_is_followed() -> None:
@@ -367,24 +341,20 @@ def test_a_plan_of_a_coordinator_whose_clock_went_back_is_followed() -> None:
     names = ("seed", "me", "leaf")
     nodes = tuple(NodeLink(PeerId(name), name, (name,), 1e6, 1e6, 0.1) for name in names)
     session = session_with("seed", "leaf")
-    for epoch in (11, 12, 13, 5):
-        session.handle(PlanSet(BroadcastPlan(epoch, nodes, (Tree(1.0, (0, 1)),))), 0.0)
-    taken = session.handle(ChunkSeen(PeerId("seed"), KEY, 0, 1000, Route(5, 0)), 0.1)
-    assert [action.peer for action in taken if isinstance(action, SendChunk)] == ["leaf"]
-    assert not any(
-        isinstance(a, SendChunk) for a in session.handle(ChunkSeen(PeerId("seed"), KEY, 1, 1, Route(6, 0)), 0.2)
-    )
-    taken = session.handle(PlanSet(BroadcastPlan(6, nodes, (Tree(1.0, (0, 1)),))), 0.3)
-    assert [action.index for action in taken if isinstance(action, SendChunk)] == [1], "it came before its plan"
+    plans = {epoch: PlanSet(BroadcastPlan(epoch, nodes, (Tree(1.0, (0, 1)),))) for epoch in (11, 12, 13, 5, 6)}
+    acts(session, 0.0, *(plans[epoch] for epoch in (11, 12, 13, 5)))
+    sent = acts(session, 0.1, ChunkSeen(PeerId("seed"), KEY, 0, 1000, Route(5, 0)), kind=SendChunk)
+    assert [chunk.peer for chunk in sent] == ["leaf"]
+    assert not acts(session, 0.2, ChunkSeen(PeerId("seed"), KEY, 1, 1, Route(6, 0)), kind=SendChunk)
+    sent = acts(session, 0.3, plans[6], kind=SendChunk)
+    assert [chunk.index for chunk in sent] == [1], "it came before its plan"
 
 
 def test_what_a_peer_was_told_of_thousands_of_versions_is_not_kept_for_ever() -> None:
     session = session_with("a")
     for number in range(4000):
         key = ArtifactKey(number.to_bytes(16))
-        session.handle(HeaderSeen(None, key, is_wanted=False), number)
-        session.handle(SealSeen(None, key, 1), number)
-        session.handle(Forgotten(key), number)
+        acts(session, number, HeaderSeen(None, key, is_wanted=False), SealSeen(None, key, 1), Forgotten(key))
     assert max(len(session.peers[PeerId("a")].knows), len(session.peers[PeerId("a")].sealed)) <= KNOWN_MAX + 1
 
 
@@ -394,40 +364,31 @@ def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
     asked: dict[int, float] = {}
     for tick in range(200):
         now = 0.1 * tick
-        have = Have(PeerId("neighbour"), KEY, (1 << tick + 1) - 1, False)
-        actions = session.handle(have, now)
-        if tick >= 25:
-            actions += session.handle(ChunkSeen(PeerId("relay"), KEY, tick - 25, 1000), now)
-        for action in actions:
-            if isinstance(action, Request):
-                asked.update(dict.fromkeys(action.indices, now))
+        events: list[Event] = [Have(PeerId("neighbour"), KEY, (1 << tick + 1) - 1, False)]
+        events += [ChunkSeen(PeerId("relay"), KEY, tick - 25, 1000)] if tick >= 25 else []
+        for request in acts(session, now, *events, kind=Request):
+            asked.update(dict.fromkeys(request.indices, now))
     assert asked, "nothing was pulled before the lag was known"
     assert max(asked.values()) < 4.0
 
 
 def test_last_few_chunks_are_pulled_before_a_late_push_brings_them() -> None:
     session = session_with("relay", "neighbour")
-    session.handle(SealSeen(PeerId("relay"), KEY, 200), 0.0)
-    session.handle(Have(PeerId("neighbour"), KEY, (1 << 200) - 1, True), 0.0)
+    acts(session, 0.0, SealSeen(PeerId("relay"), KEY, 200), Have(PeerId("neighbour"), KEY, (1 << 200) - 1, True))
     for index in range(196):  # pushes are 3 s behind
         session.handle(ChunkSeen(PeerId("relay"), KEY, index, 1000), 3.0 + index * 1e-3)
     asked: list[int] = []
     for tick in range(10):  # patience with a push that is usually 3 s behind would be 6 s
-        for action in session.handle(Woken(), 3.25 + 0.05 * tick):
-            if isinstance(action, Request):
-                asked += action.indices
+        for request in acts(session, 3.25 + 0.05 * tick, Woken(), kind=Request):
+            asked += request.indices
     assert asked and set(asked) <= {196, 197, 198, 199}
 
 
 def test_what_was_lost_and_sent_again_counts_as_sent() -> None:
     """Else chunks fill the uplink, and what a full queue lost comes on top and keeps it full."""
     session = publishing(uplink_bytes_per_s=1e6)
-    session.handle(UplinkSeen(100_000, 0.0, resent_bytes=500_000), 1.0)
-    session.handle(ChunkSeen(None, KEY, 0, 50_000, is_fresh=True), 1.0)
-    sent = [
-        now for now in (1.0 + 0.05 * tick for tick in range(20))
-        for action in session.handle(Woken(), now) if isinstance(action, SendChunk)
-    ]  # fmt: skip
+    acts(session, 1.0, UplinkSeen(100_000, 0.0, resent_bytes=500_000), ChunkSeen(None, KEY, 0, 50_000, is_fresh=True))
+    sent = [now for now in (1.0 + 0.05 * tick for tick in range(20)) if acts(session, now, Woken(), kind=SendChunk)]
     assert len(sent) == 1 and 1.45 < sent[0] < 1.6
 
 
@@ -439,37 +400,26 @@ def test_uplink_that_queues_slows_the_session_and_an_idle_one_does_not() -> None
     for tick in range(20, 40):
         session.handle(UplinkSeen(100_000, 0.080), 0.1 * tick)
     assert 0 < session.governor.rate_bytes_per_s < 1.1e6
-    for index in range(40):
-        session.handle(ChunkSeen(None, KEY, index, 50_000, is_fresh=True), 4.0)
+    acts(session, 4.0, *(ChunkSeen(None, KEY, index, 50_000, is_fresh=True) for index in range(40)))
     sent, now = 0, 4.0
     while now < 6.0:
-        for action in session.handle(Woken(), now):
-            if isinstance(action, SendChunk):
-                sent += 1
-                session.handle(ChunkSent(action.peer, KEY, action.index), now)
+        for chunk in acts(session, now, Woken(), kind=SendChunk):
+            sent += 1
+            session.handle(ChunkSent(chunk.peer, KEY, chunk.index), now)
         now += 0.01
     assert sent * 50_000 <= 1.1 * 2.0 * session.governor.rate_bytes_per_s + 100_000
 
 
 def test_of_what_a_peer_asks_for_so_much_waits_and_no_more() -> None:
     session, asked, sent = publishing(), tuple(range(2 * REQUESTS_HELD_MAX)), list[int]()
-    for index in asked:
-        session.handle(ChunkSeen(None, KEY, index, 1000), 0.0)
-    once = session.handle(Request(PeerId("a"), KEY, asked[: REQUESTS_HELD_MAX // 2]), 10.0)
-    actions = once + session.handle(Request(PeerId("a"), KEY, asked), 10.0)  # what waits counts once
-    while chunks := [action for action in actions if isinstance(action, SendChunk)]:
+    acts(session, 0.0, *(ChunkSeen(None, KEY, index, 1000) for index in asked))
+    requests = (Request(PeerId("a"), KEY, indices) for indices in (asked[: REQUESTS_HELD_MAX // 2], asked))
+    chunks = acts(session, 10.0, *requests, kind=SendChunk)  # what waits counts once
+    while chunks:
         sent += [chunk.index for chunk in chunks]
-        actions = [
-            action for chunk in chunks for action in session.handle(ChunkSent(PeerId("a"), KEY, chunk.index), 10.0)
-        ]
+        taken = (ChunkSent(PeerId("a"), KEY, chunk.index) for chunk in chunks)
+        chunks = acts(session, 10.0, *taken, kind=SendChunk)
     assert sent == list(range(REQUESTS_HELD_MAX))
-
-
-def test_transport_never_holds_more_than_its_slots() -> None:
-    session = publishing()
-    fresh = (ChunkSeen(None, KEY, index, 1000, is_fresh=True) for index in range(50))
-    actions = [action for event in fresh for action in session.handle(event, 0.001 * event.index)]
-    assert sum(isinstance(action, SendChunk) for action in actions) == SLOTS_PER_PEER
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -478,19 +428,16 @@ def test_what_a_relay_owes_goes_to_others_at_once_where_it_is_gone_and_soon_wher
 ) -> None:
     nodes = fleet([100.0] * 2)
     session, relay, other = BroadcastSession(nodes[0].peer_id), nodes[1].peer_id, nodes[2].peer_id
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
-    for event in (PlanSet(plan(nodes, 1)), PeerUp(relay), PeerUp(other)):
-        session.handle(event, 0.0)
+    acts(session, 0.0, HeaderSeen(None, KEY, is_wanted=True), PlanSet(plan(nodes, 1)), PeerUp(relay), PeerUp(other))
     fresh = [ChunkSeen(None, KEY, index, 100_000, is_fresh=True) for index in range(20)]
     sent: dict[PeerId, set[int]] = {relay: set(), other: set()}
 
     def act(event: Event, now: float) -> None:
-        for action in session.handle(event, now):
-            if isinstance(action, SendChunk):
-                sent[action.peer].add(action.index)
-                act(ChunkSent(action.peer, KEY, action.index), now)
-                if action.peer == other and action.route is not None:
-                    act(RelayAck(other, KEY, action.index, 0), now)
+        for chunk in acts(session, now, event, kind=SendChunk):
+            sent[chunk.peer].add(chunk.index)
+            act(ChunkSent(chunk.peer, KEY, chunk.index), now)
+            if chunk.peer == other and chunk.route is not None:
+                act(RelayAck(other, KEY, chunk.index, 0), now)
 
     for number, event in enumerate(fresh):
         act(event, 0.01 * number)
