@@ -6,7 +6,7 @@ use do so by spinning. The engine's tests took four times as long.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import inspect
 import logging
 import os
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.fork_server import OWNER
-from tests.patience import WAIT_S
+from tests.stage import Stage, VirtualStage
 
 settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("echo2")
@@ -45,17 +45,18 @@ def _log_as_before() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine gets an event loop of its own."""
+    """A test that is a coroutine runs on the stage that a fixture of it is, or on an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-
-    async def whole() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await pyfuncitem.obj(**arguments)
-
-    asyncio.run(whole())
+    stages = (fixture for fixture in pyfuncitem.funcargs.values() if isinstance(fixture, Stage))
+    next(stages, Stage()).run(functools.partial(pyfuncitem.obj, **arguments))
     return True
+
+
+@pytest.fixture
+def virtual_time() -> Stage:
+    return VirtualStage()
 
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no pytest-xdist

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,12 +17,11 @@ from echo2.base.staged import TensorUpdate
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool
 from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode, TokenChunk
 from tests.patience import WAIT_S
+from tests.stage import Scene, Stage, T
 
 VOCAB_COUNT = 96
 CONTEXT_TOKENS = 256
 VERSION_COUNT = 3
-_T = TypeVar("_T")
-
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -165,7 +163,7 @@ def raw_logprobs(model: torch.nn.Module, prompt: Sequence[int], completion: Sequ
     return torch.log_softmax(logits[len(prompt) - 1 : -1].double(), dim=-1)
 
 
-class Rig:
+class Rig(Stage):
     """One engine on one event loop, kept for all tests of a module; every test begins with version 0."""
 
     def __init__(
@@ -201,14 +199,17 @@ class Rig:
         self._runner.run(end())
         self._runner.close()
 
-    def run(self, test: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Runs a test body with version 0 live and no sequence left over."""
+    def run(self, scene: Scene[T]) -> T:
+        """Runs a test with version 0 live and no sequence left over."""
 
-        async def body() -> _T:
+        async def whole() -> T:
             await self.engine.swap(self.keyframe(0), SwapMode.RECOMPUTE_KV)
-            return await test()
+            return await scene()
 
-        return self._runner.run(asyncio.wait_for(body(), WAIT_S))
+        return self._runner.run(asyncio.wait_for(whole(), WAIT_S))
+
+    def published(self, version: int) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().bfloat16() for name, tensor in self.models[version].named_parameters()}
 
     def keyframe(self, version: int) -> Staged:
         return keyframe_of(self.models[version], version)

@@ -39,7 +39,7 @@ from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode
 from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 from echo2.worker.engines.vllm.weight_map import Patch, record_map
-from tests.contract.engine_rig import Staged
+from tests.contract.engine_rig import Staged, generated
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
@@ -139,35 +139,28 @@ def save_tiny(model_type: str, more: dict[str, object], folder: Path) -> torch.n
     return model
 
 
-async def generated(
+async def completed(
     make: Callable[..., Engine], config: dict[str, Any], published: dict[str, torch.Tensor], prompt: tuple[int, ...]
 ) -> list[Rollout]:
     """Completions of one prompt by a worker that has what the learner published."""
     engine = make(config, slot_count=ROLLOUTS, context_tokens=len(prompt) + NEW + 1)
+    sampling = [SamplingParams(max_new_tokens=NEW - 2 * number, seed=number) for number in range(ROLLOUTS)]
     updates = [
         TensorUpdate(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None, bits_of(tensor))
         for name, tensor in published.items()
     ]
-    tokens: list[list[int]] = [[] for _ in range(ROLLOUTS)]
-    raw: list[list[float]] = [[] for _ in range(ROLLOUTS)]
     try:
         await engine.start()
         await engine.swap(Staged(Version(0), None, updates), SwapMode.RECOMPUTE_KV)
-        for number in range(ROLLOUTS):
-            sampling = SamplingParams(max_new_tokens=NEW - 2 * number, seed=number)
-            engine.submit(GenerateRequest(str(number), prompt, (), sampling, "prompt"))
-        running = ROLLOUTS
-        while running:
-            for chunk in await engine.next_chunks():
-                tokens[int(chunk.request_id)] += chunk.token_ids
-                raw[int(chunk.request_id)] += chunk.raw_logprobs
-                running -= chunk.finish_reason is not FinishReason.UNFINISHED
+        requests = [GenerateRequest(str(n), prompt, (), each, "prompt") for n, each in enumerate(sampling)]
+        found = list((await generated(engine, requests)).values())
     finally:
         await engine.stop()
+    tokens = [tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in found]
+    raw = [tuple(logprob for chunk in chunks for logprob in chunk.raw_logprobs) for chunks in found]
     spans = [(VersionSpan(Version(0), len(ids)),) for ids in tokens]
     return [
-        Rollout(GroupId("g"), n, tuple(ids), tuple(raw[n]), tuple(raw[n]), spans[n], FinishReason.LENGTH)
-        for n, ids in enumerate(tokens)
+        Rollout(GroupId("g"), n, ids, raw[n], raw[n], spans[n], FinishReason.LENGTH) for n, ids in enumerate(tokens)
     ]
 
 
@@ -206,7 +199,7 @@ def outcome_of(model_type: str, more: dict[str, object], make: Callable[..., Eng
         rows = "packed" if learner.policy.is_packed else "single"
         try:
             refuse_wrong_rows(learner.policy, PROMPT + NEW, f"model_type {model_type}")
-            rollouts = asyncio.run(generated(make, config, learner.snapshot(), prompt))
+            rollouts = asyncio.run(completed(make, config, learner.snapshot(), prompt))
         except EchoError as error:
             return Outcome(rows, str(error), is_counted, misplaced)
         spec = GroupSpec(GroupId("g"), prompt, ROLLOUTS, SamplingParams(max_new_tokens=NEW), 0)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +21,13 @@ from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.identity import Identity, RunAuthority
 from tests.certificates import issued
-from tests.contract.test_net import play_on_wires
+from tests.contract.test_net import OnWires
 from tests.patience import WAIT_S
+from tests.stage import Scene, Stage, T
 
 RUN = RunId("contract")
 HOST = "127.0.0.1"
 FRAME_BYTES = 64 << 10
-Scene = Callable[[], Awaitable[None]]
 
 
 @dataclass
@@ -47,13 +46,27 @@ class End:
         await self.ended.wait()
 
 
-class World:
-    """Nodes of one run. `is_punched`: pairs are connected over holes."""
+class World(Stage):
+    """Nodes of one run, in the world of that name; in that of holes, pairs are connected over them."""
 
-    def __init__(self, is_punched: bool) -> None:
-        self.is_punched = is_punched
-        self.authority = RunAuthority.create(Identity.generate(), RUN, tls.unix_now())
+    def __init__(self, name: str, folder: Path) -> None:
+        self.is_punched = name == "hole"
         self.ends: list[End] = []
+        self._stage = OnWires(folder) if name == "simulator" else Stage()
+
+    def run(self, scene: Scene[T]) -> T:
+        async def whole() -> T:
+            try:
+                return await scene()
+            finally:
+                await self.close()
+
+        return self._stage.run(whole)
+
+    @functools.cached_property
+    def authority(self) -> RunAuthority:
+        """By the clock of the world."""
+        return RunAuthority.create(Identity.generate(), RUN, tls.unix_now())
 
     async def node(self) -> End:
         credentials = issued(self.authority)
@@ -98,164 +111,121 @@ class World:
                 await end.nat.close()
 
 
-Play = Callable[[Callable[[World], Awaitable[None]]], None]
-
-
 @pytest.fixture(params=["sockets", "simulator", "hole"])
-def play(request: Any, tmp_path: Path) -> Play:
-    def whole(scene: Callable[[World], Awaitable[None]]) -> None:
-        async def run() -> None:
-            world = World(is_punched=request.param == "hole")
-            try:
-                await scene(world)
-            finally:
-                await world.close()
-
-        if request.param == "simulator":
-            play_on_wires(run, tmp_path)
-        else:
-            asyncio.run(run())
-
-    return whole
+def w(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    return World(request.param, tmp_path)
 
 
-def test_both_ends_know_each_other_and_frames_keep_their_order_both_ways(play: Play) -> None:
-    async def scene(w: World) -> None:
-        ours, theirs, first, second = await w.pair()
-        assert (ours.peer.peer_id, theirs.peer.peer_id) == (second.credentials.peer_id, first.credentials.peer_id)
-        assert ours.is_outgoing and not theirs.is_outgoing
-        frames = [random.Random(i).randbytes(size) for i, size in enumerate((1, 100_000, 3, 1 << 20, 17))]
+async def test_both_ends_know_each_other_and_frames_keep_their_order_both_ways(w: World) -> None:
+    ours, theirs, first, second = await w.pair()
+    assert (ours.peer.peer_id, theirs.peer.peer_id) == (second.credentials.peer_id, first.credentials.peer_id)
+    assert ours.is_outgoing and not theirs.is_outgoing
+    frames = [random.Random(i).randbytes(size) for i, size in enumerate((1, 100_000, 3, 1 << 20, 17))]
 
-        async def talk(sender: Connection, receiver: Connection) -> list[bytes | None]:
-            async def send_all() -> None:
-                for frame in frames:
-                    await sender.send(frame[:1], frame[1:])
+    async def talk(sender: Connection, receiver: Connection) -> list[bytes | None]:
+        async def send_all() -> None:
+            for frame in frames:
+                await sender.send(frame[:1], frame[1:])
 
-            sending = asyncio.create_task(send_all())
-            got = [await receiver.receive() for _ in frames]
-            await sending
-            return got
+        sending = asyncio.create_task(send_all())
+        got = [await receiver.receive() for _ in frames]
+        await sending
+        return got
 
-        assert await asyncio.gather(talk(ours, theirs), talk(theirs, ours)) == [frames, frames]
-        await ours.close()
-
-    play(scene)
+    assert await asyncio.gather(talk(ours, theirs), talk(theirs, ours)) == [frames, frames]
+    await ours.close()
 
 
 @pytest.mark.parametrize("closer", ["dialler", "acceptor"])
-def test_after_a_close_the_other_side_reads_the_end_and_cannot_send(play: Play, closer: str) -> None:
-    async def scene(w: World) -> None:
-        ours, theirs, first, second = await w.pair()
-        closing, other, end = (ours, theirs, first) if closer == "dialler" else (theirs, ours, second)
-        await closing.close()
-        end.ended.set()  # its handler returns, as a node's does after a close
-        assert await asyncio.wait_for(other.receive(), WAIT_S) is None
-        with pytest.raises(Unreachable):
-            for _ in range(200):
-                await asyncio.wait_for(other.send(bytes(1000)), WAIT_S)
-        with pytest.raises(Unreachable):
-            await asyncio.wait_for(closing.send(b"more"), WAIT_S)
-
-    play(scene)
+async def test_after_a_close_the_other_side_reads_the_end_and_cannot_send(w: World, closer: str) -> None:
+    ours, theirs, first, second = await w.pair()
+    closing, other, end = (ours, theirs, first) if closer == "dialler" else (theirs, ours, second)
+    await closing.close()
+    end.ended.set()  # its handler returns, as a node's does after a close
+    assert await asyncio.wait_for(other.receive(), WAIT_S) is None
+    with pytest.raises(Unreachable):
+        for _ in range(200):
+            await asyncio.wait_for(other.send(bytes(1000)), WAIT_S)
+    with pytest.raises(Unreachable):
+        await asyncio.wait_for(closing.send(b"more"), WAIT_S)
 
 
-def test_a_close_that_is_given_up_ends_its_connection_at_once(play: Play) -> None:
+async def test_a_close_that_is_given_up_ends_its_connection_at_once(w: World) -> None:
     """The loop may end with it, and what served a caller closes its socket."""
+    ours, _, _, _ = await w.pair()
 
-    async def scene(w: World) -> None:
-        ours, _, _, _ = await w.pair()
-        assert isinstance(ours, Connection)
+    async def flood() -> None:  # nobody takes it, so the other side does not come to our farewell
+        while True:
+            await ours.send(bytes(FRAME_BYTES))
 
-        async def flood() -> None:  # nobody takes it, so the other side does not come to our farewell
-            while True:
-                await ours.send(bytes(FRAME_BYTES))
-
-        flooding = asyncio.create_task(flood())
-        await asyncio.wait({flooding}, timeout=1.0)
-        flooding.cancel()
-        await asyncio.wait({flooding})
-        closing = asyncio.create_task(ours.close())
-        await asyncio.sleep(0)
-        closing.cancel()
-        await asyncio.wait({closing})
-        async with asyncio.timeout(CLOSE_S / 4):
-            await ours.ended.wait()
-
-    play(scene)
+    flooding = asyncio.create_task(flood())
+    await asyncio.wait({flooding}, timeout=1.0)
+    flooding.cancel()
+    await asyncio.wait({flooding})
+    closing = asyncio.create_task(ours.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait({closing})
+    async with asyncio.timeout(CLOSE_S / 4):
+        await ours.ended.wait()
 
 
-def test_sending_waits_while_the_other_side_does_not_read(play: Play) -> None:
-    async def scene(w: World) -> None:
-        ours, theirs, _, _ = await w.pair()
-        limit = 1024  # frames of 64 KiB: 64 MiB, far beyond what a connection may hold
-        sent = 0
+async def test_sending_waits_while_the_other_side_does_not_read(w: World) -> None:
+    ours, theirs, _, _ = await w.pair()
+    limit = 1024  # frames of 64 KiB: 64 MiB, far beyond what a connection may hold
+    sent = 0
 
-        async def flood() -> None:
-            nonlocal sent
-            for _ in range(limit):
-                await ours.send(bytes(FRAME_BYTES))
-                sent += 1
-
-        flooding = asyncio.create_task(flood())
-        held = -1
-        while sent != held:  # until a second passes without progress
-            held = sent
-            await asyncio.wait({flooding}, timeout=1.0)
-        assert sent < limit / 2, f"{sent} frames were taken though nobody read"
+    async def flood() -> None:
+        nonlocal sent
         for _ in range(limit):
-            assert await asyncio.wait_for(theirs.receive(), WAIT_S) is not None
-        await flooding
-        await ours.close()
+            await ours.send(bytes(FRAME_BYTES))
+            sent += 1
 
-    play(scene)
+    flooding = asyncio.create_task(flood())
+    held = -1
+    while sent != held:  # until a second passes without progress
+        held = sent
+        await asyncio.wait({flooding}, timeout=1.0)
+    assert sent < limit / 2, f"{sent} frames were taken though nobody read"
+    for _ in range(limit):
+        assert await asyncio.wait_for(theirs.receive(), WAIT_S) is not None
+    await flooding
+    await ours.close()
 
 
-def test_a_silent_connection_stays_and_a_peer_that_is_gone_ends_it(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_stays_and_a_peer_that_is_gone_ends_it(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("echo2.broadcast.connection.STILL_HERE_S", 0.2)
     monkeypatch.setattr("echo2.broadcast.connection.SILENT_S", 1.0)
-
-    async def scene(w: World) -> None:
-        ours, theirs, _, _ = await w.pair()
-        await asyncio.sleep(2.0)
-        await ours.send(b"still there")
-        assert await asyncio.wait_for(theirs.receive(), WAIT_S) == b"still there"
-        timer = theirs._beating  # type: ignore[attr-defined]
-        timer.cancel()  # as a process that is frozen
-        assert await asyncio.wait_for(ours.receive(), WAIT_S) is None
-
-    play(scene)
+    ours, theirs, _, _ = await w.pair()
+    await asyncio.sleep(2.0)
+    await ours.send(b"still there")
+    assert await asyncio.wait_for(theirs.receive(), WAIT_S) == b"still there"
+    timer = theirs._beating  # type: ignore[attr-defined]
+    timer.cancel()  # as a process that is frozen
+    assert await asyncio.wait_for(ours.receive(), WAIT_S) is None
 
 
-def test_a_node_that_has_no_time_for_its_good_byes_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_has_no_time_for_its_good_byes_leaves_no_socket_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """pytest makes an error of the warning with which a socket goes that nobody closed."""
     monkeypatch.setattr("echo2.broadcast.nat.host.CLOSE_S", 0.0)
-
-    async def scene() -> None:
-        world = World(is_punched=True)
-        try:
-            await world.pair()
-        finally:
-            await world.close()
-
-    asyncio.run(scene())
+    world = World("hole", tmp_path)
+    world.run(world.pair)
     gc.collect()
 
 
-def test_nobody_somebody_else_and_a_member_of_another_run_meet_nobody(play: Play) -> None:
-    async def scene(w: World) -> None:
-        first, second, foreign = await w.node(), await w.node(), World(is_punched=False)
-        for caller, address, peer in (
-            (first.transport, second.address, Identity.generate().peer_id),
-            (
-                Transport(issued(foreign.authority)),
-                second.address,
-                second.credentials.peer_id,
-            ),  # we do not trust its run
-        ):
-            with pytest.raises(Unreachable, match="refused, or it is another peer"):
-                await caller.dial(address, peer)
-        with pytest.raises(Unreachable):
-            await first.transport.dial(f"{HOST}:1", second.credentials.peer_id)
-        assert second.accepted.empty()
-
-    play(scene)
+async def test_nobody_somebody_else_and_a_member_of_another_run_meet_nobody(w: World) -> None:
+    first, second = await w.node(), await w.node()
+    foreign = RunAuthority.create(Identity.generate(), RUN, tls.unix_now())
+    for caller, address, peer in (
+        (first.transport, second.address, Identity.generate().peer_id),
+        (Transport(issued(foreign)), second.address, second.credentials.peer_id),  # we do not trust its run
+    ):
+        with pytest.raises(Unreachable, match="refused, or it is another peer"):
+            await caller.dial(address, peer)
+    with pytest.raises(Unreachable):
+        await first.transport.dial(f"{HOST}:1", second.credentials.peer_id)
+    assert second.accepted.empty()

@@ -17,6 +17,7 @@ from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.adapter import AdapterSpec
 from echo2.worker.engines.engine import Engine, SwapMode
 from tests.contract.engine_rig import Rig, Staged, delta_of, keyframe_of, make_versions, refused, tiny_config
+from tests.contract.test_engine import all_grew
 
 pytestmark = pytest.mark.vllm
 RANK = 6  # vLLM makes room for 8
@@ -88,64 +89,44 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     made.close()
 
 
-def test_tokens_are_sampled_from_base_and_adapter_in_every_version(rig: AdapterRig) -> None:
-    async def body() -> None:
-        prompts = [(1, 2, 3), (9,), (4, 4, 5, 7, 1, 2)]
-        sequences = [rig.submit(rig.request(prompt, LONG, prefix=str(prompt))) for prompt in prompts]
-        for version in (1, 2):
-            before = [len(sequence.token_ids) for sequence in sequences]
-            await rig.wait(partial(_grew, sequences, before))
-            await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
-        await rig.finish(*sequences)
-        for prompt, sequence in zip(prompts, sequences, strict=True):
-            assert set(sequence.versions) == {0, 1, 2}
-            assert rig.worst(prompt, sequence) < 1e-5
-
-    rig.run(body)
+async def test_tokens_are_sampled_from_base_and_adapter_in_every_version(rig: AdapterRig) -> None:
+    prompts = [(1, 2, 3), (9,), (4, 4, 5, 7, 1, 2)]
+    sequences = [rig.submit(rig.request(prompt, LONG, prefix=str(prompt))) for prompt in prompts]
+    for version in (1, 2):
+        before = [len(sequence.token_ids) for sequence in sequences]
+        await rig.wait(partial(all_grew, sequences, before))
+        await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
+    await rig.finish(*sequences)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert set(sequence.versions) == {0, 1, 2}
+        assert rig.worst(prompt, sequence) < 1e-5
 
 
-def _grew(sequences: list, before: list[int]) -> bool:  # type: ignore[type-arg]
-    return all(len(sequence.token_ids) > count for sequence, count in zip(sequences, before, strict=True))
+async def test_the_fingerprint_is_that_of_the_published_adapter(rig: AdapterRig) -> None:
+    assert await rig.engine.fingerprint(99) == fingerprint(rig.adapters[0], 99)
+    await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
+    assert await rig.engine.fingerprint(99) == fingerprint(rig.adapters[1], 99)
+    await rig.engine.swap(rig.keyframe(2), SwapMode.RECOMPUTE_KV)
+    assert await rig.engine.fingerprint(7) == fingerprint(rig.adapters[2], 7)
 
 
-def test_the_fingerprint_is_that_of_the_published_adapter(rig: AdapterRig) -> None:
-    async def body() -> None:
-        assert await rig.engine.fingerprint(99) == fingerprint(rig.adapters[0], 99)
-        await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
-        assert await rig.engine.fingerprint(99) == fingerprint(rig.adapters[1], 99)
-        await rig.engine.swap(rig.keyframe(2), SwapMode.RECOMPUTE_KV)
-        assert await rig.engine.fingerprint(7) == fingerprint(rig.adapters[2], 7)
-
-    rig.run(body)
-
-
-def test_a_failed_swap_leaves_the_old_adapter_live(rig: AdapterRig) -> None:
+async def test_a_failed_swap_leaves_the_old_adapter_live(rig: AdapterRig) -> None:
     """What is checked before a weight is touched is checked alike without an adapter (test_engine)."""
-
-    async def body() -> None:
-        good, running = rig.delta(1), rig.submit(rig.request((8, 9), LONG))
-        stranger = dataclasses.replace(
-            good.tensors[-1], name="base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"
-        )
-        staged = dataclasses.replace(good, tensors=[*good.tensors[:-1], stranger])
-        await refused(rig.engine.swap(staged, SwapMode.RECOMPUTE_KV), EngineError)
-        assert rig.engine.version == 0
-        assert await rig.engine.fingerprint(5) == fingerprint(rig.adapters[0], 5)
-        await rig.finish(running)
-        assert rig.worst((8, 9), running) < 1e-4
-
-    rig.run(body)
+    good, running = rig.delta(1), rig.submit(rig.request((8, 9), LONG))
+    stranger = dataclasses.replace(good.tensors[-1], name="base_model.model.model.layers.7.mlp.up_proj.lora_A.weight")
+    staged = dataclasses.replace(good, tensors=[*good.tensors[:-1], stranger])
+    await refused(rig.engine.swap(staged, SwapMode.RECOMPUTE_KV), EngineError)
+    assert rig.engine.version == 0
+    assert await rig.engine.fingerprint(5) == fingerprint(rig.adapters[0], 5)
+    await rig.finish(running)
+    assert rig.worst((8, 9), running) < 1e-4
 
 
-def test_another_base_is_refused_before_vllm_starts(rig: AdapterRig, tmp_path: Path) -> None:
+async def test_another_base_is_refused_before_vllm_starts(rig: AdapterRig, tmp_path: Path) -> None:
     from echo2.worker.engines.vllm.vllm_engine import BaseOfAdapter, VllmEngine
 
     make_versions(rig.config)[1].save_pretrained(tmp_path)
     spec = AdapterSpec(RANK, SCALE, "bfloat16", "0123456789abcdef")
-
-    async def body() -> None:
-        engine = VllmEngine(rig.config, adapter=BaseOfAdapter(spec, str(tmp_path)))
-        assert "expected the learner's base model" in await refused(engine.start(), VersionMismatch)
-        await engine.stop()
-
-    rig.run(body)
+    engine = VllmEngine(rig.config, adapter=BaseOfAdapter(spec, str(tmp_path)))
+    assert "expected the learner's base model" in await refused(engine.start(), VersionMismatch)
+    await engine.stop()

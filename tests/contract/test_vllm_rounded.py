@@ -83,90 +83,73 @@ async def on_each(rig: Rig, function: Any, *arguments: object) -> list[Any]:
     return list(await rig.engine._llm.collective_rpc(function, args=arguments))  # type: ignore[attr-defined]
 
 
-def published(rig: Rig, version: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().bfloat16() for name, tensor in rig.models[version].named_parameters()}
-
-
 def codes_of(digests: dict[str, str]) -> list[str]:
     return [name for name in digests if "float8_e4m3fn" in name]
 
 
-def test_changes_leave_what_a_fresh_load_by_vllm_leaves(rig: Rig, tmp_path: Path) -> None:
-    async def body() -> None:
-        before = await on_each(rig, live_digests)
-        assert all(len(codes_of(each)) == 12 for each in before), "four rounded matrices in each of three layers"
-        for version in (1, 2):
-            await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
-            tensors = published(rig, version)
-            assert await rig.engine.fingerprint(5) == fingerprint(tensors, 5)
-            changed = await on_each(rig, live_digests)
-            for old, new in zip(before, changed, strict=True):
-                assert all(old[name] != new[name] for name in codes_of(old))
-            path = tmp_path / f"{version}.safetensors"
-            save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
-            await on_each(rig, load_afresh, str(path))
-            assert await on_each(rig, live_digests) == changed
-            assert await rig.engine.fingerprint(5) == fingerprint(tensors, 5)
-            before = changed
-
-    rig.run(body)
+async def test_changes_leave_what_a_fresh_load_by_vllm_leaves(rig: Rig, tmp_path: Path) -> None:
+    before = await on_each(rig, live_digests)
+    assert all(len(codes_of(each)) == 12 for each in before), "four rounded matrices in each of three layers"
+    for version in (1, 2):
+        await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
+        tensors = rig.published(version)
+        assert await rig.engine.fingerprint(5) == fingerprint(tensors, 5)
+        changed = await on_each(rig, live_digests)
+        for old, new in zip(before, changed, strict=True):
+            assert all(old[name] != new[name] for name in codes_of(old))
+        path = tmp_path / f"{version}.safetensors"
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+        await on_each(rig, load_afresh, str(path))
+        assert await on_each(rig, live_digests) == changed
+        assert await rig.engine.fingerprint(5) == fingerprint(tensors, 5)
+        before = changed
 
 
-def test_a_change_of_one_tensor_moves_its_layer_alone(rig: Rig) -> None:
+async def test_a_change_of_one_tensor_moves_its_layer_alone(rig: Rig) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
-
-    async def body() -> None:
-        before = await on_each(rig, live_digests)
-        tensors = published(rig, 0)
-        changed = tensors[name].clone()
-        changed[3, 7] = 9.0
-        place = torch.tensor([3 * changed.shape[1] + 7]).numpy()
-        update = TensorUpdate(name, "bfloat16", tuple(changed.shape), place, bits_of(changed)[place])
-        await rig.engine.swap(Staged(Version(1), Version(0), [update]), SwapMode.RECOMPUTE_KV)
-        assert await rig.engine.fingerprint(5) == fingerprint(tensors | {name: changed}, 5)
-        moved = {
-            key.partition(" ")[0]
-            for old, new in zip(before, await on_each(rig, live_digests), strict=True)
-            for key in old
-            if old[key] != new[key]
-        }
-        qkv = "model.layers.1.self_attn.qkv_proj"
-        assert moved == {f"{qkv}.weight", f"{qkv}.weight_scale"}
-
-    rig.run(body)
+    before = await on_each(rig, live_digests)
+    tensors = rig.published(0)
+    changed = tensors[name].clone()
+    changed[3, 7] = 9.0
+    place = torch.tensor([3 * changed.shape[1] + 7]).numpy()
+    update = TensorUpdate(name, "bfloat16", tuple(changed.shape), place, bits_of(changed)[place])
+    await rig.engine.swap(Staged(Version(1), Version(0), [update]), SwapMode.RECOMPUTE_KV)
+    assert await rig.engine.fingerprint(5) == fingerprint(tensors | {name: changed}, 5)
+    moved = {
+        key.partition(" ")[0]
+        for old, new in zip(before, await on_each(rig, live_digests), strict=True)
+        for key in old
+        if old[key] != new[key]
+    }
+    qkv = "model.layers.1.self_attn.qkv_proj"
+    assert moved == {f"{qkv}.weight", f"{qkv}.weight_scale"}
 
 
-def test_an_update_that_fails_leaves_codes_and_scales(rig: Rig) -> None:
-    async def body() -> None:
-        before = await on_each(rig, live_digests)
-        whole = fingerprint(published(rig, 0), 5)
-        wrong = [TensorUpdate("model.norm.weight", "float32", (64,), None, bits_of(torch.ones(64)))]
-        await refused(rig.engine.swap(Staged(Version(1), Version(0), wrong), SwapMode.RECOMPUTE_KV), EngineError)
+async def test_an_update_that_fails_leaves_codes_and_scales(rig: Rig) -> None:
+    before = await on_each(rig, live_digests)
+    whole = fingerprint(rig.published(0), 5)
+    wrong = [TensorUpdate("model.norm.weight", "float32", (64,), None, bits_of(torch.ones(64)))]
+    await refused(rig.engine.swap(Staged(Version(1), Version(0), wrong), SwapMode.RECOMPUTE_KV), EngineError)
 
-        async def refuse(label: str) -> None:
-            raise RuntimeError(f"expected no label, got {label}")
+    async def refuse(label: str) -> None:
+        raise RuntimeError(f"expected no label, got {label}")
 
-        llm = rig.engine._llm  # type: ignore[attr-defined]
-        label, llm.update_weight_version = llm.update_weight_version, refuse
-        try:  # what fails after all was rounded anew is taken back too
-            await refused(rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV), RuntimeError)
-        finally:
-            llm.update_weight_version = label
-        assert rig.engine.version == 0 and await rig.engine.fingerprint(5) == whole
-        assert await on_each(rig, live_digests) == before
-
-    rig.run(body)
+    llm = rig.engine._llm  # type: ignore[attr-defined]
+    label, llm.update_weight_version = llm.update_weight_version, refuse
+    try:  # what fails after all was rounded anew is taken back too
+        await refused(rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV), RuntimeError)
+    finally:
+        llm.update_weight_version = label
+    assert rig.engine.version == 0 and await rig.engine.fingerprint(5) == whole
+    assert await on_each(rig, live_digests) == before
 
 
-def test_a_fingerprint_counts_only_while_codes_follow_from_the_masters(rig: Rig) -> None:
-    async def body() -> None:
-        whole = fingerprint(published(rig, 0), 5)
-        await on_each(rig, spoil)
-        assert await rig.engine.fingerprint(5) != whole
-        await rig.engine.swap(rig.keyframe(0), SwapMode.RECOMPUTE_KV)
-        assert await rig.engine.fingerprint(5) == whole
-
-    rig.run(body)
+async def test_a_fingerprint_counts_only_while_codes_follow_from_the_masters(rig: Rig) -> None:
+    whole = fingerprint(rig.published(0), 5)
+    await on_each(rig, spoil)
+    assert await rig.engine.fingerprint(5) != whole
+    await rig.engine.swap(rig.keyframe(0), SwapMode.RECOMPUTE_KV)
+    assert await rig.engine.fingerprint(5) == whole
 
 
 def spoil(worker: Any) -> None:
@@ -175,28 +158,24 @@ def spoil(worker: Any) -> None:
     live[0, 0] = 1.0 if float(live[0, 0]) != 1.0 else 2.0
 
 
-def test_tokens_are_those_of_the_rounded_model_through_changes_in_flight(rig: Rig) -> None:
+async def test_tokens_are_those_of_the_rounded_model_through_changes_in_flight(rig: Rig) -> None:
     """As far from the exact numbers of rounded weights as torch in bf16 is, where what they are multiplied with is rounded too."""
     computed = [as_computed(copy.deepcopy(model)) for model in rig.models]
     sampling = SamplingParams(max_new_tokens=160, seed=5)
-
-    async def body() -> None:
-        requests = [rig.request((1, 2, 3 + n), sampling) for n in range(4)]
-        sequences = [rig.submit(request) for request in requests]
-        for version in (1, 2):
-            await rig.wait(lambda at=40 * version: all(len(each.token_ids) >= at for each in sequences))  # type: ignore[misc]
-            await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
-        await rig.finish(*sequences)
-        assert {version for each in sequences for version in each.versions} == {0, 1, 2}
-        for request, each in zip(requests, sequences, strict=True):
-            assert len(each.token_ids) == 160 and each.finish_reason is FinishReason.LENGTH
-            prompt = request.prompt_token_ids
-            exact = told(each, [partial(rig.raw_logprobs, version, prompt) for version in range(3)])
-            by_torch = told(each, [partial(raw_logprobs, model, prompt) for model in computed])
-            off, allowed = rms(torch.tensor(each.raw_logprobs) - exact), OFF_MAX * rms(by_torch - exact)
-            assert off < allowed, f"{off:.3f} nats of {allowed:.3f}"
-
-    rig.run(body)
+    requests = [rig.request((1, 2, 3 + n), sampling) for n in range(4)]
+    sequences = [rig.submit(request) for request in requests]
+    for version in (1, 2):
+        await rig.wait(lambda at=40 * version: all(len(each.token_ids) >= at for each in sequences))  # type: ignore[misc]
+        await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
+    await rig.finish(*sequences)
+    assert {version for each in sequences for version in each.versions} == {0, 1, 2}
+    for request, each in zip(requests, sequences, strict=True):
+        assert len(each.token_ids) == 160 and each.finish_reason is FinishReason.LENGTH
+        prompt = request.prompt_token_ids
+        exact = told(each, [partial(rig.raw_logprobs, version, prompt) for version in range(3)])
+        by_torch = told(each, [partial(raw_logprobs, model, prompt) for model in computed])
+        off, allowed = rms(torch.tensor(each.raw_logprobs) - exact), OFF_MAX * rms(by_torch - exact)
+        assert off < allowed, f"{off:.3f} nats of {allowed:.3f}"
 
 
 def as_computed(model: torch.nn.Module) -> torch.nn.Module:

@@ -12,9 +12,10 @@ from echo2.base.errors import Unreachable
 from echo2.base.ids import RunId
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.transport import NEXT_ADDRESS_S, Transport, first_of, hosts_of
-from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust.identity import Identity, Role, RunAuthority
 from tests.certificates import issued
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Line:
@@ -27,10 +28,10 @@ class Line:
         self.is_closed = True
 
 
-def played(answers: dict[str, float]) -> tuple[str, dict[str, bool], float]:
+async def played(answers: dict[str, float]) -> tuple[str, dict[str, bool], float]:
     """By address after how many seconds it answers; negative: it is refused after so many. Whose line is taken, which lines were
     made and whether they are closed, and after how long."""
-    lines, loop = list[Line](), VirtualLoop()
+    lines = list[Line]()
 
     async def dial(address: str) -> Connection:
         try:
@@ -43,16 +44,9 @@ def played(answers: dict[str, float]) -> tuple[str, dict[str, bool], float]:
         lines.append(Line(address))
         return cast(Connection, lines[-1])
 
-    async def scene() -> tuple[str, float]:
-        _, address = await first_of(list(answers), dial)
-        took_s = loop.time()
-        await asyncio.sleep(0.05)  # what was given up ends by itself
-        return address, took_s
-
-    try:
-        address, took_s = loop.run_until_complete(scene())
-    finally:
-        loop.close()
+    _, address = await first_of(list(answers), dial)
+    took_s = asyncio.get_running_loop().time()
+    await asyncio.sleep(0.05)  # what was given up ends by itself
     return address, {line.address: line.is_closed for line in lines}, took_s
 
 
@@ -65,19 +59,19 @@ def played(answers: dict[str, float]) -> tuple[str, dict[str, bool], float]:
         ({"late": 60.0, "b": 0.01}, "b", NEXT_ADDRESS_S + 0.01, {"late": True, "b": False}),
     ],
 )
-def test_the_first_that_answers_is_taken_and_others_are_closed(
+async def test_the_first_that_answers_is_taken_and_others_are_closed(
     answers: dict[str, float], taken: str, after_s: float, lines: dict[str, bool]
 ) -> None:
-    address, made, took_s = played(answers)
+    address, made, took_s = await played(answers)
     assert (address, made) == (taken, lines) and took_s == pytest.approx(after_s, abs=1e-3)
 
 
-def test_where_none_answers_the_error_says_why() -> None:
+async def test_where_none_answers_the_error_says_why() -> None:
     with pytest.raises(Unreachable, match="b: refused"):
-        played({"a": -0.01, "b": -0.02})
+        await played({"a": -0.01, "b": -0.02})
 
 
-def test_a_names_addresses_of_both_families_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_names_addresses_of_both_families_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ("10.0.0.1", "10.0.0.2", "10.0.0.1", "fe80::1%eth0", "2001:db8::1")
 
     async def found(self: object, host: str, port: int, **options: object) -> list[tuple[object, ...]]:
@@ -85,7 +79,7 @@ def test_a_names_addresses_of_both_families_take_turns(monkeypatch: pytest.Monke
         return [(0, 0, 0, "", (one, 7)) for one in hosts]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", found)
-    assert asyncio.run(hosts_of("peer.example", 7)) == ["fe80::1%eth0", "10.0.0.1", "2001:db8::1", "10.0.0.2"]
+    assert await hosts_of("peer.example", 7) == ["fe80::1%eth0", "10.0.0.1", "2001:db8::1", "10.0.0.2"]
 
 
 @pytest.mark.parametrize(

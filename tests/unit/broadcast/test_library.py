@@ -59,6 +59,16 @@ def library(folder: Path, store_bytes: int = 0, recent_bytes: int = 16 << 20) ->
     return made
 
 
+def reader_of(held: Library) -> ArtifactReader:
+    return ArtifactReader(held, CatchUpPlanner(ME, held, Meter(), LinkShape()))
+
+
+def exchange_of(held: Library, me: PeerId = ME) -> Exchange:
+    made = Exchange(me, held, BroadcastSession(me), Meter(), Bans())
+    made.trust(LEARNER.peer_id)
+    return made
+
+
 def header_of(version: int, parent: int | None = None, *, run: RunId = RUN, weights_bytes: int = 1000) -> Header:
     artifact = ArtifactId(Version(version), None if parent is None else Version(parent))
     return Header(artifact, run, LINEAGE, float(version), weights_bytes, True, LEARNER.peer_id).signed(LEARNER)
@@ -83,7 +93,7 @@ def added(to: Library, header: Header, size: int, chunk_bytes: int = 1000) -> Ar
 def test_a_chunk_that_the_consumer_does_not_wait_for_brings_it_nothing(tmp_path: Path, seed: int) -> None:
     """So a node wakes it for few of the chunks that come out of order, and it gets all blocks all the same."""
     held, blocks, idle = library(tmp_path), list[bytes](), 0
-    reader = ArtifactReader(held, CatchUpPlanner(ME, held, Meter(), LinkShape()))
+    reader = reader_of(held)
     header, data = header_of(1), [bytes([number]) * 5000 for number in range(8)]
     chunks = [pair for at, block in enumerate(data) for pair in signed_chunks(1000, LEARNER, header.key, 5 * at, block)]
     held.add_header(header)
@@ -105,7 +115,7 @@ def test_what_a_consumer_has_begun_and_gives_up_is_said_and_the_next_begins_with
     tmp_path: Path, why: str
 ) -> None:
     held = library(tmp_path)
-    reader = ArtifactReader(held, CatchUpPlanner(ME, held, Meter(), LinkShape()))
+    reader = reader_of(held)
     first, again = header_of(1), header_of(2 if why == "faster" else 1)
     if why == "replaced":
         again = replace(again, published_unix_s=2.0).signed(LEARNER)
@@ -272,41 +282,36 @@ def test_a_file_that_is_gone_before_it_is_taken_over_is_not_taken_for_held(tmp_p
     assert not found.entries
 
 
-def test_what_is_new_is_of_use_and_costs_its_bringer_none_of_the_loops_time_and_what_is_forged_is_refused(
+async def test_what_is_new_is_of_use_and_costs_its_bringer_none_of_the_loops_time_and_what_is_forged_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk may take long to make a file, in which the link would be read no more."""
     held, header = library(tmp_path), header_of(1)
-    exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
-    exchange.trust(LEARNER.peer_id)
+    exchange = exchange_of(held)
     (made,) = signed_chunks(1000, LEARNER, header.key, 0, bytes(500))
     seal = Seal(header.key, 1, 500, root_of([made[1]]), "").signed(LEARNER)
     asks = Request(PeerId("a"), header.key, (0,))
-
-    async def scene() -> list[bool]:
-        frames = [wire.header_to_bytes(header), wire.seal_to_bytes(seal)]
-        told = [exchange.on_frame(PeerId(name), frames[0]) for name in ("a", "b")]
-        forged = replace(made[0], payload=bytes(499)), replace(seal, fingerprint="another")
-        for frame in (wire.chunk_to_bytes(forged[0]), wire.seal_to_bytes(forged[1])):
-            with pytest.raises(EchoError):
-                exchange.on_frame(PeerId("c"), frame)
-        for frame in (frames[1], wire.chunk_to_bytes(made[0])):
-            told += [exchange.on_frame(PeerId(name), frame) for name in ("a", "b")]
-        link = exchange.links[PeerId("a")] = Mock()
-        for event in (PeerUp(PeerId("a")), *[asks] * 2):
-            exchange.act(event)
-        (sent,) = link.send_chunk.call_args.args
-        exchange.on_sent(sent, None)
-        later = exchange.now() + 5.0
-        monkeypatch.setattr(Exchange, "now", lambda _: later)
-        exchange.act(asks)
-        assert link.send_chunk.call_count == 2, "the disk did not give it, so it is not on its way"
-        held.drop(header.key)
-        told.append(exchange.on_frame(PeerId("a"), frames[0]))
-        exchange.stop_timer()
-        return told
-
-    assert asyncio.run(scene()) == [True, False] * 3 + [False], "what was dropped may be told again without end"
+    frames = [wire.header_to_bytes(header), wire.seal_to_bytes(seal)]
+    told = [exchange.on_frame(PeerId(name), frames[0]) for name in ("a", "b")]
+    forged = replace(made[0], payload=bytes(499)), replace(seal, fingerprint="another")
+    for frame in (wire.chunk_to_bytes(forged[0]), wire.seal_to_bytes(forged[1])):
+        with pytest.raises(EchoError):
+            exchange.on_frame(PeerId("c"), frame)
+    for frame in (frames[1], wire.chunk_to_bytes(made[0])):
+        told += [exchange.on_frame(PeerId(name), frame) for name in ("a", "b")]
+    link = exchange.links[PeerId("a")] = Mock()
+    for event in (PeerUp(PeerId("a")), *[asks] * 2):
+        exchange.act(event)
+    (sent,) = link.send_chunk.call_args.args
+    exchange.on_sent(sent, None)
+    later = exchange.now() + 5.0
+    monkeypatch.setattr(Exchange, "now", lambda _: later)
+    exchange.act(asks)
+    assert link.send_chunk.call_count == 2, "the disk did not give it, so it is not on its way"
+    held.drop(header.key)
+    told.append(exchange.on_frame(PeerId("a"), frames[0]))
+    exchange.stop_timer()
+    assert told == [True, False] * 3 + [False], "what was dropped may be told again without end"
 
 
 def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
@@ -433,8 +438,7 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
 ) -> None:
     held = library(tmp_path)
     made = [header_of(1), replace(header_of(1), published_unix_s=2.0).signed(LEARNER)]
-    exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
-    exchange.trust(LEARNER.peer_id)
+    exchange = exchange_of(held)
     for number in order:
         exchange.on_header(PeerId("peer"), made[number])
     exchange.on_header(PeerId("peer"), header_of(2, run=RunId("another")))  # signed by our publisher, of no use here
@@ -445,8 +449,7 @@ async def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_
     assert list(held.entries) == [made[1].key]
     exchange.trust(PeerId("the learner that took its place"))
     assert not held.entries, "nobody takes what another has signed"
-    publisher = Exchange(LEARNER.peer_id, library(tmp_path / "publisher"), BroadcastSession(ME), Meter(), Bans())
-    publisher.publisher = LEARNER.peer_id
+    publisher = exchange_of(library(tmp_path / "publisher"), LEARNER.peer_id)
     publisher.on_header(PeerId("peer"), header_of(1))
     assert not publisher.library.entries, "what it has dropped itself is not announced again"
 
@@ -485,27 +488,23 @@ def test_what_was_left_is_taken_over_at_once_and_a_large_file_is_dropped_without
     assert not list(tmp_path.iterdir()) and found.store.used_bytes == 0 and found.frame(key, 0) is None
 
 
-def test_the_loop_goes_on_while_chunks_are_checked_and_checking_is_given_up_between_two_pieces(
+async def test_the_loop_goes_on_while_chunks_are_checked_and_checking_is_given_up_between_two_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo2.broadcast.library.PIECE_BYTES", 4 << 20)
     key = left(tmp_path, 200)
     unchecked = LeftFile(*tmp_path.iterdir())
     assert len(list(iter(lambda: unchecked.check_some(16 * CHUNK_BYTES), False))) == 200 // 16
-
-    async def scene() -> tuple[float, float]:
-        found = library(tmp_path)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                async for _ in restored(found, ME):
-                    pass
-        assert key not in found.entries and len(list(tmp_path.iterdir())) == 1, "the next start checks it"
-        on_loop_s, in_all_s = time.thread_time(), time.process_time()
-        async for _ in restored(library(tmp_path), ME):
-            pass
-        return time.thread_time() - on_loop_s, time.process_time() - in_all_s
-
-    on_loop_s, in_all_s = asyncio.run(scene())
+    found = library(tmp_path)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            async for _ in restored(found, ME):
+                pass
+    assert key not in found.entries and len(list(tmp_path.iterdir())) == 1, "the next start checks it"
+    on_loop_s, in_all_s = time.thread_time(), time.process_time()
+    async for _ in restored(library(tmp_path), ME):
+        pass
+    on_loop_s, in_all_s = time.thread_time() - on_loop_s, time.process_time() - in_all_s
     assert on_loop_s < 0.5 * in_all_s, "the loop's thread checks chunks itself"
 
 

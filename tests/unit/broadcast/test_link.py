@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import cast
 from unittest import mock
 
@@ -29,11 +29,11 @@ from echo2.broadcast.link import CONTROL_FRAMES_MAX, FINISH_S, PeerLink, greet
 from echo2.broadcast.pace import SLOTS_PER_PEER
 from echo2.broadcast.plan import CHUNK_BYTES_MIN
 from echo2.outside.guard import FairShare
-from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
 RUN, KEY = RunId("a-run"), ArtifactKey(b"k" * 16)
 
 
@@ -64,14 +64,6 @@ class Hung:
         self.is_closed = True
 
 
-def run(scene: Coroutine[None, None, None]) -> None:
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(scene)
-    finally:
-        loop.close()
-
-
 @pytest.mark.parametrize(
     ("frames", "error"),
     [
@@ -82,12 +74,11 @@ def run(scene: Coroutine[None, None, None]) -> None:
         ((wire.hello(PROTOCOL_VERSION, RunId("another")),), "of run another"),
     ],
 )
-def test_whoever_does_not_greet_as_a_peer_of_the_run_gets_no_link(frames: tuple[bytes | None, ...], error: str) -> None:
-    async def scene() -> None:
-        with pytest.raises(EchoError, match=error):
-            await greet(cast(Connection, Hung(*frames)), RUN)
-
-    run(scene())
+async def test_whoever_does_not_greet_as_a_peer_of_the_run_gets_no_link(
+    frames: tuple[bytes | None, ...], error: str
+) -> None:
+    with pytest.raises(EchoError, match=error):
+        await greet(cast(Connection, Hung(*frames)), RUN)
 
 
 def test_whoever_breaks_the_protocol_is_banned_and_nobody_for_another_release_or_for_what_we_lack() -> None:
@@ -101,7 +92,7 @@ def linked(line: Hung) -> PeerLink:
     return PeerLink(cast(Connection, line), exchange, FairShare())
 
 
-def test_control_frames_go_first_and_in_their_order_and_a_peer_that_takes_none_has_a_bound() -> None:
+async def test_control_frames_go_first_and_in_their_order_and_a_peer_that_takes_none_has_a_bound() -> None:
     line = Hung()
     link = linked(line)
     for index in range(4):
@@ -111,62 +102,52 @@ def test_control_frames_go_first_and_in_their_order_and_a_peer_that_takes_none_h
         link.send_control(b"more")
     with pytest.raises(LimitExceeded, match="expected it to read"):
         link.send_control(b"too many")
-
-    async def scene() -> None:
-        running = asyncio.create_task(link.run())
-        await asyncio.sleep(0.2 * CONTROL_FRAMES_MAX)
-        await link.close()
-        await running
-
-    run(scene())
+    running = asyncio.create_task(link.run())
+    await asyncio.sleep(0.2 * CONTROL_FRAMES_MAX)
+    await link.close()
+    await running
     assert [frame[-1] for frame in line.sent[:4]] == [100, 101, 102, 103]
     assert [frame[-1] for frame in line.sent[CONTROL_FRAMES_MAX:]] == [0, 1, 2, 3]
     assert link.sent_bytes == sum(map(len, line.sent))
 
 
 @pytest.mark.parametrize("ends", ["cut", "given up", "with the link"])
-def test_chunks_go_over_whichever_connection_is_free_and_those_that_one_did_not_take_over_another(ends: str) -> None:
+async def test_chunks_go_over_whichever_connection_is_free_and_those_that_one_did_not_take_over_another(
+    ends: str,
+) -> None:
     line, further = Hung(), Hung(is_cut=ends == "cut")
     link = linked(line)
-
-    async def scene() -> None:
-        running = asyncio.create_task(link.run())
-        carrying = asyncio.create_task(link.carry(cast(Connection, further)))
-        await asyncio.sleep(0.1)
-        for index in range(9):
-            link.send_chunk(SendChunk(PeerId("peer"), KEY, index, None))
-        await asyncio.sleep(0.25)
-        assert link.width == (1 if ends == "cut" else 2)
-        if ends == "given up":
-            link.narrow()
-        await asyncio.sleep(FINISH_S + 5.0)
-        assert carrying.done() == (ends != "with the link") and link.width == 1 + (ends == "with the link")
-        await link.close()
-        await asyncio.gather(running, carrying)
-
-    run(scene())
+    running = asyncio.create_task(link.run())
+    carrying = asyncio.create_task(link.carry(cast(Connection, further)))
+    await asyncio.sleep(0.1)
+    for index in range(9):
+        link.send_chunk(SendChunk(PeerId("peer"), KEY, index, None))
+    await asyncio.sleep(0.25)
+    assert link.width == (1 if ends == "cut" else 2)
+    if ends == "given up":
+        link.narrow()
+    await asyncio.sleep(FINISH_S + 5.0)
+    assert carrying.done() == (ends != "with the link") and link.width == 1 + (ends == "with the link")
+    await link.close()
+    await asyncio.gather(running, carrying)
     chunks = [frame for frame in further.sent if frame != b"header"]
     assert sorted(frame[-1] for frame in line.sent + chunks) == list(range(9))
     if ends != "cut":
         assert further.sent == [b"header", *chunks] and len(chunks) > 1
 
 
-def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() -> None:
+async def test_a_link_to_a_peer_that_hangs_closes_as_fast_as_one_of_its_connections() -> None:
     lines = [Hung() for _ in range(8)]
-
-    async def scene() -> None:
-        loop = asyncio.get_running_loop()
-        first, *others = (cast(Connection, line) for line in lines)
-        link = PeerLink(first, mock.Mock(spec=Exchange), FairShare())  # it has nothing to send
-        carrying = [asyncio.create_task(link.carry(other)) for other in others]
-        await asyncio.sleep(0)
-        assert link.width == len(lines)
-        begun = loop.time()
-        await link.close()
-        assert loop.time() - begun <= 1.5 * CLOSE_S and all(line.is_closed for line in lines)
-        await asyncio.gather(*carrying)
-
-    run(scene())
+    loop = asyncio.get_running_loop()
+    first, *others = (cast(Connection, line) for line in lines)
+    link = PeerLink(first, mock.Mock(spec=Exchange), FairShare())  # it has nothing to send
+    carrying = [asyncio.create_task(link.carry(other)) for other in others]
+    await asyncio.sleep(0)
+    assert link.width == len(lines)
+    begun = loop.time()
+    await link.close()
+    assert loop.time() - begun <= 1.5 * CLOSE_S and all(line.is_closed for line in lines)
+    await asyncio.gather(*carrying)
 
 
 class Read:
