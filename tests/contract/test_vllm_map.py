@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import pytest
 import torch
 
 from echo2.base.errors import EngineError
-from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.rollout import SamplingParams
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.vllm.vllm_engine import VllmEngine
-from tests.contract.engine_rig import delta_of, keyframe_of, refused, tiny_config
+from tests.contract.engine_rig import delta_of, generated, keyframe_of, refused, tiny_config
 from tests.contract.families import FAMILIES, RATIO_OFF_MAX, outcome_of
-from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.vllm
 EXPERTS = 4
@@ -104,39 +102,30 @@ def test_what_vllm_derives_at_loading_is_refused_by_name() -> None:
         _refuse_detached(model)
 
 
-def test_a_mixture_of_experts_is_mapped_changed_and_refused_by_name(tmp_path: Path) -> None:
+async def test_a_mixture_of_experts_is_mapped_changed_and_refused_by_name(tmp_path: Path) -> None:
     tensors = checkpoint()
     changed = {n: (t + 0.05 * (torch.rand_like(t.float()) < 0.1)).bfloat16() for n, t in tensors.items()}
+    engine = VllmEngine(CONFIG, slot_count=2)
+    await engine.start()
+    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+    without = {name: tensor for name, tensor in tensors.items() if name != expert}
+    message = await refused(engine.swap(keyframe_of(without, 0), SwapMode.RECOMPUTE_KV), EngineError)
+    assert "experts" in message and "model.layers.1" in message
+    unknown = tensors | {"model.layers.0.mlp.shared_expert.weight": torch.zeros(4, 4)}
+    message = await refused(engine.swap(keyframe_of(unknown, 0), SwapMode.RECOMPUTE_KV), EngineError)
+    assert "model.layers.0.mlp.shared_expert.weight" in message
+    assert engine.version is None
 
-    async def body() -> tuple[list[int], list[float]]:
-        engine = VllmEngine(CONFIG, slot_count=2)
-        await engine.start()
-        expert = "model.layers.1.mlp.experts.2.up_proj.weight"
-        without = {name: tensor for name, tensor in tensors.items() if name != expert}
-        message = await refused(engine.swap(keyframe_of(without, 0), SwapMode.RECOMPUTE_KV), EngineError)
-        assert "experts" in message and "model.layers.1" in message
-        unknown = tensors | {"model.layers.0.mlp.shared_expert.weight": torch.zeros(4, 4)}
-        message = await refused(engine.swap(keyframe_of(unknown, 0), SwapMode.RECOMPUTE_KV), EngineError)
-        assert "model.layers.0.mlp.shared_expert.weight" in message
-        assert engine.version is None
+    await engine.swap(keyframe_of(tensors, 0), SwapMode.RECOMPUTE_KV)
+    assert await engine.fingerprint(5) == fingerprint(tensors, 5)
+    await engine.swap(delta_of(tensors, changed, 0, 1), SwapMode.RECOMPUTE_KV)
+    assert await engine.fingerprint(5) == fingerprint(changed, 5)
 
-        await engine.swap(keyframe_of(tensors, 0), SwapMode.RECOMPUTE_KV)
-        assert await engine.fingerprint(5) == fingerprint(tensors, 5)
-        await engine.swap(delta_of(tensors, changed, 0, 1), SwapMode.RECOMPUTE_KV)
-        assert await engine.fingerprint(5) == fingerprint(changed, 5)
-
-        engine.submit(GenerateRequest("r", (1, 2, 3), (), SamplingParams(max_new_tokens=16), "r"))
-        token_ids: list[int] = []
-        raw: list[float] = []
-        while True:
-            for chunk in await engine.next_chunks():
-                token_ids += chunk.token_ids
-                raw += chunk.raw_logprobs
-                if chunk.finish_reason is not FinishReason.UNFINISHED:
-                    await engine.stop()
-                    return token_ids, raw
-
-    token_ids, raw = asyncio.run(asyncio.wait_for(body(), WAIT_S))
+    request = GenerateRequest("r", (1, 2, 3), (), SamplingParams(max_new_tokens=16), "r")
+    chunks = (await generated(engine, [request]))["r"]
+    await engine.stop()
+    token_ids = [token for chunk in chunks for token in chunk.token_ids]
+    raw = [logprob for chunk in chunks for logprob in chunk.raw_logprobs]
     with torch.no_grad():
         logits = judge(tmp_path, changed)(torch.tensor([[1, 2, 3, *token_ids]])).logits[0]
     expected = torch.log_softmax(logits[2:-1], dim=-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]

@@ -3,7 +3,6 @@ computes with."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from echo2.weights.routers import Routers
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 from tests.contract.engine_rig import delta_of, generated, keyframe_of, make_versions, tiny_config
-from tests.patience import WAIT_S
 from tests.unit.learner.made import new_trainer
 from tests.unit.learner.test_routing import off, sampled, save_undecided, without_routing
 
@@ -49,31 +47,25 @@ def request(name: str, prompt: tuple[int, ...], seed: int, token_ids: tuple[int,
     )
 
 
-def test_each_token_and_a_prompt_found_in_the_cache_tell_the_experts_that_computed_them() -> None:
+async def test_each_token_and_a_prompt_found_in_the_cache_tell_the_experts_that_computed_them() -> None:
     old, new, _ = make_versions(CONFIG)
-
-    async def body() -> tuple[dict[str, list[TokenChunk]], ...]:
-        engine = VllmEngine(CONFIG, slot_count=4)
-        await engine.start()
-        try:
-            await engine.swap(keyframe_of(old, 0), SwapMode.RECOMPUTE_KV)
-            group = await generated(engine, [request(f"a/{seed}", PROMPT, seed) for seed in range(6)])
-            longer = PROMPT + tokens_of(group["a/0"])
-            turn = await generated(engine, [request("b/0", longer, 1), request("c/0", (5,), 2)])
-            await engine.swap(delta_of(old, new, 0, 1), SwapMode.RECOMPUTE_KV)
-            begun = tokens_of(group["a/1"])[:10]
-            after = await generated(engine, [request("d/0", PROMPT, 3), request("e/0", PROMPT, 4, begun)])
-            return group, turn, after
-        finally:
-            await engine.stop()
-
-    group, turn, after = asyncio.run(asyncio.wait_for(body(), WAIT_S))
-    prompts = {"b/0": PROMPT + tokens_of(group["a/0"]), "c/0": (5,)}
-    begun = {"e/0": tokens_of(group["a/1"])[:10]}
+    engine = VllmEngine(CONFIG, slot_count=4)
+    await engine.start()
+    try:
+        await engine.swap(keyframe_of(old, 0), SwapMode.RECOMPUTE_KV)
+        group = await generated(engine, [request(f"a/{seed}", PROMPT, seed) for seed in range(6)])
+        longer = PROMPT + tokens_of(group["a/0"])
+        turn = await generated(engine, [request("b/0", longer, 1), request("c/0", (5,), 2)])
+        await engine.swap(delta_of(old, new, 0, 1), SwapMode.RECOMPUTE_KV)
+        begun = tokens_of(group["a/1"])[:10]
+        after = await generated(engine, [request("d/0", PROMPT, 3), request("e/0", PROMPT, 4, begun)])
+    finally:
+        await engine.stop()
+    prompts = {"b/0": longer, "c/0": (5,)}
     for judge, told in ((old, group | turn), (new, after)):
         for name, chunks in told.items():
             prompt = prompts.get(name, PROMPT)
-            before = prompt + begun.get(name, ())
+            before = prompt + (begun if name == "e/0" else ())
             expected = chosen_by(judge, before + tokens_of(chunks))
             found = rows_of(b"".join(chunk.routing.tokens for chunk in chunks))
             assert np.array_equal(found, expected[len(before) - 1 : -1]), name

@@ -19,99 +19,64 @@ from echo2.broadcast.nat.reach import Nat
 from tests.patience import WAIT_S
 
 
-@pytest.mark.parametrize("is_closed_amid", [False, True])
-def test_libp2p_is_started_until_it_runs_and_a_node_that_closes_leaves_none_of_it(
-    is_closed_amid: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tries, relays = list[int](), list[tuple[str, str]]()
+class FakeHost:
+    """Of libp2p. `act`: how its start goes; it "fails", "hangs" before it listens, "listens", or does until a relay is to be kept
+    and then "ends"."""
 
-    class Host:
-        """Fails once, then listens; where the node is closed amid its start, it never comes to listen."""
+    port = 7
 
-        port = 7
+    def __init__(self, act: str, relays: list[tuple[str, str]]) -> None:
+        self.act, self.relays, self.is_to_end = act, relays, trio.Event()
 
-        def __init__(self, *_: Any) -> None:
-            self.number = len(tries)
-            tries.append(self.number)
-
-        async def run(self, started: Callable[[], object]) -> None:
-            if not is_closed_amid and self.number == 0:
-                raise OSError("no descriptors are left")
-            if not is_closed_amid:
-                started()
-            await trio.sleep_forever()
-
-        async def keep_relays(self, wanted: dict[PeerId, str]) -> None:
-            relays.extend(wanted.items())
-
-        async def close(self) -> None: ...
-
-    async def until(holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not holds():
-                await asyncio.sleep(0.01)
-
-    async def main() -> None:
-        credentials: Any = None
-        nat = Nat(credentials)
-        nat.use_relay(PeerId("relay"), "relay.example:1")
-        await until(lambda: tries if is_closed_amid else relays)
-        await nat.close()
-        await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "libp2p"])
-
-    monkeypatch.setattr(libp2p, "P2pHost", Host)
-    monkeypatch.setattr(reach, "START_PAUSE_S", 0.0)
-    with caplog.at_level(logging.WARNING, "echo2.broadcast"):
-        asyncio.run(main())
-    warnings = [record.getMessage() for record in caplog.records]
-    if is_closed_amid:
-        assert tries == [0] and not warnings
-    else:
-        assert tries == [0, 1] and relays == [("relay", "relay.example:1")]
-        assert [text.partition(";")[0] for text in warnings] == ["libp2p did not start: no descriptors are left"]
-
-
-async def test_libp2p_that_ends_is_started_again_with_its_relays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    relays = list[tuple[str, str]]()
-
-    class Host:
-        """Ends once a relay is to be kept, the first time."""
-
-        port = 7
-
-        def __init__(self, *_: Any) -> None:
-            self.is_to_end = trio.Event()
-
-        async def run(self, started: Callable[[], object]) -> None:
+    async def run(self, started: Callable[[], object]) -> None:
+        if self.act == "fails":
+            raise OSError("no descriptors are left")
+        if self.act != "hangs":
             started()
+        if self.act == "ends":
             await self.is_to_end.wait()
             raise OSError("a listener is gone")
+        await trio.sleep_forever()
 
-        async def keep_relays(self, wanted: dict[PeerId, str]) -> None:
-            if not relays:
-                self.is_to_end.set()
-            relays.extend(wanted.items())
+    async def keep_relays(self, wanted: dict[PeerId, str]) -> None:
+        self.relays.extend(wanted.items())
+        self.is_to_end.set()
 
-        async def close(self) -> None: ...
+    async def close(self) -> None: ...
 
-    monkeypatch.setattr(libp2p, "P2pHost", Host)
+
+@pytest.mark.parametrize(
+    ("acts", "relay_count", "warned"),
+    [
+        (["hangs"], 0, []),
+        (["fails", "listens"], 1, ["libp2p did not start: no descriptors are left"]),
+        (["ends", "listens"], 2, ["libp2p: OSError: a listener is gone", "libp2p has ended"]),
+    ],
+)
+async def test_libp2p_is_started_until_it_runs_and_again_with_its_relays_and_a_node_that_closes_leaves_none_of_it(
+    acts: list[str],
+    relay_count: int,
+    warned: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    relays, left = list[tuple[str, str]](), list(acts)
+    monkeypatch.setattr(libp2p, "P2pHost", lambda *_: FakeHost(left.pop(0), relays))
     monkeypatch.setattr(reach, "START_PAUSE_S", 0.0)
     credentials: Any = None
     nat = Nat(credentials)
     with caplog.at_level(logging.WARNING, "echo2.broadcast"):
         nat.use_relay(PeerId("relay"), "relay.example:1")
-        async with asyncio.timeout(WAIT_S):
-            while len(relays) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: not left and len(relays) == relay_count)
         await nat.close()
-    assert relays == 2 * [("relay", "relay.example:1")]
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        "libp2p: OSError: a listener is gone", "libp2p has ended",
-    ]  # fmt: skip
-    async with asyncio.timeout(WAIT_S):  # the first thread ends by itself
-        while any(thread.name == "libp2p" for thread in threading.enumerate()):
+    await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "libp2p"])
+    assert relays == relay_count * [("relay", "relay.example:1")]
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == warned
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
             await asyncio.sleep(0.01)
 
 
