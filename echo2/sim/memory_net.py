@@ -381,30 +381,24 @@ class MemoryChannel:
             await self._change_from(state)
 
     async def _keep_trying(self) -> None:
+        net, place = self._net, (self._host, self._port)
         try:
             while self._state is not grpc.ChannelConnectivity.SHUTDOWN:
                 self._set(grpc.ChannelConnectivity.CONNECTING)
-                self._why = await self._once()
-                if not self._why:
-                    self._failures = 0
+                try:
+                    end, _ = await connect(net.process, net.wires, place, self._dialled, CONNECT_S, is_own_checked=True)
+                except ConnectionError as error:
+                    self._why = str(error)
+                else:
+                    self._link, self._failures = Link(end, None, self._lost), 0
                     self._set(grpc.ChannelConnectivity.READY)
                     return
                 self._set(grpc.ChannelConnectivity.TRANSIENT_FAILURE)
                 pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 1.6**self._failures)
                 self._failures += 1
-                await asyncio.sleep(pause_s * self._net.process.rng.uniform(0.8, 1.2))
+                await asyncio.sleep(pause_s * net.process.rng.uniform(0.8, 1.2))
         finally:
             self._connecting = None
-
-    async def _once(self) -> str:
-        """Makes one attempt to connect; returns why it failed, or an empty text."""
-        net, place = self._net, (self._host, self._port)
-        try:
-            end, _ = await connect(net.process, net.wires, place, self._dialled, CONNECT_S, is_own_checked=True)
-        except ConnectionError as error:
-            return str(error)
-        self._link = Link(end, None, self._lost)
-        return ""
 
     def _lost(self, reason: str) -> None:
         self._link = None
