@@ -74,6 +74,7 @@ REST_S, REST_S_MAX = 60.0, 3600.0
 NAME_CHARS, CHECK_CHARS = 12, 6  # of a machine's id: what sets it apart, and of that the digest
 MACHINES_MAX = 20_000  # as many as workers (hub); those that ended count
 REASON_CHARS_MAX = 1000  # an error of a cloud's library
+UNLISTED = "its provider did not list it while its worker was connected: see where you rent that it ends"
 _UNSEEN = "nothing has been looked at yet"
 _Listing = asyncio.Task[dict[str, ObservedMachine]]
 _log = logging.getLogger("echo2.coordinator")
@@ -193,17 +194,18 @@ class Provisioner:
                 raise ended
 
     async def _release(self, machine: RentedMachine, reason: str) -> None:
-        """A machine that a person ends stays on the bill until its worker is gone, and is asked about again at the next look."""
-        workers = self._hub.money.workers_of(machine) if machine.provider == "manual" else []
+        """A machine that a person has to end stays on the bill until its worker is gone, and each look asks again."""
+        try:
+            await self._provider(machine).release(machine.machine_id)
+        except Exception as error:
+            raise _told(error) from error
+        is_by_hand = machine.provider == "manual" or machine.notice == UNLISTED
+        workers = self._hub.money.workers_of(machine) if is_by_hand else []
         if any(worker.last_liveness is not Liveness.GONE for worker in workers):
             for worker in workers:
                 if worker.setting is not OperatorSetting.DRAINING:  # it came back
                     self._hub.drain(worker.peer_id, f"its machine is given back: {reason}")
             return
-        try:
-            await self._provider(machine).release(machine.machine_id)
-        except Exception as error:
-            raise _told(error) from error
         self._ended(machine, "released", reason)
 
     async def _in_time(self, machine: RentedMachine, work: Coroutine[None, None, None]) -> None:
@@ -380,7 +382,7 @@ class Provisioner:
             self._journal(machine, "release", "it was taken for gone, and its provider lists it")
 
     def _is_now(self, machine: RentedMachine, state: MachineState) -> None:
-        if machine.state is not state:
+        if machine.state is not state or machine.notice:
             machine.state, machine.notice = state, ""
             self._keep(machine)
 
@@ -391,7 +393,10 @@ class Provisioner:
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)
         elif any(worker.last_liveness is Liveness.ALIVE for worker in self._hub.money.workers_of(machine)):
-            return  # its provider is wrong
+            if machine.notice != UNLISTED:  # its provider is wrong
+                machine.notice = UNLISTED
+                self._hub.note("machine", f"{machine.machine_id}: {UNLISTED}")
+                self._keep(machine)
         elif asked_at - self._known_at.get(machine.machine_id, self._hub.started_at) >= LOST_AFTER_S:
             self._ended(machine, "lost", "its provider does not list it any longer")
 

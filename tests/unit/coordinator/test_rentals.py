@@ -409,23 +409,29 @@ class ByHand(Scene):
 BY_HAND = MachineOffer("hand", "manual", usd_per_hour=1.0, is_automatic=False)
 
 
-async def test_a_machine_that_a_person_ends_is_on_the_bill_until_its_worker_is_gone(tmp_path: Path) -> None:
-    run = ByHand(tmp_path, Cloud())
-    machine = await run.provisioner.rent("hand", "", "because")
+@pytest.mark.parametrize("offer", ["hand", "gpu"])
+async def test_a_machine_that_only_a_person_can_end_is_on_the_bill_until_its_worker_is_gone(
+    tmp_path: Path, offer: str
+) -> None:
+    run = (ByHand if offer == "hand" else Scene)(tmp_path, Cloud())
+    machine = await run.provisioner.rent(offer, "", "because")
     peer = run.join(machine)
     worker = run.hub.membership.members[peer]
     run.hub.review(worker)
+    run.cloud.there.clear()  # it runs on, and its provider does not list it
+    await run.look()
+    assert ("where you rent" in machine.notice) == (offer == "gpu")
     await run.provisioner.release(machine.machine_id, "enough")
     assert worker.activation is Activation.DRAINING and machine.state is MachineState.RELEASING
     worker.heard_at = run.clock.time = run.clock.time + 3600
     run.hub.membership.on_hello(peer, worker.hello, run.clock.now())
     await run.look()
     assert worker.activation is Activation.DRAINING, "it is given no work once it is back either"
-    assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
+    assert run.hub.money.sums().usd_spent == pytest.approx(machine.usd_per_hour)
     run.hub.part_with(peer, "ended by its owner")
     await run.look(5)
     assert not machine.is_open and run.journal()[-1][0] == "released"
-    other = await run.provisioner.rent("hand", "", "because")
+    other = await run.provisioner.rent(offer, "", "because")
     await run.provisioner.release(other.machine_id, "nobody has joined from it")
     assert not other.is_open
 
