@@ -9,7 +9,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,9 +377,9 @@ def crash_image(run: Run, target: Path) -> list[torch.Tensor]:
     return [master.clone() for master in run.learner.loop.p.model.masters]  # type: ignore[attr-defined]
 
 
-def prepared_from(options: LearnerOptions) -> Prepared:
+def prepared_from(options: LearnerOptions, make: Callable[..., Prepared] = prepare) -> Prepared:
     folder = RunFolder(options.folder)
     try:
-        return prepare(options, folder)
+        return make(options, folder)
     finally:
         folder.release()

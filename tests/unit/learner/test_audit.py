@@ -624,10 +624,14 @@ LIES = {
     "the same, of a known kind": Lie(lambda bench: made.near_misses(bench, 0.6, tries=4), ANY, 60, is_known=True),
     "one of a token's two numbers forged": Lie(made.forged_raw, ("intake",), 1),
     "one token": Lie(made.one_token, ("intake",), 1),
+    "the version before, in float32": Lie(made.one_behind, ANY, 160, is_known=True),
+    "tokens of two versions behind": Lie(lambda bench: made.others_tokens(bench, made.OLDEST), ANY, 160, is_known=True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize(
+    "name", [*[*LIES][:-2], *(pytest.param(name, marks=pytest.mark.soak) for name in [*LIES][-2:])]
+)
 def test_a_worker_that_does_not_sample_from_what_it_claims_is_found_out(bench: made.Bench, name: str) -> None:
     lie = LIES[name]
     _, rollouts, accusation = made.watched(
@@ -635,10 +639,3 @@ def test_a_worker_that_does_not_sample_from_what_it_claims_is_found_out(bench: m
     )
     assert accusation is not None and accusation.bet in lie.bets and rollouts <= lie.rollouts_max
     assert lie.is_certain in (None, accusation.is_certain)
-
-
-@pytest.mark.soak
-def test_it_is_found_out_in_float32_and_two_versions_behind_too(bench: made.Bench) -> None:
-    for make in (made.one_behind(bench), made.others_tokens(bench, made.OLDEST)):
-        _, rollouts, accusation = made.watched(bench, make, 20, noise=made.fleet_noise("embedded none", 0.002))
-        assert accusation is not None and rollouts <= 160

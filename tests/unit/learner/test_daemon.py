@@ -24,7 +24,7 @@ from echo2.base.errors import (
     TaskError,
     TrainingError,
 )
-from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.cli.main import main
 from echo2.control.session import ControlSession
@@ -32,7 +32,7 @@ from echo2.coordinator.planning.telemetry import LearnerBoard
 from echo2.learner.learner import LearnerDaemon, as_reported, parts_of
 from echo2.learner.loop import keep_for_inspection
 from echo2.learner.options import LearnerLimits, RunFolder
-from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore
+from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.startup import export_run
@@ -323,28 +323,21 @@ def test_a_learner_goes_on_under_the_coordinator_that_its_link_names_and_another
 # ---- ends that somebody must mend
 
 
-def test_what_fails_beside_training_ends_the_run(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("part", "method", "error", "steps"),
+    [
+        (RolloutPool, "tick", StateError("journal: expected to write, got: a test"), 100_000),
+        (CheckpointStore, "save", DiskFull("expected room for a checkpoint, got: a test"), 1),
+    ],
+    ids=["beside training", "last checkpoint"],
+)
+def test_what_fails_beside_training_or_for_the_last_checkpoint_ends_the_run(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: type, method: str, error: EchoError, steps: int
+) -> None:  # fmt: skip
     """Once a second the pool moves evaluations on that nobody answers: a run would wait for them for ever."""
-
-    def broken(pool: RolloutPool, now: float) -> None:
-        raise StateError("journal: expected to write, got: a test")
-
-    monkeypatch.setattr(RolloutPool, "tick", broken)
-    with pytest.raises(StateError, match="expected to write, got: a test"):
-        asyncio.run(Run(options_for(tmp_path / "run", model_path, learner={"steps": 100_000})).finish())
-
-
-def test_a_last_checkpoint_without_room_fails(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(store: CheckpointStore, checkpoint: Checkpoint) -> Step:
-        raise DiskFull("expected room for a checkpoint, got: a test")
-
-    monkeypatch.setattr(CheckpointStore, "save", full)
-    run = Run(options_for(tmp_path / "run", model_path, task={"eval_prompts": 0}, learner={"steps": 1}))
-    with pytest.raises(DiskFull, match="room for a checkpoint"):
+    monkeypatch.setattr(part, method, mock.Mock(side_effect=error))
+    run = Run(options_for(tmp_path / "run", model_path, task={"eval_prompts": 0}, learner={"steps": steps}))
+    with pytest.raises(type(error), match=str(error)):
         asyncio.run(run.finish())
 
 

@@ -85,7 +85,9 @@ def test_an_export_keeps_what_lies_beside_the_weights_with_an_adapter_too(tmp_pa
     assert {name for name in dtypes if dtypes[name] is not torch.bfloat16} == served.kept == kept.keys()
 
 
-def test_a_folder_may_be_named_from_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_may_be_named_from_the_home_and_what_it_lacks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_tiny_model(tmp_path / "model")
     spec = adapter_spec(json.loads(PolicyModel("~/model", "bfloat16", CPU, 1.0, lora_rank=2).config_json()))
@@ -96,6 +98,10 @@ def test_a_folder_may_be_named_from_the_home(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "model" / WEIGHTS).write_bytes(b"cut")
     with pytest.raises(ConfigError, match="~/model: cannot be loaded as a causal LM"):
         load_base("~/model", spec)
+    for content in ("{}", "[]", '{"version": "1.0"}'):
+        (tmp_path / "model" / "tokenizer.json").write_text(content)
+        with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
+            load_tokenizer("~/model")
 
 
 @pytest.mark.parametrize("listed", ["kept beside one file", "of the wrong files"])
@@ -304,11 +310,3 @@ def test_a_hub_id_is_refused_as_a_folder_is(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="this kind of AutoModel: AutoModelForCausalLM") as refused:
         load_whole(str(folder), torch.float32)
     assert len(str(refused.value)) < 500, "not each of the two hundred that it knows"
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", '{"version": "1.0"}'])
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
-    folder = make_tiny_model(tmp_path / "model")
-    (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
-        load_tokenizer(str(folder))

@@ -37,13 +37,13 @@ from echo2.learner.metrics import (
 )
 from echo2.learner.recent import REPORTED_TOKENS_MAX, RecentRollouts, answer, keep, plain
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
-from echo2.learner.startup import RunFolder, prepare
+from echo2.learner.startup import RunFolder
 from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.loss import SUM_NAMES, loss_metrics
 from echo2.learner.training.trainer import StepResult
 from echo2.wire.bounds import LENGTH_SHARES_MAX, ROLLOUTS_SHOWN_MAX, TOKENS_SHOWN_MAX, TURNS_SHOWN_MAX, check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.learner.fleet import options_for, prompts_for
+from tests.unit.learner.fleet import options_for, prepared_from, prompts_for
 from tests.unit.learner.made import group_of, rollout_of
 
 ROW = {"step": 3, "reward/mean": 0.5, "lag/histogram": [7, 0, 2], "is_skipped": False, "note": "text"}
@@ -374,11 +374,7 @@ def test_another_optimisers_state_is_refused(model_path: Path, tmp_path: Path, m
     monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
 
     def begin(run: str, optimizer_state: OptimizerState) -> None:
-        folder, learner = RunFolder(tmp_path / run), {"optimizer_state": optimizer_state}
-        try:
-            prepare(options_for(tmp_path / run, model_path, learner=learner), folder).prompts.close()
-        finally:
-            folder.release()
+        prepared_from(options_for(tmp_path / run, model_path, learner={"optimizer_state": optimizer_state}))
 
     begin("one", "host")
     kept = json.loads((tmp_path / "one" / "run.json").read_text())

@@ -472,10 +472,7 @@ def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
     last = filled(groups, 4)  # what is sampled goes before what is not: the step it takes is no one else's
     groups.close_family(ids[1], "stale")
     assert groups.move_up() == [] and last in groups.groups
-
-
-def test_what_moved_up_between_two_turns_goes_on_for_its_earlier_step() -> None:
-    groups = new_groups(2, 2)
+    groups = new_groups(2, 2)  # what moves up between two turns goes on for its earlier step
     first, second = [groups.open_group(cursor, draw(cursor)).group_id for cursor in range(2)]
     for index in range(2):
         assert verdict(groups, second, index, [9, STOP]) is Verdict.ADMITTED

@@ -17,12 +17,11 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from echo2.base.errors import ConfigError, MalformedMessage, StateError, TaskError
 from echo2.base.ids import Step, Version
 from echo2.config.run import RunConfig
-from echo2.learner.options import LearnerOptions, RunFolder
+from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts import prompts as rollout_prompts
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.groups import Batch, Insertion, turn_of
 from echo2.learner.rollouts.prompts import SKIPS_MAX, Conversations, Prompts, load_tokenizer
-from echo2.learner.startup import prepare
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.tasks.built_in import SortDigits
 from echo2.tasks.chat_format import ChatFormat
@@ -196,12 +195,9 @@ def test_a_template_s_date_is_the_run_s_beginning(tmp_path: Path, model: Path, m
     drawn = []
     for now in (1.7e9, 1.8e9):
         monkeypatch.setattr("echo2.learner.options.unix_now", lambda now=now: now)
-        folder = RunFolder(tmp_path / "run")
-        prepared = prepare(options_for(tmp_path / "run", model), folder)
-        drawn.append(prepared.prompts.draw(0)[0])
-        text = prepared.prompts.tokenizer.decode(drawn[-1]).replace(" ", "")
-        assert text.startswith("20231114221320:")
-        folder.release()
+        prompts = prepared_from(options_for(tmp_path / "run", model)).prompts
+        drawn.append(prompts.draw(0)[0])
+        assert prompts.tokenizer.decode(drawn[-1]).replace(" ", "").startswith("20231114221320:")
     assert drawn[0] == drawn[1]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["began"] == "2023-11-14T22:13:20+00:00"
 

@@ -22,9 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo2.base.errors import ConfigError, StateError, Unreachable
 from echo2.base.ids import Step, Version
 from echo2.learner import startup
-from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
+from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
-from echo2.learner.startup import prepare
 from echo2.learner.training.ranks import Ranks, check_agreement, check_replicas, difference
 from echo2.learner.training.shards import Ahead, HeldVersions, ShardFollower, VersionCoder
 from echo2.weights import DeltaHeader, FrameReader, HostWeights, encode_delta, fingerprint
@@ -37,7 +36,7 @@ from tests.fork_server import ROOT, ForkedProcess
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.unit.learner import two_ranks
-from tests.unit.learner.fleet import RUN
+from tests.unit.learner.fleet import RUN, prepared_from
 from tests.unit.learner.made import config_of
 from tests.unit.learner.tiny import make_tiny_model
 from tests.unit.learner.two_ranks import STEPS
@@ -254,9 +253,7 @@ def whole_run(command: str, models: tuple[Path, Path], folder: Path, *, ends_wel
 def test_a_daemon_on_ranks_publishes_what_workers_hold(models: tuple[Path, Path], tmp_path: Path) -> None:
     summary = whole_run("daemon", models, tmp_path / "run")
     assert summary["merged"] == summary["fingerprint"]
-    folder = RunFolder(tmp_path / "run")
-    resumed = prepare(two_ranks.options_of("bf16", *models, tmp_path / "run"), folder)
-    folder.release()
+    resumed = prepared_from(two_ranks.options_of("bf16", *models, tmp_path / "run"))
     assert resumed.team.step_count == 6 and resumed.checkpoint_step == 6
 
 

@@ -234,10 +234,8 @@ def test_groups_too_old_after_a_replay_are_not_offered_again(kill: Kill, tmp_pat
     """The kill came before it was dropped: one of its rollouts is of version 0, the others are still to be sampled."""
     crashed, _ = kill(tmp_path, 5, kappa=1)
     stale, fresh = begun_groups(crashed, versions=(0, 1))
-    folder = RunFolder(crashed.folder)
-    resumed = prepare_with(new_team(crashed, Ranks()), crashed, folder)
+    resumed = prepared_from(crashed)
     resumed.journal.close()
-    folder.release()
     assert resumed.groups.next_step == 5, "which may train on version 1 and newer"
     (closed,) = [one for one in resumed.groups.closures if one.group_id in (stale, fresh)]
     assert (closed.group_id, closed.reason) == (stale, "stale")
@@ -276,10 +274,8 @@ def test_where_the_store_lost_the_version_a_start_says_so_but_on_the_same_device
     monkeypatch.setattr("echo2.learner.startup.TOLD_EVERY_S", 0.0)
     crashed, _ = kill(tmp_path, 5, kappa=1)
     shutil.rmtree(crashed.chunk_folder)
-    folder = RunFolder(crashed.folder)
     with pytest.raises(FingerprintMismatch, match=r"version \d+: expected the fingerprint.*not in the chunk store"):
-        prepared_elsewhere(crashed, folder)
-    folder.release()
+        prepared_from(crashed, prepared_elsewhere)
     rows = crashed.folder / "metrics.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-2]))
     with caplog.at_level("INFO", "echo2.learner"):

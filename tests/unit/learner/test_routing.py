@@ -27,9 +27,7 @@ from echo2.base.rollout import (
     Verdict,
     unpacked,
 )
-from echo2.learner.options import RunFolder
 from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, extended
-from echo2.learner.startup import prepare
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import Trainer
 from echo2.wire.rollout import rollout_to_message, segment_from_message
@@ -38,7 +36,7 @@ from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
 from tests.contract.engine_rig import generated, keyframe_of, tiny_config
 from tests.contract.families import EXPERTS, save_tiny
-from tests.unit.learner.fleet import options_for
+from tests.unit.learner.fleet import options_for, prepared_from
 from tests.unit.learner.made import new_trainer, rollout_of
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -134,7 +132,7 @@ def without_routing(group: TrainGroup) -> TrainGroup:
     return replace(group, rollouts=tuple(replace(rollout, routing=NO_ROUTING) for rollout in group.rollouts))
 
 
-def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path) -> None:
+def test_replayed_routing_is_kept_and_removes_what_noise_in_the_router_does(model_path: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_path, replay_routing=True, row_tokens=100)
     group = sampled(trainer, 4, noise=1e-6)
     shape = trainer.model.policy.routing
@@ -145,6 +143,8 @@ def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path
     assert off(trainer, group) <= 1e-4
     assert off(trainer, without_routing(group)) > 1e-2
     assert off(new_trainer(model_path), group) > 1e-2
+    replaying = options_for(tmp_path / "run", model_path, learner={"replay_routing": True})
+    assert prepared_from(replaying).groups.row_bytes == SHAPE.row_bytes
 
 
 @pytest.mark.parametrize("more", [{}, {"lora_rank": 2, "kl_coefficient": 0.1}], ids=["whole", "adapter"])
@@ -171,13 +171,6 @@ def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_e
         return
     assert probe.model.flops_per_position == 6 * at_work
     assert len(gates) == 2 and all(not torch.equal(tensor, before[name]) for name, tensor in gates.items())
-
-
-def test_a_learner_that_replays_routes_keeps_them(model_path: Path, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    prepared = prepare(options_for(folder.path, model_path, learner={"replay_routing": True}), folder)
-    folder.release()
-    assert prepared.groups.row_bytes == SHAPE.row_bytes
 
 
 def test_no_routers_and_ones_that_choose_by_something_else_are_refused_at_the_start_of_learner_and_worker(

@@ -87,15 +87,12 @@ def test_the_last_answer_element_counts_else_the_whole_text() -> None:
     assert answer_in(" 42\n") == "42"
 
 
-def test_a_reward_that_is_not_finite_is_refused() -> None:
+def test_a_specification_survives_json_and_what_it_cannot_carry_is_refused_as_are_rewards_not_finite() -> None:
     for odd, got in ((math.nan, "nan"), (None, ""), ("1", ""), (10**400, "")):
         with pytest.raises(TaskError, match=f"value: expected a finite number, got {got}"):
             Reward(odd)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="format"):
         Reward(1.0, {"format": math.inf})
-
-
-def test_a_specification_survives_json_and_refuses_what_json_cannot_carry() -> None:
     spec = TaskSpec("reasoning_gym", {"dataset": "countdown", "options": {"min_numbers": 3}}, seed=7)
     assert spec_from_json(spec.to_json()) == spec
     with pytest.raises(ConfigError, match="JSON"):
