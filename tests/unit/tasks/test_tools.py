@@ -95,39 +95,31 @@ def test_of_arguments_written_in_part_the_whole_ones_are_read(name: str, text: s
 
 
 HOSTILE = {
-    "qwen_coder": [
-        ("<tool_call><function=f>", "<parameter=a>", "</function></tool_call>"),
-        ("<tool_call><function=f>", "<parameter=", "</function></tool_call>"),
-        ("<tool_call><function=f>", "<parameter=a", "</function></tool_call>"),
-        ("<tool_call><function=f>", "<parameter=a>\n", "</function></tool_call>"),
-        ("", "<tool_call><function=f>", "</function></tool_call>"),
+    ("qwen_coder", "<tool_call><function=f>", "</function></tool_call>"): [
+        "<parameter=a>", "<parameter=", "<parameter=a", "<parameter=a>\n"
     ],
-    "glm": [
-        ("<tool_call>f", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
-        ("<tool_call>f", "<arg_key>", "</tool_call>"),
-        ("<tool_call>f", "<arg_key>a</arg_key>", "</tool_call>"),
-        ("<tool_call>f<arg_key>a</arg_key>", " ", "</tool_call>"),
-        ("<tool_call>f", "<arg_key>a</arg_key>  ", "</tool_call>"),
+    ("qwen_coder", "", "</function></tool_call>"): ["<tool_call><function=f>"],
+    ("glm", "<tool_call>f", "</tool_call>"): [
+        "<arg_key>a</arg_key><arg_value>", "<arg_key>", "<arg_key>a</arg_key>", "<arg_key>a</arg_key>  "
     ],
-    "hermes": [
-        ("", "<tool_call>{", "</tool_call>"),
-        ("", "<tool_call>", ""),
-        ("<tool_call>", "[", "</tool_call>"),
-        ("<tool_call>", " \n", "x\t</tool_call>"),
-        ("", "<tool_call>{}</tool_call>", ""),
-        ("</tool_call>", "</tool_call>", "<tool_call>"),
-    ],
-    "mistral": [("", "[TOOL_CALLS][{", ""), ("[TOOL_CALLS]", "[ARGS]", ""), ("", "[TOOL_CALLS]a[ARGS]", "")],
-    "deepseek": [
-        ("", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-        ("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-    ],
-    "granite": [("", "<|tool_call|>", ""), ("<|tool_call|>", "[", "<|/tool_call|>")],
-    "llama": [("<|python_tag|>", "{", ""), ("<|python_tag|>[", "1,", "")],
-    "llama_json": [("", '{"a":', ""), ("[", "[],", "")],
-}
-
-
+    ("glm", "<tool_call>f<arg_key>a</arg_key>", "</tool_call>"): [" "],
+    ("hermes", "", ""): ["<tool_call>", "<tool_call>{}</tool_call>"],
+    ("hermes", "", "</tool_call>"): ["<tool_call>{"],
+    ("hermes", "<tool_call>", "</tool_call>"): ["["],
+    ("hermes", "<tool_call>", "x\t</tool_call>"): [" \n"],
+    ("hermes", "</tool_call>", "<tool_call>"): ["</tool_call>"],
+    ("mistral", "", ""): ["[TOOL_CALLS][{", "[TOOL_CALLS]a[ARGS]"],
+    ("mistral", "[TOOL_CALLS]", ""): ["[ARGS]"],
+    ("deepseek", "", "<｜tool▁call▁end｜>"): ["<｜tool▁call▁begin｜>"],
+    ("deepseek", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"): ["function<｜tool▁sep｜>"],
+    ("granite", "", ""): ["<|tool_call|>"],
+    ("granite", "<|tool_call|>", "<|/tool_call|>"): ["["],
+    ("llama", "<|python_tag|>", ""): ["{"],
+    ("llama", "<|python_tag|>[", ""): ["1,"],
+    ("llama_json", "", ""): ['{"a":'],
+    ("llama_json", "[", ""): ["[],"],
+}  # fmt: skip
+"""What is repeated, by family and what stands before and behind it."""
 SOURCE = CalculatorEnvironments(seed=1, turns_max=3)
 
 
@@ -137,10 +129,10 @@ def answers_to(text: str) -> list[str]:
     return [message.content for message in environment.step(text).messages]
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_a_hostile_completion_of_200_kb_takes_no_time(name: str) -> None:
+@pytest.mark.parametrize(("name", "before", "behind"), HOSTILE)
+def test_a_hostile_completion_of_200_kb_takes_no_time(name: str, before: str, behind: str) -> None:
     """Tenths of a second each; what takes the square of the length took many seconds."""
-    for before, again, behind in HOSTILE[name]:
+    for again in HOSTILE[name, before, behind]:
         text = before + again * (200_000 // len(again)) + behind
         began = time.process_time()
         BY_NAME[name].split(text)
