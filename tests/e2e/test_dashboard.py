@@ -90,13 +90,8 @@ async def shoot(page: Any, name: str) -> None:
 
 async def _empty(chromium: Any, daemon: CoordinatorDaemon) -> None:
     async with page_of(chromium, daemon, 1440, "light") as page:
-        for text in (
-            "waiting for the learner",
-            "No worker has joined yet",
-            "No step yet",
-            "No plan yet",
-            "No lease is out",
-        ):
+        texts = "waiting for the learner", "No worker has joined yet", "No step yet", "No plan yet", "No lease is out"
+        for text in texts:
             await page.get_by_text(text).first.wait_for(timeout=WAIT_MS)
         await shoot(page, "empty-1440-light")
 
