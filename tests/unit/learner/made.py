@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import RunConfig
-from echo2.learner.rollouts.groups import Batch, Insertion, SentTokens, TrainGroup
+from echo2.learner.rollouts.groups import Insertion, SentTokens, TrainGroup
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.trainer import Trainer
 
@@ -55,10 +55,6 @@ def random_groups(seed: int, count: int = 3, temperature: float = 1.0, logprob: 
         rewards = [rng.random() for _ in rollouts]
         groups.append(group_of(prompt, rollouts, rewards, cursor=number, temperature=temperature, max_new_tokens=16))
     return tuple(groups)
-
-
-def batch_of(step: int, seed: int | None = None, count: int = 3) -> Batch:
-    return Batch(Step(step), random_groups(step if seed is None else seed, count))
 
 
 def groups_config(

@@ -394,7 +394,6 @@ async def test_the_trainers_thread_is_left_to_training_between_two_turns() -> No
 
 PROMPT = (5, 6, 7)
 SAMPLED = 40
-WORKER = PeerId("w")
 Snapshots = dict[int, dict[str, torch.Tensor]]
 
 
