@@ -148,9 +148,10 @@ def test_other_ranks_gather_with_their_first(model_path: Path) -> None:
     assert other.told == ["is_gathered"]
 
 
-def test_a_failure_between_two_calls_is_raised_after_the_collective_in_which_other_ranks_wait(
+def test_a_failure_is_raised_after_the_collective_in_which_other_ranks_wait_and_with_a_batch_that_is_told(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The other ranks may have heard that it is over, and train on nothing."""
     own, weights = trainer_of(model_path)
     thread = stepping(own, 0, [])
     assert own.next_batch() is not None
@@ -160,10 +161,6 @@ def test_a_failure_between_two_calls_is_raised_after_the_collective_in_which_oth
         own.hand_in(1, weights)
     assert gathered.called
     thread.join(WAIT_S)
-
-
-def test_a_failure_that_comes_as_a_batch_is_told_is_raised_with_it(model_path: Path) -> None:
-    """The other ranks may have heard that it is over, and train on nothing."""
     own, _ = trainer_of(model_path)
     own.ranks = other = OtherRank()
     other.tell = lambda *_: own.end(StateError("the disk is full"))  # type: ignore[method-assign]
