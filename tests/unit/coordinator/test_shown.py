@@ -221,6 +221,27 @@ async def test_idle_workers_are_sent_home_by_one_button_but_for_those_of_rented_
     assert [one.last_liveness for one in hub.membership.members.values()] == [Liveness.ALIVE, Liveness.GONE]
 
 
+async def test_several_workers_are_drained_and_released_at_once_or_none_of_them(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0, 1.0)
+    hub, members = fleet.hub, fleet.hub.membership.members
+    hub.workers = {peer: StreamSession(peer, lambda refusal: pb.WorkerOrder(refusal=refusal)) for peer in members}
+
+    async def acted(action: str, *peer_ids: str, **more: str) -> dict[str, Any]:
+        return await fleet.commands.act(f"workers/{action}", json.dumps({"peer_ids": peer_ids, **more}).encode())
+
+    assert await acted("state", "w0", "w1", "w0", activation="draining") == {"count": 2}
+    assert [member.activation.value for member in members.values()] == ["draining", "draining", "active"]
+    with pytest.raises(MalformedMessage, match="nobody"):
+        await acted("state", "w0", "nobody", activation="banned")
+    assert not hub.membership.banned, "it is refused whole"
+    assert [await acted("release", "w1", "w2") for _ in range(2)] == [{"count": 2}, {"count": 0}]
+    for peer in ("w1", "w2"):
+        refusal = hub.workers[PeerId(peer)].orders.get_nowait().refusal
+        assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
+    hub.review(hub.membership.on_hello(PeerId("w1"), members[PeerId("w1")].hello, fleet.clock.now()))
+    assert members[PeerId("w1")].last_liveness is Liveness.ALIVE, "it may come again"
+
+
 async def test_a_node_that_reads_no_orders_is_disconnected_and_told_why_before_what_waits() -> None:
     session = StreamSession(PeerId("w"), lambda refusal: pb.WorkerOrder(refusal=refusal))
     for _ in range(SEND_QUEUE_MAX):

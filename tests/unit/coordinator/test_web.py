@@ -107,28 +107,6 @@ async def test_actions_need_our_header_origin_and_host(tmp_path: Path, monkeypat
             assert await status_of(daemon, f"GET {path} HTTP/1.0") == 400
 
 
-async def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) -> None:
-    async with page(tmp_path) as (daemon, web):
-        workers = [await Node.joined(daemon, Role.WORKER) for _ in range(3)]
-        good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
-        assert {row["activation"] for row in (await web.get("/api/state")).json()["workers"].values()} == {"active"}
-        body: dict[str, object] = {"peer_ids": [*ids[:2], ids[0]], "activation": "draining"}
-        assert (await web.post("/api/workers/state", json=body, headers=good)).json() == {"count": 2}
-        rows = (await web.get("/api/state")).json()["workers"]
-        assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]
-        body = {"peer_ids": [*ids, "nobody"], "activation": "banned"}
-        refused = await web.post("/api/workers/state", json=body, headers=good)
-        assert (refused.status_code, "nobody" in refused.json()["error"]) == (400, True)
-        assert not daemon.hub.membership.banned, "it is refused whole"
-        for count in (2, 0):
-            answer = await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)
-            assert answer.json() == {"count": count}
-        for worker in workers[1:]:
-            refusal = await worker.until("refusal")
-            assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
-        assert (await workers[1].hello()).WhichOneof("kind") == "welcome", "it may come again"
-
-
 async def test_the_stream_sends_all_and_then_what_has_changed_though_others_hold_sixty(tmp_path: Path) -> None:
     async with page(tmp_path) as (daemon, web):
         where, worker = urlsplit(daemon.dashboard_url), await Node.join(daemon, Role.WORKER)

@@ -212,13 +212,10 @@ def test_warnings_and_errors_are_kept_within_bounds_and_the_rest_is_not() -> Non
     log.propagate = False
     log.setLevel(logging.DEBUG)
     log.addHandler(tail)
-    try:
-        log.info("all is well")
-        for number in range(50):
-            log.warning("no answer\x1b[2J from %s\n%s", number, "x" * 1000)
-        log.error("the engine failed", exc_info=(ValueError, ValueError("boom"), None))
-    finally:
-        log.removeHandler(tail)
+    log.info("all is well")
+    for number in range(50):
+        log.warning("no answer\x1b[2J from %s\n%s", number, "x" * 1000)
+    log.error("the engine failed", exc_info=(ValueError, ValueError("boom"), None))
     message = tail.message()
     check(message, "this worker")
     assert (tail.count, len(message.lines)) == (51, LOG_LINES_MAX)

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_callers() -> None:
+async def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_callers() -> None:
     told: list[str] = []
 
     class Told:
@@ -32,26 +32,23 @@ def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_call
             raise error
         return 7
 
-    assert asyncio.run(shown(Told(), "compilation", work(None))) == 7
+    assert await shown(Told(), "compilation", work(None)) == 7
     assert told == ["compilation", "compilation ended"]
     with pytest.raises(ValueError, match="boom"):
-        asyncio.run(shown(Told(), "compilation", work(ValueError("boom"))))
+        await shown(Told(), "compilation", work(ValueError("boom")))
     assert told[2:] == ["compilation", "compilation ended"]
 
-    async def cancelled_as_it_fails() -> list[object]:
-        unasked: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unasked.append(context))
-        failing = asyncio.get_running_loop().create_future()
-        caller = asyncio.create_task(shown(Told(), "compilation", failing))
-        await asyncio.sleep(0)
-        failing.set_exception(ValueError("boom"))
-        caller.cancel()
-        await asyncio.wait((caller,))
-        del failing, caller
-        gc.collect()
-        return unasked
-
-    assert not asyncio.run(cancelled_as_it_fails())
+    unasked: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unasked.append(context))
+    failing = asyncio.get_running_loop().create_future()
+    caller = asyncio.create_task(shown(Told(), "compilation", failing))
+    await asyncio.sleep(0)
+    failing.set_exception(ValueError("boom"))
+    caller.cancel()
+    await asyncio.wait((caller,))
+    del failing, caller
+    gc.collect()
+    assert not unasked, "nobody is told of an error that its caller does not wait for any more"
 
 
 def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> None:
@@ -65,18 +62,14 @@ def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> No
     elsewhere.setLevel(logging.CRITICAL)
     assert isinstance(progress_for(terminal, as_json=True), ProgressLines)
     assert isinstance(progress_for(io.StringIO(), as_json=False), ProgressLines)
-    try:
-        bars = progress_for(terminal, as_json=False)
-        bars.at("download", 10_000_000, 40_000_000)
-        assert handler.stream is not terminal and elsewhere.stream is kept
-        logger.warning("a line meanwhile")
-        bars.at("load", 0, 0)
-        bars.ended("download")
-        bars.ended("load")
-        bars.ended("never begun")
-        assert handler.stream is terminal and elsewhere.stream is kept
-    finally:
-        logger.removeHandler(handler)
-        logger.removeHandler(elsewhere)
+    bars = progress_for(terminal, as_json=False)
+    bars.at("download", 10_000_000, 40_000_000)
+    assert handler.stream is not terminal and elsewhere.stream is kept
+    logger.warning("a line meanwhile")
+    bars.at("load", 0, 0)
+    bars.ended("download")
+    bars.ended("load")
+    bars.ended("never begun")
+    assert handler.stream is terminal and elsewhere.stream is kept
     text = terminal.getvalue()
     assert "download" in text and "a line meanwhile" in text

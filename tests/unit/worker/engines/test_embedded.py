@@ -4,10 +4,9 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -30,11 +29,6 @@ from tests.contract.engine_rig import keyframe_of, make_versions, tiny_config
 CONFIG = tiny_config("qwen3")
 BASE = keyframe_of(make_versions(CONFIG)[0], 0)
 PROMPT = (5, 6, 7, 8)
-_T = TypeVar("_T")
-
-
-def run(body: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run(asyncio.wait_for(body, 60))
 
 
 def request(name: str, count: int = 30, done: Sequence[int] = ()) -> GenerateRequest:
@@ -59,7 +53,7 @@ async def said(engine: EmbeddedEngine, name: str, prompt: Sequence[int]) -> tupl
     return (*prompt, *(await collect(engine, name))[name])
 
 
-def test_six_turns_are_those_of_an_engine_that_computes_each_anew() -> None:
+async def test_six_turns_are_those_of_an_engine_that_computes_each_anew() -> None:
     async def played(*, keeps: bool) -> tuple[tuple[int, ...], int]:
         engine = EmbeddedEngine(CONFIG, slot_count=2)
         await engine.start()
@@ -74,7 +68,7 @@ def test_six_turns_are_those_of_an_engine_that_computes_each_anew() -> None:
         assert counts.prompt_tokens == counts.prefilled_tokens + counts.shared_prompt_tokens
         return tokens, counts.prefilled_tokens
 
-    (with_cache, prefilled), (without, all_prefilled) = run(played(keeps=True)), run(played(keeps=False))
+    (with_cache, prefilled), (without, all_prefilled) = await played(keeps=True), await played(keeps=False)
     assert with_cache == without
     assert prefilled < all_prefilled / 5
 
@@ -90,12 +84,12 @@ async def generated(*requests: GenerateRequest, slot_count: int = 4) -> dict[str
     return tokens
 
 
-def test_a_sequence_is_the_same_alone_in_any_batch_and_as_another_workers_continuation() -> None:
-    alone = run(generated(request("mine")))["mine"]
+async def test_a_sequence_is_the_same_alone_in_any_batch_and_as_another_workers_continuation() -> None:
+    alone = (await generated(request("mine")))["mine"]
     others = [request(f"other{index}", count=10 + 7 * index) for index in range(6)]
     for slot_count, cut in ((1, 0), (3, 29), (8, 13)):
-        rest = run(generated(*others, request("mine", done=alone[:cut]), slot_count=slot_count))["mine"]
-        assert alone[:cut] + rest == alone
+        continued = await generated(*others, request("mine", done=alone[:cut]), slot_count=slot_count)
+        assert alone[:cut] + continued["mine"] == alone
 
 
 async def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
@@ -133,45 +127,42 @@ async def test_nothing_is_sampled_while_the_outbox_is_full(monkeypatch: pytest.M
     await engine.stop()
 
 
-def test_tokens_are_joined_in_the_outbox_growing_sequences_linger_and_an_end_leaves_alone() -> None:
+async def test_tokens_are_joined_in_the_outbox_growing_sequences_linger_and_an_end_leaves_alone() -> None:
     def token(name: str = "a", reason: FinishReason = FinishReason.UNFINISHED, version: int = 1) -> SampledToken:
         return SampledToken(name, Version(version), reason, 7, -1.0, -2.0)
 
-    async def body() -> None:
-        box = Outbox(linger_s=30.0)
-        box.bind(asyncio.get_running_loop(), lambda: None)
+    box = Outbox(linger_s=30.0)
+    box.bind(asyncio.get_running_loop(), lambda: None)
 
-        async def taken() -> list[tuple[str, int, int, bool]]:
-            chunks, end = await box.take(), FinishReason.LENGTH
-            return [(c.request_id, len(c.token_ids), c.version, c.finish_reason is end) for c in chunks]
+    async def taken() -> list[tuple[str, int, int, bool]]:
+        chunks, end = await box.take(), FinishReason.LENGTH
+        return [(c.request_id, len(c.token_ids), c.version, c.finish_reason is end) for c in chunks]
 
-        async def lingering() -> asyncio.Task[list[tuple[str, int, int, bool]]]:
-            taking = asyncio.create_task(taken())
-            await asyncio.wait([taking], timeout=0.05)
-            assert not taking.done()
-            return taking
+    async def lingering() -> asyncio.Task[list[tuple[str, int, int, bool]]]:
+        taking = asyncio.create_task(taken())
+        await asyncio.wait([taking], timeout=0.05)
+        assert not taking.done()
+        return taking
 
-        box.put([token(), token("b")])
-        assert await taken() == [("a", 1, 1, False), ("b", 1, 1, False)], "the first after a pause need not wait"
-        box.put([token(), token("b")])
-        box.put([token(), token(version=2), token("b")])
-        taking = await lingering()
-        box.put([token("a", FinishReason.LENGTH, 2)])
-        assert await taking == [("a", 2, 1, False), ("a", 2, 2, True)]
-        taking = await lingering()  # an end hurries nobody else
-        box.close(EngineError("the reason"))
-        assert await taking == [("b", 2, 1, False)]
-        with pytest.raises(EngineError, match="the reason"):
-            await taken()
-        box = Outbox(linger_s=0.01)
-        box.bind(asyncio.get_running_loop(), lambda: None)
-        for _ in range(2):
-            box.put([token()])
-            assert len(await taken()) == 1, "after a while growing ones leave too"
-        box.close()
-        assert await taken() == []
-
-    run(body())
+    box.put([token(), token("b")])
+    assert await taken() == [("a", 1, 1, False), ("b", 1, 1, False)], "the first after a pause need not wait"
+    box.put([token(), token("b")])
+    box.put([token(), token(version=2), token("b")])
+    taking = await lingering()
+    box.put([token("a", FinishReason.LENGTH, 2)])
+    assert await taking == [("a", 2, 1, False), ("a", 2, 2, True)]
+    taking = await lingering()  # an end hurries nobody else
+    box.close(EngineError("the reason"))
+    assert await taking == [("b", 2, 1, False)]
+    with pytest.raises(EngineError, match="the reason"):
+        await taken()
+    box = Outbox(linger_s=0.01)
+    box.bind(asyncio.get_running_loop(), lambda: None)
+    for _ in range(2):
+        box.put([token()])
+        assert len(await taken()) == 1, "after a while growing ones leave too"
+    box.close()
+    assert await taken() == []
 
 
 def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_meanwhile() -> None:

@@ -1,9 +1,8 @@
 """The weight map over a model that merges, splits and transposes what it loads, as vLLM's models do."""
 
-import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -370,22 +369,20 @@ async def put(weights: VllmWeights, staged: Staged) -> None:
     await weights.settle(is_kept=True)
 
 
-def play(scene: Callable[[list[Rank], VllmWeights], Awaitable[None]]) -> None:
+@contextlib.contextmanager
+def served_by_two() -> Iterator[tuple[list[Rank], VllmWeights]]:
     ranks = [Rank(0), Rank(1)]
 
     async def rpc(method: str, *arguments: object) -> list[Any]:
         return [rank.answer(method, *arguments) for rank in ranks]
 
-    async def body() -> None:
-        weights = VllmWeights(rpc, "layer", None)
-        await scene(ranks, weights)
-        weights.close()
-
-    asyncio.run(body())
+    weights = VllmWeights(rpc, "layer", None)
+    yield ranks, weights
+    weights.close()
 
 
-def test_an_update_reaches_every_rank_or_none_and_ranks_that_differ_have_no_fingerprint() -> None:
-    async def scene(ranks: list[Rank], weights: VllmWeights) -> None:
+async def test_an_update_reaches_every_rank_or_none_and_ranks_that_differ_have_no_fingerprint() -> None:
+    with served_by_two() as (ranks, weights):
         with pytest.raises(EngineError, match="expected a keyframe first"):
             await weights.stage(Staged(Version(1), Version(0), []))
         tensors = published(0)
@@ -406,13 +403,10 @@ def test_an_update_reaches_every_rank_or_none_and_ranks_that_differ_have_no_fing
             await weights.apply()
         assert torch.equal(ranks[0].qkv, before), "the rank that had written has its old values back"
 
-    play(scene)
 
-
-def test_a_keyframe_goes_through_shared_memory_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_keyframe_goes_through_shared_memory_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_weights, "ROUND_BYTES", 600)
-
-    async def scene(ranks: list[Rank], weights: VllmWeights) -> None:
+    with served_by_two() as (ranks, weights):
         tensors = published(0)
         await put(weights, keyframe_of(tensors, 0))
         whole = sum(tensor.nbytes for tensor in tensors.values())
@@ -426,15 +420,11 @@ def test_a_keyframe_goes_through_shared_memory_in_rounds(monkeypatch: pytest.Mon
         now = ranks[0].parameters()
         assert all(torch.equal(old, new) for old, new in zip(before, now, strict=True)), "all rounds are undone"
 
-    play(scene)
 
-
-def test_full_shared_memory_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(ranks: list[Rank], weights: VllmWeights) -> None:
+async def test_full_shared_memory_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served_by_two() as (_, weights):
         weights._path = Path("/dev/full")  # a file to which nothing more can be written
         with monkeypatch.context() as patched:
             patched.setattr(Path, "unlink", lambda *_, **__: None)
             with pytest.raises(ResourceError, match=r"expected room for .* got: No space left on device; .*--shm-size"):
                 await weights.stage(keyframe_of(published(0), 0))
-
-    play(scene)
