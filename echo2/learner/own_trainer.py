@@ -96,8 +96,11 @@ class DeclaredModel:
             )
         for name, shape in self.shapes.items():
             tensor = tensors[name]
-            if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-                got = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            has_values = isinstance(tensor, Tensor) and not tensor.is_meta  # on meta: accelerate keeps them elsewhere
+            if not has_values or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+                got = f"a {getattr(tensor, 'device', '')} {type(tensor).__name__}"
+                if has_values:
+                    got = f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ConfigError(f"publish: expected {name} of shape {shape} and a float dtype, got {got}")
 
     def gathered(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

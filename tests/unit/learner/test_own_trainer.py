@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -78,6 +79,11 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken_and_weights_that_
     own, weights = trainer_of(model_path)
     failures: list[BaseException] = []
     name = sorted(weights)[-1]
+    weight = weights[name].detach()
+    refused: tuple[tuple[Any, str], ...] = (
+        (weight * float("nan"), "holds NaN or infinity"), (weight.int(), "a float dtype, got .* of torch.int"),
+        (weight.to("meta"), "a float dtype, got a meta Tensor"), (weight.numpy(), "a float dtype, got a cpu ndarray"),
+    )  # fmt: skip
     for step in range(3):
         thread = stepping(own, step, failures)
         batch = own.next_batch()
@@ -86,9 +92,9 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken_and_weights_that_
             own.next_batch()
         with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
             own.hand_in(step + 2, weights)
-        for value, told in ((float("nan"), "holds NaN or infinity"), (1, "a float dtype, got .* of torch.int")):
+        for given, told in refused:
             with pytest.raises(ConfigError, match=f"publish: expected .*{name}.* {told}"):
-                own.hand_in(step + 1, weights | {name: torch.full(weights[name].shape, value)})
+                own.hand_in(step + 1, weights | {name: given})
         assert own.hand_in(step + 1, weights)
         with pytest.raises(StateError, match=f"the batch after step {step + 1} to be taken first, got {step + 1}"):
             own.hand_in(step + 1, weights)
