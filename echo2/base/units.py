@@ -124,7 +124,8 @@ def imported(path: str, option: str) -> Any:
 
 def described(error: BaseException) -> str:
     """What a user's own code raised, and where."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if "/lib/python" not in frame.filename), frames[-1])
     at = "" if isinstance(error, SyntaxError) else f" ({Path(frame.filename).name}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}{at}"
 

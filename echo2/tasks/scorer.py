@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import cast
 
-from echo2.base.errors import TaskError
+from echo2.base.errors import EchoError, TaskError
+from echo2.base.units import described
 from echo2.contain.inside import Body, Handler, serve
-from echo2.contain.messages import error_text
+from echo2.contain.messages import error_text, shown
 from echo2.tasks.registry import is_environment, is_users_own, make_environment_source, make_task
 from echo2.tasks.task import EnvironmentSource, Observation, Reward, Task, TaskInstance, spec_from_json
 
@@ -37,7 +38,8 @@ def _caught(work: Callable[[], Answer]) -> Answer:
     except MemoryError:
         return {"error": "memory limit reached", "is_memory": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; recorded, counted and reported by the parent
-        return {"error": error_text(error), "is_memory": False}
+        text = error_text(error) if isinstance(error, EchoError) else shown(described(error))
+        return {"error": text, "is_memory": False}
 
 
 def _reward(reward: Reward) -> Answer:

@@ -61,7 +61,8 @@ def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, conta
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
         assert results[5].reward is not None and results[5].reward.parts == {"share": 0.25}, "of any kind of number"
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
-        assert (results[1].message, results[4].message) == ("ValueError: no such answer", "SystemExit: 0")
+        said = ("ValueError: no such answer (naughty.py, line 32)", "SystemExit: 0 (naughty.py, line 34)")
+        assert (results[1].message, results[4].message) == said
         assert results[6].message == "TaskError: score: expected a Reward, got 0.5"
 
 
@@ -265,13 +266,14 @@ def test_what_a_reward_lacks_is_named_before_the_run(tmp_path: Path, monkeypatch
         ("NoMessages", "instance 0: expected a prompt of text or of ChatMessages, got .{'role'"),
         ("NoSize", "expected size to be a number of prompts above 0, or None for no end, got '9'"),
         ("NoFile", "expected a constructor .*, got FileNotFoundError: no words here \\(naughty.py, line"),
-        ("Starts", "got RuntimeError: can't start new thread; contained rewards start no threads or programs"),
-        ("Keyed", "got KeyError: 'ECHO2_JUDGE'; contained rewards do not see variables"),
+        ("Starts", "got RuntimeError: can't start new thread .*; contained rewards start no threads or programs"),
+        ("Keyed", "got KeyError: 'ECHO2_JUDGE' .*; contained rewards do not see variables"),
     ):
         with pytest.raises((TaskError, ConfigError), match=said):
             check_rewards(TaskSpec(f"tests.unit.tasks.naughty:{name}", {}, seed=3))
     monkeypatch.setenv("ECHO2_JUDGE", "Operation not permitted")
-    with pytest.raises(TaskError, match="to float: 'Operation not permitted'$"):  # no containment forbids it
+    forbidden_by_none = r"to float: 'Operation not permitted' \(\w+\.py, line \d+\)$"
+    with pytest.raises(TaskError, match=forbidden_by_none):
         check_rewards(TaskSpec("tests.unit.tasks.naughty:Keyed", {}, seed=3), TRUSTED)
 
 
