@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a user should know of a connection is said in our own words
+# Its handlers abort or hang forks of a process that calls: the workers of a DataLoader beside a trainer of one's own.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 _IS_COMMAND = sys.argv[0].rpartition("/")[2] in ("echo2", "echo-learner", "echo-worker", "echo-coordinator")
 if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the imports that follow ends the command without a traceback; then `process.ended_by_interrupt` decides.

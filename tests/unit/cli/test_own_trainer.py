@@ -1,5 +1,6 @@
 """The end of a `Run`: nothing that went wrong, or did not end, is kept to itself."""
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -31,6 +32,11 @@ def run_of(folder: Path, link: str = "") -> echo2.Run:
 
 def begin(run: echo2.Run) -> None:
     echo2.Publisher(run).publish(0, {name: torch.zeros(shape) for name, shape in run.trainer.model.shapes.items()})
+
+
+def test_forks_of_a_process_with_a_run_are_not_touched_by_what_grpc_does_at_a_fork() -> None:
+    """It would end three of forty by a signal, while calls go on in another thread."""
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, conta
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
         assert results[5].reward is not None and results[5].reward.parts == {"share": 0.25}, "of any kind of number"
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
-        said = ("ValueError: no such answer (naughty.py, line 32)", "SystemExit: 0 (naughty.py, line 34)")
-        assert (results[1].message, results[4].message) == said
+        assert results[1].message.startswith("ValueError: no such answer (naughty.py, line ")
+        assert results[4].message.startswith("SystemExit: 0 (naughty.py, line ")
         assert results[6].message == "TaskError: score: expected a Reward, got 0.5"
 
 
