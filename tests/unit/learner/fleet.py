@@ -203,7 +203,9 @@ class FollowerBroadcaster:
 class RandomWorker:
     """Takes groups off the coordinator's queue and reports uniformly random digits, in two pieces a rollout."""
 
-    def __init__(self, coordinator: Coordinator, learner_address: str, learner: Identity, vocabulary: int) -> None:
+    def __init__(
+        self, coordinator: Coordinator, learner_address: str, learner: Identity, vocabulary: int, lag: int = 0
+    ) -> None:
         self.coordinator = coordinator
         self.identity = Identity.generate()
         self.credentials = issued(coordinator.authority, Role.WORKER, coordinator.address, identity=self.identity)
@@ -212,7 +214,7 @@ class RandomWorker:
         self.vocabulary = vocabulary
         self.rng = random.Random(7)
         self.verdicts: list[SegmentVerdict] = []
-        self.lag = 0
+        self.lag = lag
 
     def ticket(self, group_id: GroupId, attempt: int = 1, run_id: RunId = RUN) -> Any:
         ticket = Ticket(LeaseId(f"l-{group_id}-{attempt}"), group_id, self.identity.peer_id, attempt, 2e9, run_id)
@@ -337,12 +339,8 @@ class Run:
             loop, address = self.daemon.learner.loop, self.daemon.learner.address
             original = loop.on_step
             loop.on_step = lambda: (original(), self._stepped())[0]
-        tasks = []
-        for _ in range(worker_count):
-            worker = RandomWorker(self.coordinator, address, learner, 60)
-            worker.lag = lag
-            self.workers.append(worker)
-            tasks.append(asyncio.get_running_loop().create_task(worker.run()))
+        self.workers = [RandomWorker(self.coordinator, address, learner, 60, lag) for _ in range(worker_count)]
+        tasks = [asyncio.get_running_loop().create_task(worker.run()) for worker in self.workers]
         try:
             await asyncio.wait_for(running, WAIT_S)
         finally:

@@ -1,5 +1,8 @@
+"""The codec: every bit comes back, by blocks, merged, by sections and on a device alike; and what its fingerprint is."""
+
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
+from echo2.base.staged import TensorUpdate
 from echo2.weights import (
     CodecSetting,
     ContainerDecoder,
@@ -17,11 +21,30 @@ from echo2.weights import (
     FrameReader,
     HostWeights,
     apply_updates,
+    compose,
     encode_delta,
     encode_keyframe,
+    encode_sections,
     fingerprint,
+    fingerprint_tensor,
+    parse_frame,
+    section_blocks,
+    section_fingerprint,
+    table_of,
 )
-from echo2.weights.elements import ELEMENT_TYPES, bits_of
+from echo2.weights.block import encode_block
+from echo2.weights.container import BlockFrame, Method
+from echo2.weights.elements import ELEMENT_TYPES, TensorSpec, bits_of, blocks_of, element_type_of, flat_bits
+from echo2.weights.fingerprint import (
+    MODULUS,
+    _sum_on_device,
+    column_coefficients,
+    header_term,
+    row_coefficients,
+    whole_fingerprint,
+)
+from echo2.weights.host import encode_block_on_device
+from echo2.weights.marks import Finds
 from tests.unit.weights.models import (
     KEY,
     Weights,
@@ -246,3 +269,226 @@ def test_where_much_moves_a_delta_stays_near_the_shortest_form(
     assert size < 1.01 * sum(map(len, encode_keyframe(new, DeltaHeader(target_version=Version(1)))))
     host.commit(decoded(host, frames))
     assert holds(host, new)
+
+
+# ---- deltas that are merged
+
+
+def containers_of(
+    versions: list[Weights], setting: CodecSetting = CodecSetting.FAST, block_elements: int = 700
+) -> list[list[bytes]]:
+    """One container a step, from version 0 on."""
+    out = []
+    for number, (old, new) in enumerate(pairwise(versions)):
+        host = HostWeights.from_tensors(old, Version(number))
+        out.append(list(encode_delta(old, new, delta_header(host, number + 1, block_elements=block_elements), setting)))
+    return out
+
+
+def direct(versions: list[Weights], setting: CodecSetting) -> list[bytes]:
+    host = HostWeights.from_tensors(versions[0], Version(0))
+    header = delta_header(host, len(versions) - 1, block_elements=700)
+    return list(encode_delta(versions[0], versions[-1], header, setting))
+
+
+def walk(seed: int, count: int, share: float, reach: int = 2) -> list[Weights]:
+    """Versions of random bf16, fp32 and fp8 tensors; reach 1 makes many changes cancel out."""
+    rng = np.random.default_rng(seed)
+    shapes = {0: (40, 50), 2: (900,), 4: (33,)}
+    versions = [{f"t{i}": random_tensor(rng, ELEMENT_TYPES[i], shape) for i, shape in shapes.items()}]
+    for _ in range(count):
+        versions.append({name: with_changes(rng, t, share, reach) for name, t in versions[-1].items()})
+    return versions
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1 << 32), count=st.integers(1, 6), share=st.sampled_from([0.0, 0.02, 0.3]),
+    reach=st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_composition_equals_direct_encoding_byte_for_byte(seed: int, count: int, share: float, reach: int) -> None:
+    """Unless most of a block had changed on the way, which is then listed for all of it: that leads to the same version."""
+    versions = walk(seed, count, share, reach)
+    first, *others = containers_of(versions)
+    merged, forms = first, set[Method]()
+    for other in others:
+        merged = list(compose(merged, other))
+        forms |= {frame.method for frame in map(parse_frame, [*merged, *other]) if isinstance(frame, BlockFrame)}
+    for made in (merged, list(compose(first, *others))):
+        if forms - {Method.UNCHANGED, Method.SPARSE}:
+            host = HostWeights.from_tensors(versions[0], Version(0))
+            host.commit(decoded(host, made))
+            assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
+        else:
+            assert made == direct(versions, CodecSetting.FAST)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.0, 0.3, 1.0]))
+def test_composition_with_blocks_of_whole_elements_leads_to_the_same_version(seed: int, share: float) -> None:
+    versions = walk(seed, 1, share)
+    rng = np.random.default_rng(seed + 1)
+    versions.append(
+        {name: random_tensor(rng, ELEMENT_TYPES[int(name[1:])], tuple(t.shape)) for name, t in versions[0].items()}
+    )
+    versions.append({name: with_changes(rng, t, share, 2) for name, t in versions[-1].items()})
+    containers = containers_of(versions, block_elements=500)
+    methods = {frame.method for frame in map(parse_frame, containers[1]) if isinstance(frame, BlockFrame)}
+    assert methods & {Method.RAW, Method.PLANES}
+    host = HostWeights.from_tensors(versions[0], Version(0))
+    host.commit(decoded(host, list(compose(*containers))))
+    assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
+
+
+def test_what_cannot_be_merged_is_told() -> None:
+    versions = walk(5, 3, 0.1)
+    a, b, c = containers_of(versions)
+    for parts, said in (
+        ([a, c], "consecutive"),
+        ([a, containers_of(versions, block_elements=100)[1]], "consecutive"),
+        ([a, containers_of(walk(6, 2, 0.1))[1]], "version 2: expected its parent to be where the delta before it ends"),
+        ([a, [b[0], *b[2:]]], "block 0 of every delta, alike"),
+        ([], "expected 1 to 4096 deltas to merge, got 0"),
+        ([a, containers_of(versions, CodecSetting.DENSE)[1]], "setting FAST"),
+        ([a, b[:-1]], "in order"),
+        ([b[1:]], "begins with its header"),
+    ):
+        with pytest.raises(DeltaFormatError, match=said):
+            list(compose(*parts))
+
+
+# ---- sections of several shards
+
+
+def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes:
+    """A container put together from the sections of all shards."""
+    table = table_of(new)
+    sections = (section_blocks(old, new, header, table, shard) for shard in range(header.shard_count))
+    return b"".join(encode_sections(header, table, chain.from_iterable(sections)))
+
+
+@settings(max_examples=25)
+@given(
+    tensors=st.lists(
+        st.tuples(st.sampled_from(ELEMENT_TYPES), st.lists(st.integers(0, 30), max_size=3).map(tuple)), max_size=5
+    ),
+    seed=st.integers(0, 1 << 32), shards=st.integers(1, 7), setting=st.sampled_from(list(CodecSetting)),
+)  # fmt: skip
+def test_sections_are_the_bytes_of_the_whole(tensors, seed, shards, setting) -> None:  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(seed)
+    old = {f"t{i}": random_tensor(rng, element, shape) for i, (element, shape) in enumerate(tensors)}
+    new = {name: with_changes(rng, tensor, 0.1, 2) for name, tensor in old.items()}
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    header = delta_header(host, 1, block_elements=300, shard_count=shards, setting=setting)
+    assert in_sections(old, new, header) == b"".join(encode_delta(old, new, header))
+    whole = DeltaHeader(target_version=Version(1), fingerprint_key=KEY, block_elements=300, shard_count=shards)
+    assert in_sections(None, new, whole) == b"".join(encode_keyframe(new, whole))
+    parts = [section_fingerprint(new, host.table, shard, shards, KEY) for shard in range(shards)]
+    assert whole_fingerprint(host.table.specs, KEY, parts) == fingerprint(new, KEY)
+
+
+def test_sections_that_do_not_fit_are_refused() -> None:
+    old, new = gaussian_pair()
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    header = delta_header(host, 1, shard_count=2)
+    with pytest.raises(DeltaFormatError, match="expected a shard below 2, got 2"):
+        section_blocks(old, new, header, host.table, 2)
+    with pytest.raises(DeltaFormatError, match="parent in a delta"):
+        section_blocks(None, new, header, host.table, 0)
+    other = {**new, "model.layers.0.bias": torch.zeros(8)}
+    with pytest.raises(DeltaFormatError, match=r"tensor model\.layers\.0\.bias: expected .*send a keyframe"):
+        section_blocks(old, other, header, host.table, 0)
+
+
+# ---- on a device
+
+
+@settings(max_examples=30)
+@given(
+    types=st.lists(st.sampled_from(ELEMENT_TYPES), min_size=1, max_size=3), seed=st.integers(0, 1 << 32),
+    share=st.sampled_from([0.0, 0.02, 0.4, 1.0]), setting=st.sampled_from(list(CodecSetting)),
+)  # fmt: skip
+def test_device_and_cpu_code_a_block_to_the_same_bytes(types, seed, share, setting) -> None:  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(seed)
+    old = {f"t{i}": random_tensor(rng, element, (rng.integers(1, 900),)) for i, element in enumerate(types)}
+    new = {name: with_changes(rng, tensor, share, 2) for name, tensor in old.items()}
+    for block in blocks_of(HostWeights.from_tensors(old, Version(0)).table.specs, 700):
+
+        def parts(weights: dict[str, torch.Tensor], read) -> list:  # type: ignore[no-untyped-def, type-arg]
+            return [read(weights[s.spec.name])[s.start : s.start + s.count] for s in block.segments]  # noqa: B023
+
+        expected = encode_block(block, parts(old, bits_of), parts(new, bits_of), setting, KEY, Finds(block))
+        found = encode_block_on_device(block, parts(old, flat_bits), parts(new, flat_bits), setting, KEY)
+        assert found == expected
+
+
+def test_an_index_out_of_range_is_refused_before_writing() -> None:
+    live = {"w": torch.zeros(4).bfloat16()}
+    update = TensorUpdate("w", "bfloat16", (4,), np.array([1, 4]), np.array([7, 7], np.uint16))
+    with pytest.raises(DeltaFormatError, match="tensor w: expected indices below 4"):
+        apply_updates(live, [update])
+    assert not live["w"].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", CodecSetting)
+def test_weights_on_a_gpu_give_the_same_container(setting: CodecSetting) -> None:
+    old, new = gaussian_pair(rows=3000)
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    header = delta_header(host, 1, block_elements=100_000)
+    expected = list(encode_delta(old, new, header, setting))
+
+    def on_gpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        moved = {name: tensor.cuda() for name, tensor in weights.items()}
+        moved["lm_head.weight"] = moved["model.embed_tokens.weight"]
+        return moved
+
+    assert list(encode_delta(on_gpu(old), on_gpu(new), header, setting)) == expected
+    live = on_gpu(old)
+    staged = decoded(host, expected)
+    apply_updates(live, staged.updates())
+    assert fingerprint(live, KEY) == fingerprint(new, KEY)
+
+
+# ---- fingerprints
+
+
+def written_out(name: str, tensor: torch.Tensor, key: int) -> int:
+    """The definition, element by element, in Python's integers."""
+    bits = bits_of(tensor)
+    columns = [int(c) for c in column_coefficients(key)]
+    rows = [int(r) for r in row_coefficients(key, name, np.arange(bits.size // 4096 + 1, dtype=np.uint64))]
+    total = header_term(key, TensorSpec(name, element_type_of(name, tensor), tuple(tensor.shape)))
+    for i, value in enumerate(bits.tolist()):
+        total += columns[i % 4096] * rows[i // 4096] * value
+    return total % MODULUS
+
+
+@settings(max_examples=30)
+@given(
+    element=st.sampled_from(ELEMENT_TYPES), count=st.integers(0, 20_000), seed=st.integers(0, 1 << 32),
+    key=st.integers(0, MODULUS - 1),
+)  # fmt: skip
+def test_fingerprint_is_its_definition_on_cpu_and_in_torch(element, count, seed, key) -> None:  # type: ignore[no-untyped-def]
+    tensor = random_tensor(np.random.default_rng(seed), element, (count,))
+    expected = written_out("w", tensor, key)
+    assert fingerprint({"w": tensor}, key) == expected
+    bits = torch.from_numpy(bits_of(tensor).view({1: "u1", 2: "i2", 4: "i4", 8: "i8"}[element.bytes]))
+    term = header_term(key, TensorSpec("w", element, (count,)))
+    assert (term + _sum_on_device("w", bits, element, key)) % MODULUS == expected
+
+
+def test_names_types_shapes_keys_and_order_matter_as_they_should() -> None:
+    a, b = torch.arange(6.0).bfloat16(), torch.ones(3).bfloat16()
+    base = fingerprint({"a": a, "b": b}, 1)
+    assert base == fingerprint({"b": b, "a": a}, 1)
+    assert base == (fingerprint_tensor("a", a, 1) + fingerprint_tensor("b", b, 1)) % MODULUS
+    others = [
+        fingerprint({"a": a, "c": b}, 1),
+        fingerprint({"a": a.reshape(2, 3), "b": b}, 1),
+        fingerprint({"a": a.view(torch.float16), "b": b}, 1),
+        fingerprint({"a": a, "b": b}, 2),
+        fingerprint({"a": a}, 1),
+        fingerprint({"a": a.flip(0), "b": b}, 1),
+    ]
+    assert len({base, *others}) == 7
