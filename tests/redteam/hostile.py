@@ -168,15 +168,6 @@ class Stalled:
         return True
 
 
-def varint(value: int) -> bytes:
-    """A length as protobuf writes it."""
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out) + bytes((value,))
-
-
 # ---- the daemon under attack: a real coordinator process with few descriptors, and what it costs it
 
 DESCRIPTORS = 1024

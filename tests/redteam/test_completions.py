@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echo2.base.errors import ResourceError
@@ -81,22 +82,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
         yield Outside(key, tmp_path / "mark", listener)
 
 
-def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process from its state on; empty once it has gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
 def descendants_of(root: int) -> set[int]:
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            parents[int(entry.name)] = int(fields[1])
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
+    return {child.pid for child in psutil.Process(root).children(recursive=True)}
 
 
 # What each data set's scorer takes for a Python expression; the others of the list execute the problem's own text.
@@ -144,9 +131,12 @@ def test_the_same_completions_do_harm_where_rewards_are_trusted(outside: Outside
 
 def contained_cpu_s() -> float:
     """Processor time of what this process contains, and of what it contained."""
-    fields, over = [_stat(pid) for pid in descendants_of(os.getpid())], resource.getrusage(resource.RUSAGE_CHILDREN)
-    ticks = sum(sum(map(int, one[11:15])) for one in fields)
-    return ticks / os.sysconf("SC_CLK_TCK") + over.ru_utime + over.ru_stime
+    over = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = over.ru_utime + over.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seconds += sum(child.cpu_times()[:4])  # of its own and of its children that have ended
+    return seconds
 
 
 BOMB_CPU_S = 2.0

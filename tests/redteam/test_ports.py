@@ -12,8 +12,8 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import psutil
 import pytest
 
 from echo2.trust import tls
@@ -45,17 +45,8 @@ def outward() -> str:
 
 def listening(pid: int) -> set[int]:
     """TCP ports of one process, whatever address they are bound to."""
-    owned = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            owned.add(str(path.readlink()).removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in owned:
-                found.add(int(fields[1].rpartition(":")[2], 16))
-    return found
+    sockets = psutil.Process(pid).net_connections("tcp")
+    return {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -252,17 +253,9 @@ class Served:
 
 def answer_of(connection: socket.socket) -> tuple[int, Any]:
     """Status and body of the next answer, which is JSON."""
-    said = b""
-    while b"\r\n\r\n" not in said:
-        part = connection.recv(1 << 16)
-        if not part:
-            return 0, None
-        said += part
-    head, _, body = said.partition(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    while len(body) < length:
-        body += connection.recv(1 << 16)
-    return int(head.split()[1]), json.loads(body)
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return answer.status, json.loads(answer.read())
 
 
 @contextlib.contextmanager
