@@ -54,6 +54,7 @@ class Children:
         self.environment = {**os.environ, **ours, **environment}
         self._lock = lock
         self._alone_since: float | None = None
+        self._begun: dict[str, int] = {}
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
 
@@ -63,6 +64,7 @@ class Children:
         module = program.removeprefix("echo-")
         python = self.worker_python if module == "worker" else sys.executable
         with self.log_path(name).open("ab") as log:
+            self._begun[name] = log.tell()
             self.processes[name] = await asyncio.create_subprocess_exec(
                 python, "-m", f"echo2.cli.{module}", *words, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
                 env=self.environment, start_new_session=True, pass_fds=(self._lock.descriptor,),
@@ -99,7 +101,9 @@ class Children:
         return [name for name in self.processes if name not in ("coordinator", "learner")]
 
     def last_words(self, name: str) -> str:
-        lines = self.log_path(name).read_text(errors="replace").splitlines()[-LAST_WORDS_LINES:]
+        with self.log_path(name).open("rb") as log:
+            log.seek(self._begun.get(name, 0))  # what an earlier start said is over
+            lines = log.read().decode(errors="replace").splitlines()[-LAST_WORDS_LINES:]
         errors = [line for line in lines if line.startswith("error:")]
         return (errors or lines or ["no output"])[-1]
 
@@ -239,7 +243,7 @@ def samples(args: argparse.Namespace, _: Sequence[str]) -> int:
     shared, rows = samples_of(_folder(args.run))
     if not rows:
         raise StateError(
-            f"{args.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
+            f"{args.run}: expected completions of held-out prompts, found none yet: task.eval_prompts asks for some"
         )
     if shared:
         print(wrapped(f"each prompt begins {shared!r}", 4), end="\n\n")

@@ -89,9 +89,10 @@ class LocalRun:
         try:
             await live.run(list(self.workers))
         except asyncio.CancelledError:
-            raise StoppedByUser(
-                f"stopped; what was trained is saved in {self.folder}: {self.again} goes on from there"
-            ) from None
+            text = f"what was trained is saved in {self.folder}: {self.again} goes on from there"
+            if "learner" in children.processes and (words := children.last_words("learner")).startswith("error:"):
+                text = f"its learner could not save all: {words}"
+            raise StoppedByUser(f"stopped; {text}") from None
         finally:
             children.kill_all()
         code = children.processes["learner"].returncode

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -9,10 +10,11 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from echo2.cli import live
+from echo2.cli import live, run
 from echo2.cli.live import STILL_STEPS, LastMove, LiveRun, ScreenState, draw, lag_lines, plain_line
 from echo2.cli.processes import ChildFailed, Children
 from echo2.cli.report import lags_of
+from echo2.config.load import load_config
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 
@@ -137,6 +139,33 @@ def test_a_run_ends_by_an_error_and_with_its_coordinator(name: str, code: int, i
     told = pytest.raises(ChildFailed, match=f"^{name} ended with code {code}: grants leases$")
     with told if is_end else contextlib.nullcontext():
         children.raise_if_failed()
+
+
+@pytest.mark.parametrize("words", ["step 3", "error: DiskFull: no room"])
+async def test_a_run_that_is_stopped_tells_whether_its_learner_has_saved(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code does not tell: the signal may come as it ends by itself."""
+
+    class Stopped(LiveRun):
+        async def run(self, workers: Sequence[str]) -> None:
+            self.children.log_path("learner").write_text("error: of an earlier start\n")
+            self.children.commands = {"learner": ["echo-learner"]}
+            self.children._lock.descriptor = 0
+            monkeypatch.setattr(
+                asyncio, "create_subprocess_exec", mock.AsyncMock(return_value=mock.Mock(returncode=-15))
+            )
+            await self.children.start("learner")
+            with self.children.log_path("learner").open("a") as log:
+                log.write(words)
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(run, "LiveRun", Stopped)
+    config = load_config(overrides={"run.folder": str(tmp_path)})
+    expected = "could not save all: error: DiskFull: no room$" if "error" in words else "goes on from there$"
+    with pytest.raises(run.StoppedByUser, match=expected):
+        (tmp_path / config.run.name).mkdir()
+        await run.LocalRun(config, {}).run(Console(file=StringIO()), True, mock.Mock())
 
 
 @pytest.mark.parametrize("name", ["learner", "w1"])
