@@ -317,7 +317,7 @@ def nothing_is_lost(found: Judged, still_open: set[GroupId], last_step: int) -> 
 # ---- a run
 
 STALENESS_BOUND = 4
-GROUPS_PER_STEP, ROLLOUTS_PER_GROUP = 12, 8
+GROUPS_PER_STEP = 12
 
 
 def chaotic_run(
