@@ -72,9 +72,11 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     final = _final(completion_text)
     if (bare := _bare(reference)) and bare == _bare(final):
         return True
-    is_choice = _LETTER.fullmatch(bare) and not final.startswith("\\boxed")
-    if is_choice and _CHOSEN.findall(final)[-1:] == [bare.strip("()")]:
-        return True
+    if not final.startswith("\\boxed"):
+        if _LETTER.fullmatch(bare) and _CHOSEN.findall(final)[-1:] == [bare.strip("()")]:
+            return True
+        if _WORDS.fullmatch(bare) and bare.casefold() == (_SAID.findall(final) or [_bare(final)])[-1].casefold():
+            return True
     if _DATE.fullmatch(bare):  # which the parser takes for a difference
         return _DATE.findall(final)[-1:] == [bare]
     gold = _plain(reference)
@@ -91,9 +93,11 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
 _REPEATING = re.compile(
     r"(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?|\((\d{1,30})\)(?=\s*(?:[$}.,;]|\\[)\]]|$)))"
 )
-# A choice's letter, which the parser finds in boxes alone: "The answer is (B).", or nothing else.
+# A choice's letter, and words, which the parser finds in boxes alone: "The answer is (B).", "**Answer:** yes", or nothing else.
 _LETTER = re.compile(r"\(?[A-J]\)?")
 _CHOSEN = re.compile(r"(?:(?i:answer|option|choice)(?: is)?[\s*:(>]+|\A[\s*(]*(?=[A-J][\s*).]*\Z))([A-J])\b")
+_WORDS = re.compile(r"[^\W\d_]{2,40}(?: [^\W\d_]{1,40}){0,5}")
+_SAID = re.compile(r"(?i:\banswer)(?: is)?[\s*:(>\"'`]+([^\W\d_]+(?: [^\W\d_]+)*)")
 _DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own
