@@ -223,10 +223,11 @@ def test_a_silent_lease_expires_to_another_worker_as_a_continuation_and_progress
 
 def test_a_worker_that_comes_back_keeps_what_it_holds_and_is_given_nothing_that_its_last_life_asked_for() -> None:
     one = book(spec("g"), spec("h"))
-    kept, lost = ready(one, A, free=16)
+    kept, lost = ready(one, A, free=32)  # and would take more
     actions = one.reconnect(5.0, A, (hold(kept), ticket("never", 3, "l-unknown")))
     assert [grant.lease_id for grant in grants(actions)] == [kept.lease_id] and revoked(actions) == ["l-unknown"]
-    assert one.groups[lost.group.group_id].phase is le.GroupPhase.QUEUED, "its engine may not run yet"
+    assert one.groups[lost.group.group_id].phase is le.GroupPhase.QUEUED
+    assert grants(one.offer(6.0, (spec("i"),))) == [], "its engine may not run yet"
     assert len(grants(one.request(7.0, A, 4, Version(0)))) == 1
 
 
