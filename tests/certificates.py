@@ -1,7 +1,5 @@
 """Credentials as enrolment gives them."""
 
-from __future__ import annotations
-
 from echo2.outside import unix_now
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.tls import Credentials

@@ -4,8 +4,6 @@ One thread for each process's numbers: tests run side by side, and OpenMP's thre
 use do so by spinning. The engine's tests took four times as long.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

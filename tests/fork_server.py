@@ -6,8 +6,6 @@ was not waited for, an ended process keeps its number until its exit code has be
 tests, and each fork with the test that asked for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -4,8 +4,6 @@ A target takes bytes and must return or raise `EchoError`; anything else, a hang
 failure. Seeds are valid inputs, kept under tests/fixtures/corpus/TARGET; mutations of them reach the deep parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

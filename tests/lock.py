@@ -3,8 +3,6 @@
 A release that asks for a newer Python than echo2 does is pinned for that Python alone, so that an older one finds another.
 """
 
-from __future__ import annotations
-
 import tomllib
 from importlib import metadata
 from pathlib import Path

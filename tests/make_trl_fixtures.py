@@ -10,8 +10,6 @@ TRL's `rollout_func`; the switch `use_vllm` is turned on after construction, for
 sampler only then.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

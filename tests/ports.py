@@ -4,8 +4,6 @@ Another process binds the chosen port a moment later. So a substitute never come
 connection could take it meanwhile.
 """
 
-from __future__ import annotations
-
 import random
 import socket
 from collections.abc import Sequence

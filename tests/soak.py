@@ -6,8 +6,6 @@ it; `--seconds 0` only writes the page.
 Whatever fails is printed with the command that replays it, and the exit code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

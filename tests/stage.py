@@ -1,7 +1,5 @@
 """The loops on which tests run that are coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar

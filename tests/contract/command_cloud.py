@@ -1,7 +1,5 @@
 """A cloud behind three shell commands: a machine is a folder, its home, and a process that runs the script it was given."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

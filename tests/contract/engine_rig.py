@@ -1,7 +1,5 @@
 """What the engine contract needs: tiny models in several versions, their updates, and a Hugging Face judge."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

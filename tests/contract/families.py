@@ -8,8 +8,6 @@
 The configurations are those of the installed transformers, so a release that changes a family changes the table.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A learner's and some workers' broadcast nodes on loopback, with real sockets, TLS, disks."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

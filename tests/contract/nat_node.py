@@ -6,8 +6,6 @@ The hub is the coordinator's part of it: run authority, relay, and the plan from
 keeps in files of the folder that all namespaces share. The broadcast, its transports and the rules are the real ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

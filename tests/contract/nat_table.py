@@ -3,8 +3,6 @@
 Each cell names the scene that shows it: test_nat_table plays all of them, and holds the page to this table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.contract.nat_lab import Families, NatKind

@@ -3,8 +3,6 @@
 `Task` and `Resources` are SkyPilot's own where it is installed, so that what we build is what it takes.
 """
 
-from __future__ import annotations
-
 import enum
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Broadcast nodes over real gRPC, TLS and disks: every worker gets the very blocks that were published."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

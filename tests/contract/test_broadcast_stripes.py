@@ -1,7 +1,5 @@
 """Links made of several connections, on real sockets: everything arrives once, and one connection may die alone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Connections between nodes on real sockets: the port proves callers, strangers are bounded, frames arrive however they are cut."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The contract of `worker.engine.Engine`, for every engine: embedded by default, vLLM by its marker."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -3,8 +3,6 @@
 What the contract in test_engine.py asks to the fifth decimal is bound to float32; the code is the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Iterator

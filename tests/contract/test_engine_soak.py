@@ -1,7 +1,5 @@
 """Many swaps under load: nothing leaks, nothing gets stuck."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """Every family of models trains on what its workers sample, or is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.contract.families import FAMILIES, RATIO_OFF_MAX, outcome_of

@@ -5,8 +5,6 @@ that is meant (and a new protocol version where old and new no longer understand
 writes the file anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

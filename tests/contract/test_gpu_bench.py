@@ -1,7 +1,5 @@
 """What `make gpu` runs on a GPU runs here, on shapes that a CPU does: every part gives its rows, and the bits are the learner's."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

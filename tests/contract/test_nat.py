@@ -1,7 +1,5 @@
 """A run through NATs, with real processes in network namespaces: who meets whom how, and what happens to them then."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Every cell of the table of NAT kinds in docs/networking.md, played by real processes in network namespaces."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Byte pipes on real sockets: a member that nobody dials is reached through a relay, by TLS that the relay cannot read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -4,8 +4,6 @@ Command: real shell commands, whose cloud is processes of this machine. SkyPilot
 tasks; the cloud behind it is a double.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A relay serves members of the run, within its limits, and nobody else. Real libp2p on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

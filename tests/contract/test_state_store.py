@@ -1,7 +1,5 @@
 """One contract for every state store: SQLite always, PostgreSQL where a server is installed (a soak test)."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Enrolment over real gRPC on loopback, and what a node keeps: what the error says. Who knows whom: test_net."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

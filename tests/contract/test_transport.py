@@ -1,7 +1,5 @@
 """What every connection between nodes guarantees: the same scenes on sockets, in the simulator, and over a punched hole."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

@@ -1,7 +1,5 @@
 """A LoRA adapter on vLLM: only the adapter is published, vLLM's own LoRA layers apply it, changes go in place."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator

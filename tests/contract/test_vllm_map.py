@@ -1,7 +1,5 @@
 """What vLLM's own loader lets us map: a mixture of experts, and models that are refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

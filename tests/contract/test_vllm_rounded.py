@@ -3,8 +3,6 @@
 The kernels for fp8 products differ by device; what is rounded, when, and from what does not.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """What vLLM tells of a mixture of experts: which experts computed each token, as transformers' routers choose them, and the learner
 computes with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

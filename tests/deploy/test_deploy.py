@@ -1,7 +1,5 @@
 """The files of deploy/: commands that the real programs accept, metrics that exist, manifests that the clients know."""
 
-from __future__ import annotations
-
 import configparser
 import itertools
 import json

@@ -6,8 +6,6 @@ machine can run is `ONLY_READ`, with the reason: what can be read of it (module,
 target is what its recipe runs. A command of none of these kinds fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -1,7 +1,5 @@
 """The documentation is held to the code: references, commands, links, and a strict build."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

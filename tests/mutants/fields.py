@@ -4,8 +4,6 @@ Of each message the last field is left out of one place that makes it: where cor
 a daemon says it. Guarantees: a message that is made by keywords somewhere has its defect without anybody listing it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Guarantees: nothing on it that is not on record. Leaves to others: running anything (run).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501  (lines of the product, as they stand)
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -28,7 +26,6 @@ _UNIT = "tests/unit/"
 _RENTING = (_UNIT + "coordinator/test_provisioner.py",)
 _AUDIT, _BETS = "learner/audit.py", "learner/bets.py"
 _AUDITED = (_UNIT + "learner/test_audit.py",)
-_W = (_UNIT + "wire/test_messages.py",)
 _WF = (_UNIT + "sim/test_said.py",)
 
 MUTANTS: tuple[Mutant, ...] = (

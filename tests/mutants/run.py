@@ -7,8 +7,6 @@ virtual world are run where no test is aimed at a defect, or none finds it. The 
 Each defect has a process of its own, forked from this one: it has imported the libraries, and nothing of the product.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

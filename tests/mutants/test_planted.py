@@ -1,7 +1,5 @@
 """The list of planted defects stays true: each stands on a line that the product has, once, and names tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ require, is linked from the environment that runs the tests. What a plain instal
 not there, so an import of it fails as it would for a user.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which torch `make` installs, and what it says; pip, uv and nvidia-smi are scripts that note how they are called."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """The wheel and the source distribution, tried in empty environments as a user would install them."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

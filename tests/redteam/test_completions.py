@@ -2,8 +2,6 @@
 file or key outside, connects, signals, leaves a trace for the next, or outlives its limits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

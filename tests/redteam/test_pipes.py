@@ -1,7 +1,5 @@
 """Strangers and members that want a relay's byte pipes for themselves: they get their share for a time, and others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ Exit code 1 for a known vulnerability, or where pip-audit fails by itself; 0 oth
 Internet: where it cannot be reached, or knows none of the packages (a mirror in between), that is said and nothing fails.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

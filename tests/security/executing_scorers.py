@@ -5,8 +5,6 @@ reasoning-gym wherever they are imported from; every other name is looked up amo
 cannot resolve, such as a function taken out of a table, counts as called if it is named in what was followed.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

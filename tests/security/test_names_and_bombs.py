@@ -1,7 +1,5 @@
 """What a peer may name is never a path, what it compresses never grows past its limit, and a join token is kept nowhere."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 from pathlib import Path

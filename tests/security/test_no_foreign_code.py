@@ -1,7 +1,5 @@
 """Nothing that comes from a peer is ever executed: by reading the sources, and by trying."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

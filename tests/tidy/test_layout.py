@@ -1,7 +1,5 @@
 """House limits: imports point one way, core code does no IO, files and functions stay small."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Thin shells: an object is whole once it is made, and nobody hangs functions on another's object afterwards."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Mutated input for every decoder: an `EchoError` or a value, in bounded time and memory. `make soak` runs millions."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

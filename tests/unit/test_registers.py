@@ -1,7 +1,5 @@
 """What CONTRIBUTING says of extensions: a new engine, provider or correction is a class of its own and one line."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

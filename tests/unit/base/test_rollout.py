@@ -1,7 +1,5 @@
 """What is one rollout, and where it stops."""
 
-from __future__ import annotations
-
 import math
 import random
 

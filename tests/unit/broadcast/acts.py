@@ -1,7 +1,5 @@
 """What sessions do when they are told something."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from echo2.broadcast.events import Event

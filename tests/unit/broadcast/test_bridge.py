@@ -1,7 +1,5 @@
 """libp2p is started until it runs, has a bound of calls, and leaves nothing behind. What passes a hole: test_transport."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

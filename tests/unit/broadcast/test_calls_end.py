@@ -1,7 +1,5 @@
 """A process with gRPC servers ends only once every call's own task has: else gRPC prints a traceback for each."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which artifacts lead to the newest version soonest, which of them are kept, and when one has stalled. Pure rules."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

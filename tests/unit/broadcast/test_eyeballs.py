@@ -1,7 +1,5 @@
 """Of a peer's addresses the first that answers is taken, and a dead one costs a quarter of a second."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import cast

@@ -1,7 +1,5 @@
 """What is read from the first bytes of a connection and of a caller at a byte-pipe port, however they were cut."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import ssl

@@ -1,7 +1,5 @@
 """Who is late, for whom nobody waits, and what the plan then promises and the sessions keep."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf

@@ -1,7 +1,5 @@
 """What a node loads before it has a NAT to cross: 60 MB of libp2p are worth a NAT alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

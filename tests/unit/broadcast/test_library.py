@@ -1,7 +1,5 @@
 """What a node keeps of artifacts: checked before it is given out, dropped by its use, taken over by the next start."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

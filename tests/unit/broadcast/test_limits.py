@@ -1,7 +1,5 @@
 """What anybody may hold at a node: links, connections of a libp2p listener, circuits of a relay. Pure rules."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

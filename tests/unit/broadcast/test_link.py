@@ -1,7 +1,5 @@
 """A link to one peer, over as many connections as it has."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable

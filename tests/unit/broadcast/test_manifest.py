@@ -1,7 +1,5 @@
 """What the publisher signed, and what nobody else can pass off as signed by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How much leaves when: the relay's window, the uplink governor against a model of a link, the choice of congestion control."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

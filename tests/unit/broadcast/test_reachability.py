@@ -1,7 +1,5 @@
 """How two nodes meet, who dials, where, and which of the addresses that a worker names others are told."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

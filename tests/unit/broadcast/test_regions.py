@@ -1,7 +1,5 @@
 """Fleets in regions: what traffic costs is counted, and plans cross into each region about once where that is charged."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The real session cores on a virtual clock: near the bound, no byte twice, and done in spite of faults."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What the kernel tells of connections, and is told: loopback is nobody's uplink, rubbish descriptors do no harm."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

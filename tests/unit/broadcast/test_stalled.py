@@ -1,8 +1,6 @@
 """What a node asks for, when and whom, and what it does about chunks that nobody gives or that its disk has changed; in virtual
 time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """When a link is made of more connections, and when of fewer again: a path with losses and its looks on a virtual clock."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

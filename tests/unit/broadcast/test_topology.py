@@ -1,7 +1,5 @@
 """Plans: sound trees, bounded degree, and the least predicted time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands as typed: what is wrong is said in one line, with an exit code of its own kind; a signal asks for a clean end."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import errno

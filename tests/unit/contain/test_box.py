@@ -1,7 +1,5 @@
 """What a contained process on this machine sees."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

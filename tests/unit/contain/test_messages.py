@@ -1,7 +1,5 @@
 """What hostile bytes may not do to the process that reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,8 +1,6 @@
 """A pool: whose request is next, so that a sender whose requests take long delays its own; what loses its machine is asked again,
 and not for ever."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs that are run contained: their files, input and output, one after another without a trace."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The filter of system calls, run as the kernel runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

@@ -1,7 +1,5 @@
 """What a newcomer is told, field by field, what is kept of it, and who calls too often."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

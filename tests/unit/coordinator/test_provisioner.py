@@ -1,7 +1,5 @@
 """Machines through the daemon's own parts: nothing that costs money is forgotten, and each paid action has its line."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """The outside is inherited by everything that a daemon starts, and only by that."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

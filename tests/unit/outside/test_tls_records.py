@@ -1,7 +1,5 @@
 """Records come out whole and in order, however they were cut; of a frame never more is expected than its sender must send."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 

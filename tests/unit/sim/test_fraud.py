@@ -1,7 +1,5 @@
 """Each lie about rollouts and offers against a fleet of real daemons: who finds it, and what the fleet still does."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

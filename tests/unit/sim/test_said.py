@@ -1,7 +1,5 @@
 """Storms: everything holds, every field that is to be said is said, and the trace is the same under any hash seed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A power cut in the virtual world takes what a real one may take, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import random
 import sqlite3

@@ -1,7 +1,5 @@
 """The real daemons in the virtual world: seeds with storms, liars, and the same trace under any hash seed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

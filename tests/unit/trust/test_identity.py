@@ -1,7 +1,5 @@
 """Identity, join links, certificates: bound to the ed25519 key, believed only when everything belongs together."""
 
-from __future__ import annotations
-
 import time
 
 import base58

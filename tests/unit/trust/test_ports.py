@@ -1,7 +1,5 @@
 """Who has to go where an address holds more strangers than its share: a fleet that returns gets in, and so does a neighbour."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Every field of every message has a bound, the bound is kept, and what honest nodes send is within it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

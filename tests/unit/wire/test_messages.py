@@ -1,8 +1,6 @@
 """Messages and the core's types: nothing is lost on the way, whatever is inconsistent is refused by its field, and chunks that are
 written and read by hand are protobuf's."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

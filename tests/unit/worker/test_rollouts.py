@@ -1,7 +1,5 @@
 """Rollouts as they grow, and the gate at which tokens of unproven weights wait."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import cast

@@ -1,7 +1,5 @@
 """How a model goes on a machine: slots by memory, engines by GPUs, refusals by name."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from dataclasses import replace
