@@ -37,8 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import broadcast_cpu
-from benchmarks.broadcast_model.scenarios import BroadcastOutcome as Simulated
-from benchmarks.broadcast_model.scenarios import broadcast, partly_needed_fleet, wan_fleet, weighted_and_alike
+from benchmarks.broadcast_model.scenarios import (
+    BroadcastOutcome as Simulated,
+    broadcast,
+    partly_needed_fleet,
+    wan_fleet,
+    weighted_and_alike,
+)
 from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import (
     OWN_EARLIEST_TARGET,

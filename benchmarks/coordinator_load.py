@@ -22,8 +22,7 @@ from echo2.base.clock import Backoff
 from echo2.base.ids import PeerId, RunId
 from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc, rollout_pb2
 
 GROUP_SIZE = 8
 OPENING_MAX = 48

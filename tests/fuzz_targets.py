@@ -31,8 +31,7 @@ from echo2.outside.tls_streams import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_
 from echo2.trust.identity import Identity, JoinLink
 from echo2.weights import ContainerDecoder, DeltaHeader, FrameReader, HostWeights, encode_delta, encode_keyframe
 from echo2.weights.container import parse_frame
-from echo2.wire import broadcast as bw
-from echo2.wire import rollout as rw
+from echo2.wire import broadcast as bw, rollout as rw
 from echo2.wire.bounds import CallLimits, parsed
 from echo2.wire.broadcast import FRAME_BYTES_MAX, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, journal_pb2, rollout_pb2

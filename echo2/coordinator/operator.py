@@ -34,8 +34,7 @@ from echo2.coordinator.web.state import StateView, command_of, machine_value
 from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import peer_of
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc
 
 LINE_CHARS_MAX = 300  # a line or two in the log
 TEXT_CHARS_MAX = 1000  # no reason, name or id is longer

@@ -41,8 +41,7 @@ from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.tls import peer_of
 from echo2.wire import rollout as wire
 from echo2.wire.broadcast import access_from_message
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import lease_id_from_wire
 
 HELLO_TIMEOUT_S = 20.0  # a fleet that comes back at once waits for its turn

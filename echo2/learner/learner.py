@@ -49,8 +49,7 @@ from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, load_credentials, load_or_create_identity, save_credentials
 from echo2.wire.bounds import REASON_CHARS_MAX, WAITS_CHARS_MAX
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import FINISHED, STOPPED, cause_of_end, group_to_message, leaving_reason
 
 LEAVE_S, LAST_WORD_S = 1.0, 15.0

@@ -15,8 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import binding as llvm
-from llvmlite import ir
+from llvmlite import binding as llvm, ir
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 

@@ -19,8 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from echo2.base.errors import MalformedMessage
 from echo2.broadcast.artifact import CHUNKS_MAX, KEY_BYTES, VERSION_MAX
-from echo2.wire.gen.echo2.v1 import bounds_pb2 as kinds
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as kinds, coordinator_pb2
 
 ID_CHARS_MAX = 128  # a peer id has 52, a group's id up to 40
 MESSAGE_CHARS_MAX = 2000  # a screen of text

@@ -27,8 +27,7 @@ from echo2.base.rollout import (
 from echo2.base.units import one_line
 from echo2.trust.identity import Identity, verify_signature
 from echo2.wire.bounds import MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX, core_of, message_of
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, ingest_pb2, rollout_pb2
 
 REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16  # of one report, or of one segment: processed without yielding
 REPORT_SPANS_MAX = 1 << 14  # of one report; a span ends only where the version changes

@@ -34,8 +34,7 @@ from echo2.outside import monotonic, unix_now
 from echo2.outside.guard import cancel_all, handling
 from echo2.trust.identity import JoinLink, Role, dns_name_of
 from echo2.trust.tls import Credentials, load_credentials, load_or_create_identity, open_channel, save_credentials
-from echo2.wire import broadcast as broadcast_wire
-from echo2.wire import rollout as wire
+from echo2.wire import broadcast as broadcast_wire, rollout as wire
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc, rollout_pb2
 from echo2.worker.leases import Leases

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast import connection as connection_module
-from echo2.broadcast import connections as connections_module
-from echo2.broadcast import node as node_module
-from echo2.broadcast import transport as transport_module
+from echo2.broadcast import (
+    connection as connection_module,
+    connections as connections_module,
+    node as node_module,
+    transport as transport_module,
+)
 from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection
 from echo2.broadcast.link import PeerLink
 from echo2.broadcast.node import BroadcastNode

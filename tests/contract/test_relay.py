@@ -16,8 +16,7 @@ from libp2p.host.autonat.autonat import AUTONAT_PROTOCOL_ID
 from libp2p.host.autonat.pb.autonat_pb2 import Message
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as CircuitPeer
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status, StopMessage
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as CircuitPeer, Status, StopMessage
 from libp2p.relay.circuit_v2.protocol import STOP_PROTOCOL_ID
 from libp2p.utils import encode_varint_prefixed, read_varint_prefixed_bytes
 from multiaddr import Multiaddr

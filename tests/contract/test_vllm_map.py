@@ -66,8 +66,7 @@ def judge(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def test_on_a_gpu_vllm_takes_the_samplers_and_experts_that_the_extension_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import VllmConfig
-    from vllm.config import vllm as config
+    from vllm.config import VllmConfig, vllm as config
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 
     from echo2.worker.engines.vllm import vllm_engine

@@ -215,8 +215,7 @@ def test_the_index_says_what_to_read_first_and_no_page_of_a_task_is_long() -> No
 
 
 def test_figures_on_pages_are_those_of_the_files_that_programs_wrote() -> None:
-    from benchmarks import bench_demo_llm as bench
-    from benchmarks import demos
+    from benchmarks import bench_demo_llm as bench, demos
 
     for pattern, page, kept, again in (
         (demos.PASSAGE, demos.README, demos.passage(json.loads(demos.RESULTS.read_text())), "demos"),

@@ -16,8 +16,7 @@ from pathlib import Path
 import grpc.aio
 
 from echo2.trust.identity import Role
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc
 from tests.e2e.cluster import ROOT, Cluster, environment_of, small_run
 from tests.redteam.scene import Scene, last_step
 from tests.unit.learner.tiny import make_tiny_model

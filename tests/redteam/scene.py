@@ -21,8 +21,7 @@ from echo2.broadcast.node import port_beside
 from echo2.coordinator.leases.lease import lease_id_of
 from echo2.trust import tls
 from echo2.trust.identity import Role, RunAuthority, TlsKey
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket
 from tests.certificates import issued
 from tests.redteam.grammar import Grammar

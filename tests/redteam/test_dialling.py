@@ -10,8 +10,7 @@ from echo2.broadcast.connections import GRACE_S
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.trust.identity import Role
 from echo2.wire.broadcast import plan_from_message
-from echo2.wire.gen.echo2.v1 import broadcast_pb2
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2 as pb
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 

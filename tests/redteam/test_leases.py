@@ -11,8 +11,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.leases.lease import GroupPhase, lease_id_of
 from echo2.trust.identity import Identity, Role
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import rollout_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket
 from tests.unit.coordinator.test_daemon import RUN, Node, group, options, running
 

@@ -19,8 +19,7 @@ from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares
 from echo2.trust import calls, ports, tls
 from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
 from tests.certificates import issued
 from tests.contract.fleet import until
@@ -28,8 +27,7 @@ from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 from tests.unit.learner.fleet import RandomWorker
 from tests.unit.learner.stage import Stage
-from tests.unit.learner.test_ingest import first_of, report_of
-from tests.unit.learner.test_ingest import play as play_ingest
+from tests.unit.learner.test_ingest import first_of, play as play_ingest, report_of
 
 Served = Callable[[], grpc.aio.Channel]
 MIB = 1 << 20

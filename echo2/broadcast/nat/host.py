@@ -26,8 +26,7 @@ from libp2p.network.config import ConnectionConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.relay.circuit_v2 import DCUtRProtocol
-from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP_PROTOCOL
-from libp2p.relay.circuit_v2.protocol import STOP_PROTOCOL_ID
+from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP_PROTOCOL, STOP_PROTOCOL_ID
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 

@@ -33,8 +33,7 @@ from echo2.outside.net import EVERY_ADDRESS, check_free, listened, listening_soc
 from echo2.trust.enrolment import checked_certificate
 from echo2.trust.identity import JoinLink, NodeCertificate, dns_name_of
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials, error_of, open_enrolment_channel
-from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
-from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
+from echo2.wire.gen.echo2.v1 import probe_pb2 as pb, probe_pb2_grpc
 
 if TYPE_CHECKING:
     from echo2.broadcast.nat.libp2p import P2pSide

@@ -21,10 +21,15 @@ from libp2p.io.utils import read_exactly
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2 import CircuitV2Protocol
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, Reservation, Status, StopMessage
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as CircuitPeer
-from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP_PROTOCOL
-from libp2p.relay.circuit_v2.protocol import STOP_PROTOCOL_ID
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import (
+    HopMessage,
+    Limit,
+    PeerId as CircuitPeer,
+    Reservation,
+    Status,
+    StopMessage,
+)
+from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP_PROTOCOL, STOP_PROTOCOL_ID
 from libp2p.relay.circuit_v2.utils import read_delimited_msg, write_delimited_msg
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import MAX_WINDOW_SIZE, YamuxStream

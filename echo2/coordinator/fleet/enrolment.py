@@ -42,8 +42,7 @@ from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.trust.ports import remote_of
 from echo2.trust.tls import PROTOCOL_VERSION, peer_of
-from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc, probe_pb2_grpc
-from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
+from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc, probe_pb2 as pb, probe_pb2_grpc
 
 REQUEST_BYTES_MAX = 16 << 10  # a certificate request has 500 bytes
 TOKEN_CHARS_MAX = 256  # ours have 43

@@ -33,8 +33,7 @@ from echo2.outside.guard import ProgressLines, Tasks, shown
 from echo2.trust.tls import Credentials
 from echo2.weights import CodecSetting, DeltaHeader, Encoding, compose
 from echo2.wire.broadcast import plan_from_message
-from echo2.wire.gen.echo2.v1 import broadcast_pb2
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2 as pb
 
 
 class SeedNode:

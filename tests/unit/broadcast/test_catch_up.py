@@ -3,8 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.ids import Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey

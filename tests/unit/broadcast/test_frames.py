@@ -5,8 +5,7 @@ import random
 import ssl
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from echo2.base.errors import MalformedMessage
 from echo2.broadcast.connection import HEAD, READ_BYTES, FrameCutter

@@ -5,8 +5,7 @@ from itertools import combinations, pairwise
 from math import inf
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.broadcast_model.network import BroadcastNetwork
 from benchmarks.broadcast_model.scenarios import partly_needed_fleet, wan_fleet

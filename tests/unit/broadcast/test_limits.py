@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import LimitExceeded, Unreachable
 from echo2.base.ids import PeerId

@@ -4,8 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey

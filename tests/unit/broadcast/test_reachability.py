@@ -1,8 +1,7 @@
 """How two nodes meet, who dials, where, and which of the addresses that a worker names others are told."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.connections import GRACE_S, Dialling

@@ -5,8 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.broadcast_model.network import KEY, BroadcastNetwork
 from benchmarks.broadcast_model.scenarios import wan_fleet

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.broadcast_model.scenarios import broadcast, wan_fleet
 from echo2.base.ids import PeerId

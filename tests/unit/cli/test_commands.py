@@ -21,8 +21,7 @@ from echo2.base.errors import BadToken, ConfigError, PortBusy, RunFinished, Task
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
-from echo2.cli.demo import model
-from echo2.cli.demo import run as demo
+from echo2.cli.demo import model, run as demo
 from echo2.cli.process import LINES_BURST, PARENT, LogRateLimit, run_daemon
 from echo2.cli.run import LocalRun
 from echo2.cli.worker import worker_options

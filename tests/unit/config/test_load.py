@@ -4,8 +4,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.base.units import LinkShape

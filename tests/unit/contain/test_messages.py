@@ -4,8 +4,7 @@ import contextlib
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import MalformedMessage
 from echo2.contain.messages import foreign_object, shown

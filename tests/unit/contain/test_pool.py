@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.contain.messages import Answer, Ending, Limits
 from echo2.contain.pool import LOSSES_MAX, FairQueue, Pool, RunnerLost

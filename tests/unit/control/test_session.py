@@ -10,8 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.clock import FLOOR_SHARE, Backoff, Waits
 from echo2.base.errors import LimitExceeded, StateError

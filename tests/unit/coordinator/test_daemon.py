@@ -35,8 +35,7 @@ from echo2.trust import tls
 from echo2.trust.enrolment import enrol, renew
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.wire.broadcast import plan_from_message
-from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2 as pb, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import verify_ticket
 from echo2.worker.heartbeat import listen_host
 from echo2.worker.options import WorkerOptions

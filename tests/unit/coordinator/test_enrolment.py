@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from cryptography.exceptions import InvalidSignature
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.clock import Pace
 from echo2.base.errors import BadToken, ConfigError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
@@ -31,8 +30,7 @@ from echo2.outside import entered
 from echo2.trust.enrolment import enrol, find_coordinator, keep_renewed, renew, renewal_due_unix_s
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.tls import PROTOCOL_VERSION, Credentials
-from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
-from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc, enrolment_pb2 as pb
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 from tests.unit.coordinator.test_provisioner import OFFER, Cloud

@@ -5,8 +5,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId

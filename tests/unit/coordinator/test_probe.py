@@ -26,8 +26,7 @@ from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.trust.identity import Identity, JoinLink, Role
 from echo2.trust.ports import remote_of
 from echo2.wire.broadcast import plan_from_message
-from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
-from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
+from echo2.wire.gen.echo2.v1 import probe_pb2 as pb, probe_pb2_grpc
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, running
 from tests.unit.coordinator.test_rpc_fuzz import enrolment_channel, fingerprint

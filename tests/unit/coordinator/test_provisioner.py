@@ -25,8 +25,7 @@ from echo2.cost_model.plan import Limit, Plan
 from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options
-from tests.unit.cost_model.fleets import plan_of
-from tests.unit.cost_model.fleets import plan_of as plan
+from tests.unit.cost_model.fleets import plan_of, plan_of as plan
 
 OFFER = MachineOffer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
 

@@ -13,8 +13,7 @@ from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.trust import tls
 from echo2.trust.enrolment import checked_certificate
 from echo2.trust.identity import Identity, JoinLink, Role, TlsKey, certificate_request
-from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.gen.echo2.v1 import enrolment_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb, enrolment_pb2
 from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 METHODS = ("WorkerSession", "LearnerSession")

@@ -1,8 +1,7 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.cost_model.relations import WINDOW, DeltaSizeEstimator, RobustEstimator
 

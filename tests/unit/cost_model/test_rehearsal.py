@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.cost_model.rehearsal import Rehearsal, confirmed, reduced, rehearsal_of, rehearse, rehearsed
 from echo2.cost_model.relations import FleetModel, OperatingPoint, longest_of, unit_lengths

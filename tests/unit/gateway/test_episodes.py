@@ -14,8 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import ConfigError, MalformedMessage, TaskError
 from echo2.base.rollout import FinishReason

@@ -12,8 +12,7 @@ from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan, Work
 from echo2.config.run import RunConfig
 from echo2.learner.rollouts.admission import OpenGroups
-from echo2.learner.rollouts.evaluation import Evaluations as RunEvaluations
-from echo2.learner.rollouts.evaluation import QuestionSet, VersionEvaluation
+from echo2.learner.rollouts.evaluation import Evaluations as RunEvaluations, QuestionSet, VersionEvaluation
 from echo2.learner.rollouts.groups import Batch, Prompt, TrainGroup, evaluated_version
 from echo2.learner.rollouts.journal import History, began
 from echo2.learner.rollouts.pool import RolloutPool

@@ -16,8 +16,7 @@ from echo2.base.rollout import AdamStep, ClientLoss, Example
 from echo2.learner.options import LearnerLimits
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.rollouts.groups import Batch
-from echo2.learner.training import model as model_module
-from echo2.learner.training import optimiser
+from echo2.learner.training import model as model_module, optimiser
 from echo2.learner.training.trainer import Trainer
 from echo2.outside import Machine, entered
 from echo2.outside.files import MachineFiles

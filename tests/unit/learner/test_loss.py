@@ -13,8 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from echo2.base.errors import ConfigError

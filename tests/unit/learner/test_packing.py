@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import Step
 from echo2.learner.rollouts.groups import Batch, Insertion
-from echo2.learner.training import model as model_module
-from echo2.learner.training import trainer as trainer_module
+from echo2.learner.training import model as model_module, trainer as trainer_module
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.packing import (
     BLOCK,

@@ -17,8 +17,7 @@ from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.rollouts.prompts import check_teacher
 from echo2.learner.startup import new_team
-from echo2.learner.training import model as model_module
-from echo2.learner.training import trainer as trainer_module
+from echo2.learner.training import model as model_module, trainer as trainer_module
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.loss import group_advantages
 from echo2.learner.training.model import PolicyModel, check_dtypes, selective_contexts

@@ -25,9 +25,7 @@ from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.startup import new_team
-from echo2.learner.training import loading
-from echo2.learner.training import model as model_module
-from echo2.learner.training import shards as sharded
+from echo2.learner.training import loading, model as model_module, shards as sharded
 from echo2.learner.training.ranks import DistributedRanks, Ranks, own_part, ranks_of_environment
 from echo2.learner.training.team import Team
 from echo2.weights import DeltaHeader, HostWeights

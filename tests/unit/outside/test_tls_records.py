@@ -3,8 +3,7 @@
 import random
 from itertools import accumulate
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.outside.tls_streams import (
     HEAD_BYTES,

@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import VersionSpan

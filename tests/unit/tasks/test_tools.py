@@ -5,8 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import TaskError
 from echo2.tasks.tools import CALLS_MAX, FORMATS, Calculator, CalculatorEnvironments, tool_format_of

@@ -6,8 +6,7 @@ import pytest
 import torch
 import xxhash
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from echo2.base.errors import DeltaFormatError, EchoError, FingerprintMismatch
 from echo2.base.ids import Version

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.errors import BadSignature, EchoError, MalformedMessage, NotAllowed
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
@@ -28,8 +27,7 @@ from echo2.broadcast.events import Have, Request, Route, WidthWished
 from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.trust.identity import Identity
-from echo2.wire import broadcast as bw
-from echo2.wire import rollout as rw
+from echo2.wire import broadcast as bw, rollout as rw
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 from tests.contract.test_golden import filled

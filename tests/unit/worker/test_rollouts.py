@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from echo2.base.ids import LeaseId, Version
 from echo2.base.rollout import EndReason, FinishReason, Rollout, VersionSpan

@@ -1,8 +1,7 @@
 """The slot book under random traffic, against a model cache that holds real token prefixes."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from echo2.base.errors import EngineError

@@ -8,8 +8,7 @@ from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from echo2.base.errors import EngineError, IntegrityError, VersionMismatch
