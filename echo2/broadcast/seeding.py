@@ -175,10 +175,8 @@ class Seeding:
         self.trees, self._others, self._enters_once = [], [], plan.topology == BY_REGION
         if plan.seed is None or plan.seed.peer_id != me:
             return
-        seed, self._bound_bytes_per_s = (
-            plan.seed,
-            fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.trees else 0.0,
-        )
+        seed = plan.seed
+        self._bound_bytes_per_s = fluid_bound(plan.needed_nodes).rate_bytes_per_s if plan.trees else 0.0
         for number, planned in enumerate(plan.all_trees):
             children = plan.pushed_to(number)
             direct = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))

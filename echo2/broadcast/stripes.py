@@ -67,9 +67,8 @@ class Striping:
         self.count = 1
         self.is_short = False
         self.reason = ""
-        self._samples: deque[tuple[float, int, bool]] = (
-            deque()
-        )  # when; bytes delivered since the one before; `is_held_back`
+        # When; bytes delivered since the one before; `is_held_back`.
+        self._samples: deque[tuple[float, int, bool]] = deque()
         self._losses: deque[float] = deque(maxlen=64)
         self._active_at = float("-inf")
         self._clean_since = float("-inf")
