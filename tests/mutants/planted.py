@@ -32,7 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # what is told before it is kept
     Mutant("the pool answers ADMITTED before the journal is synced", _POOL,
            "(Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts):\n            await self.journal.commit()",
-           "(Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts):\n            await asyncio.sleep(0)"),
+           "(Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts):\n            await asyncio.sleep(0)", (_UNIT + "learner/test_pool.py",)),
     Mutant("hub sends before it keeps", _HUB,
            "        try:\n            self.flush_now()\n        except EchoError:\n            return\n        outgoing, self._outgoing = self._outgoing, []\n        for peer_id, order in outgoing:\n            session = self.workers.get(peer_id)\n            if session is not None and not self._is_dropped(order):\n                session.send(order)\n",
            "        outgoing, self._outgoing = self._outgoing, []\n        for peer_id, order in outgoing:\n            session = self.workers.get(peer_id)\n            if session is not None and not self._is_dropped(order):\n                session.send(order)\n        asyncio.get_running_loop().call_later(0.3, self.state.flush)\n"),

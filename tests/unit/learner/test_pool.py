@@ -108,7 +108,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.sent[group_id, index] = before + [sender] * (len(grown) - kept)
         synced = [record for _, record in self.stage.journal.records[: self.stage.journal.synced]]
         if verdict is Verdict.ADMITTED:
-            assert any(record.rollout.rollout.group_id == group_id for record in synced), "it is on the disk first"
+            kept = {(record.rollout.rollout.group_id, record.rollout.rollout.index) for record in synced}
+            assert (group_id, index) in kept, "it is on the disk first"
 
     @rule(pick=st.integers(0, 1000), again=st.integers(0, 11), turns=st.integers(1, 3))
     def finish(self, pick: int, again: int, turns: int) -> None:
@@ -176,9 +177,12 @@ class PoolMachine(RuleBasedStateMachine):
         if due := self.stage.prompts.due:
             self.stage.reward(reward, (7,) if says == 0 else (), pick % len(due))
 
-    @rule()
-    def trainer_is_free(self) -> None:
+    @rule(are_ready=st.booleans())
+    def trainer_is_free(self, are_ready: bool) -> None:
         groups = self.stage.pool.groups
+        if are_ready:  # else few batches are ever drawn
+            for number in range(3):
+                self.finish(number, 0, 1)
         step = groups.next_step
         fresh = [group for group in groups.training if group.is_ready and not is_later_turn(group.spec.group_id)]
         ages = {group.spec.group_id: self.oldest_of(group.spec.group_id) for group in fresh}
