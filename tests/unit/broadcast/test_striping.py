@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from echo2.broadcast.pace import LINK_CONNECTIONS
-from echo2.broadcast.stripes import (
-    CLEAN_S,
-    LEFT_ALONE_S,
-    NODE_FURTHER,
-    OPENING_S,
-    Striping,
-    connections_max,
-)
+from echo2.broadcast.stripes import CLEAN_S, LEFT_ALONE_S, NODE_FURTHER, OPENING_S, Striping, connections_max
 from echo2.broadcast.uplink import PathSent
 
 TICK_S = 0.1
@@ -71,6 +64,9 @@ def test_growth_ends_at_the_limit_and_a_link_says_that_it_is_short_where_it_may_
     assert path.open == 1
     path.run(30, limit=1)
     assert path.striping.is_short
+    path.carried = lambda count: 0.0
+    path.run(3, limit=1)
+    assert path.striping.is_short, "nothing gets through, though much waits"
     path.losses_per_s, path.carried = 0.0, lambda count: 1e9
     path.run(60, limit=1)
     assert not path.striping.is_short
