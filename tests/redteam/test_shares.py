@@ -1,5 +1,7 @@
 """What one caller may take of a daemon's time, memory and log, however it comes: by streams, calls, identities, headers."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import time
