@@ -38,7 +38,11 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
         "tests/unit/coordinator/test_daemon.py",
         "tests/unit/coordinator/test_actions.py",
     ),
-    "coordinator/hub.py": ("tests/unit/coordinator/test_daemon.py", "tests/redteam/test_bans.py"),
+    "coordinator/hub.py": (
+        "tests/unit/coordinator/test_daemon.py",
+        "tests/unit/coordinator/test_actions.py",
+        "tests/redteam/test_bans.py",
+    ),
     "coordinator/learner.py": (
         "tests/unit/coordinator/test_probe.py",
         "tests/redteam/test_bans.py",
