@@ -124,7 +124,8 @@ def test_a_finished_learner_stays_while_its_last_version_is_fetched_and_is_expor
 def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: Path) -> None:
     plan = coordinator_pb2.PlanUpdate(kappa=2, in_flight_cap_rollouts=16, predicted_utilisation=0.5)
     task = {"args": {"one_in": 4}}
-    run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner={"steps": 5}, task=task), plan)
+    section = {"steps": 5, "emulated_link": "8mbit/s 16mbit/s 30ms"}
+    run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner=section, task=task), plan)
     banned = [
         coordinator_pb2.WorkerBanned(peer_id="liar", reason="by hand", is_banned=True),
         coordinator_pb2.WorkerBanned(peer_id="slip", reason="a slip", is_banned=True),
@@ -154,6 +155,8 @@ def test_learner_and_coordinator_hear_of_each_other(model_path: Path, tmp_path: 
     assert list(run.learner.hello().barred_peer_ids) == ["liar"], "it asks whether it still is; whom it accuses it says"
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
+    link = hello.link
+    assert (link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s) == (1e6, 2e6, pytest.approx(0.03))
     assert kept == [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
     complete = [name for name, reason in coordinator.closed if reason == "complete"]
     assert sum(evaluated_version(name) is None for name in complete) == 10
