@@ -13,12 +13,13 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for the processes that tests start
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.fork_server import OWNER
 from tests.stage import Stage, VirtualStage
 
-settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PHASES = [phase for phase in Phase if phase is not Phase.shrink or "ECHO2_NO_SHRINK" not in os.environ]
+settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=PHASES)
 settings.load_profile("echo2")
 
 

@@ -61,6 +61,7 @@ def planted(mutant: Mutant, scratch: Path) -> Iterator[None]:
 
 
 def _tested(tests: tuple[str, ...]) -> int:
+    os.environ["ECHO2_NO_SHRINK"] = "1"  # that a test fails is enough; to find its least example takes minutes
     pytest = importlib.import_module("pytest")
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 
