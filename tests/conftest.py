@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.fork_server import OWNER
-from tests.stage import Stage, VirtualStage
+from tests.loops import OwnLoop, VirtualTime
 
 PHASES = [phase for phase in Phase if phase is not Phase.shrink or "ECHO2_NO_SHRINK" not in os.environ]
 settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=PHASES)
@@ -44,18 +44,18 @@ def _log_as_before() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on the stage that a fixture of it is, or on an event loop of its own."""
+    """A test that is a coroutine runs on the loop that a fixture of it is, or on one of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    stages = (fixture for fixture in pyfuncitem.funcargs.values() if isinstance(fixture, Stage))
-    next(stages, Stage()).run(functools.partial(pyfuncitem.obj, **arguments))
+    loops = (fixture for fixture in pyfuncitem.funcargs.values() if isinstance(fixture, OwnLoop))
+    next(loops, OwnLoop()).run(functools.partial(pyfuncitem.obj, **arguments))
     return True
 
 
 @pytest.fixture
-def virtual_time() -> Stage:
-    return VirtualStage()
+def virtual_time() -> OwnLoop:
+    return VirtualTime()
 
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no pytest-xdist

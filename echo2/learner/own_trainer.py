@@ -275,8 +275,8 @@ class OwnTrainer:
         newest = store.newest()
         if self.step_count != (newest or 0):
             raise ConfigError(
-                f"publish: expected the weights of step {newest or 0}, run.resume_step, from which it goes on, got step "
-                f"{self.step_count}"
+                f"publish: expected the weights of step {newest or 0} (run.resume_step), from which this run goes on, got "
+                f"step {self.step_count}"
             )
         if newest is None:
             return None

@@ -47,4 +47,5 @@ class CommandCloud:
 
     def close(self) -> None:
         for path in self.folder.glob("*/pid"):
-            os.killpg(int(path.read_text()), signal.SIGKILL)
+            if group := int(path.read_text()):  # 0 would be the group of the tests themselves
+                os.killpg(group, signal.SIGKILL)

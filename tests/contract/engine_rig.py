@@ -14,8 +14,8 @@ from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool
 from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode, TokenChunk
+from tests.loops import OwnLoop, Scene, T
 from tests.patience import WAIT_S
-from tests.stage import Scene, Stage, T
 
 VOCAB_COUNT = 96
 CONTEXT_TOKENS = 256
@@ -161,7 +161,7 @@ def raw_logprobs(model: torch.nn.Module, prompt: Sequence[int], completion: Sequ
     return torch.log_softmax(logits[len(prompt) - 1 : -1].double(), dim=-1)
 
 
-class Rig(Stage):
+class Rig(OwnLoop):
     """One engine on one event loop, kept for all tests of a module; every test begins with version 0."""
 
     def __init__(

@@ -23,15 +23,15 @@ from echo2.trust import tls
 from echo2.trust.enrolment import check_coordinator
 from echo2.trust.identity import Identity, JoinLink, RunAuthority
 from tests.certificates import issued
+from tests.loops import OwnLoop, Scene, T
 from tests.patience import WAIT_S
-from tests.stage import Scene, Stage, T
 
 SERVICE = "echo2.test.Net"
 EOF_: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 pytestmark = pytest.mark.usefixtures("network")
 
 
-class OnGrpc(Stage):
+class OnGrpc(OwnLoop):
     def run(self, scene: Scene[T]) -> T:
         async def whole() -> T:
             result = await scene()
@@ -41,7 +41,7 @@ class OnGrpc(Stage):
         return super().run(whole)
 
 
-class OnWires(Stage):
+class OnWires(OwnLoop):
     def __init__(self, folder: Path) -> None:
         self._disk = VirtualDisk(folder / "disk")
 
@@ -61,7 +61,7 @@ class OnWires(Stage):
 
 
 @pytest.fixture(params=["grpc", "wires"])
-def network(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
+def network(request: pytest.FixtureRequest, tmp_path: Path) -> OwnLoop:
     return OnGrpc() if request.param == "grpc" else OnWires(tmp_path)
 
 

@@ -20,8 +20,8 @@ from echo2.trust import tls
 from echo2.trust.identity import Identity, RunAuthority
 from tests.certificates import issued
 from tests.contract.test_net import OnWires
+from tests.loops import OwnLoop, Scene, T
 from tests.patience import WAIT_S
-from tests.stage import Scene, Stage, T
 
 RUN = RunId("contract")
 HOST = "127.0.0.1"
@@ -44,13 +44,13 @@ class End:
         await self.ended.wait()
 
 
-class World(Stage):
+class World(OwnLoop):
     """Nodes of one run, in the world of that name; in that of holes, pairs are connected over them."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.is_punched = name == "hole"
         self.ends: list[End] = []
-        self._stage = OnWires(folder) if name == "simulator" else Stage()
+        self._loop = OnWires(folder) if name == "simulator" else OwnLoop()
 
     def run(self, scene: Scene[T]) -> T:
         async def whole() -> T:
@@ -59,7 +59,7 @@ class World(Stage):
             finally:
                 await self.close()
 
-        return self._stage.run(whole)
+        return self._loop.run(whole)
 
     @functools.cached_property
     def authority(self) -> RunAuthority:

@@ -66,10 +66,13 @@ class CommandProvider:
 
     async def _listed(self) -> dict[str, list[str]]:
         """Each machine's line, whatever it says of its state. Of two lines of a name, the one of a machine that goes on."""
-        lines = [line.split(maxsplit=2) for line in (await self._run("list")).splitlines()]
-        ours = [words for words in lines if words and words[0].startswith(self._prefix)]
-        ours.sort(key=lambda words: [word.lower() for word in words[1:2]] != [MachineState.ENDING.value])
-        return {words[0]: words for words in ours}
+        listed: dict[str, list[str]] = {}
+        for line in (await self._run("list")).splitlines():
+            words = line.split(maxsplit=2)
+            is_ending = len(words) > 1 and words[1].lower() == MachineState.ENDING.value
+            if words and words[0].startswith(self._prefix) and not (is_ending and words[0] in listed):
+                listed[words[0]] = words
+        return listed
 
     def _sighting(self, words: list[str]) -> ObservedMachine:
         state = STATES.get(words[1].lower()) if len(words) > 1 else MachineState.RUNNING

@@ -1,4 +1,4 @@
-"""The loops on which tests run that are coroutines."""
+"""Event loops for tests that are coroutines."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,8 +10,8 @@ T = TypeVar("T")
 Scene = Callable[[], Coroutine[Any, Any, T]]
 
 
-class Stage:
-    """A loop of its own for each test. A fixture that is a stage has the coroutine tests that ask for it run on its loop."""
+class OwnLoop:
+    """A new event loop for each test. Coroutine tests that ask for a fixture of this class run on its loop (conftest)."""
 
     def run(self, scene: Scene[T]) -> T:
         async def whole() -> T:
@@ -21,7 +21,7 @@ class Stage:
         return asyncio.run(whole())
 
 
-class VirtualStage(Stage):
+class VirtualTime(OwnLoop):
     """A loop whose time is virtual."""
 
     def run(self, scene: Scene[T]) -> T:
