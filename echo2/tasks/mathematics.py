@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 from typing import Any
 
 from echo2.base.errors import TaskError
@@ -79,13 +80,15 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
             return True
     if _DATE.fullmatch(bare):  # which the parser takes for a difference
         return _DATE.findall(final)[-1:] == [bare]
+    parsed = parse(_plain(final), parsing_timeout=None)
+    if (words := _words(bare)) and (said := [_words(text) for text in parsed if isinstance(text, str)]) and all(said):
+        return words in said
     gold = _plain(reference)
     if not any(mark in gold for mark in ("$", "\\boxed", "\\[", "\\(")):
         gold = f"${gold}$"  # as the parser needs; data sets have both forms
     gold = parse(gold, parsing_timeout=None)
     if not gold:
         raise TaskError(f"math: expected a reference answer that can be parsed, got {reference[:80]!r}")
-    parsed = parse(_plain(final), parsing_timeout=None)
     return bool(parsed) and bool(verify(gold, parsed, timeout_seconds=None)) and not _differ_in_the_small(gold, parsed)
 
 
@@ -98,6 +101,11 @@ _LETTER = re.compile(r"\(?[A-J]\)?")
 _CHOSEN = re.compile(r"(?:(?i:answer|option|choice)(?: is)?[\s*:(>]+|\A[\s*(]*(?=[A-J][\s*).]*\Z))([A-J])\b")
 _WORDS = re.compile(r"[^\W\d_]{2,40}(?: [^\W\d_]{1,40}){0,5}")
 _SAID = re.compile(r"(?i:\banswer)(?: is)?[\s*:(>\"'`]+([^\W\d_]+(?: [^\W\d_]+)*)")
+# Nothing but letters, which the parser takes for a product, by which `act` equals `cat`. A product has few letters without vowels,
+# or such as follow one another (ABCD).
+_PROSE = re.compile(r"(?:[^\W\d_]|[\s,;.'’&-])+")
+_WORD = re.compile(r"[^\W\d_]{4,}|(?=\w{0,2}[aeiou])[^\W\d_]{3}")
+_BETWEEN = re.compile(r"[,;&]|\band\b|\bor\b")
 _DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own
@@ -156,6 +164,14 @@ def _bare(text: str) -> str:
     """The words of an answer, without box, text marks and a last point: words mean what they say."""
     text = re.sub(r"^\\boxed\{(.{1,200})\}[$.\s]*$", r"\1", text.strip(" $"))
     return re.sub(r"^\\(?:text|mathrm|textbf)\{([^{}]{1,200})\}$", r"\1", text).rstrip(".").strip()
+
+
+def _words(text: str) -> list[str]:
+    """The answers in a text of words, in any order and without capitals; none if it may be a formula."""
+    text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]{1,200})\}", r"\1", _bare(text)).casefold()
+    answers = sorted(" ".join(answer.split()) for answer in _BETWEEN.split(re.sub("['’]", "", text)))
+    words = (word for answer in answers for word in _WORD.findall(answer))
+    return answers if _PROSE.fullmatch(text) and any("".join(sorted(w)) not in ascii_lowercase for w in words) else []
 
 
 def _as_fraction(match: re.Match[str]) -> str:
