@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -27,6 +27,7 @@ from io import BufferedIOBase
 from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from echo2.base.errors import TaskError
 from echo2.tasks.mathematics import MathRow
@@ -54,6 +55,12 @@ _CHAT_AS_TEXT = re.compile(
 
 _SHOWN_APART = ("images", "image", "videos", "video", "audio")  # what no prompt shows to a language model
 
+CHAT_COLUMNS = ("messages", "conversations", "conversation")  # names in common data sets
+# Of a table; other columns may be large, or hold what Python cannot.
+_READ = (
+    *PROMPT_COLUMNS, *ANSWER_COLUMNS, "data_source", *_SHOWN_APART, *CHAT_COLUMNS, "completion", "system", "tools",
+)  # fmt: skip
+
 Row = Mapping[str, object]
 _log = logging.getLogger("echo2.tasks")
 
@@ -73,7 +80,7 @@ def read_math_rows(
     choice = columns or ColumnChoice()
     rows: dict[bytes, MathRow] = {}
     repeated = contrary = 0
-    for row, where in _rows_under(path, split, subset):
+    for row, where in _rows_under(path, split, subset, choice):
         read = _math_row(row, where, choice)
         words = " ".join(str(read.prompt).split())
         key = _digest(words.casefold())
@@ -90,12 +97,14 @@ def read_math_rows(
     return list(rows.values())
 
 
-def _rows_under(path: Path, split: str, subset: str = "") -> Iterator[tuple[Row, str]]:
+def _rows_under(
+    path: Path, split: str, subset: str = "", choice: ColumnChoice | None = None
+) -> Iterator[tuple[Row, str]]:
     """Yields the rows of all files with their places, for messages. TaskError if there is none, or there are too many."""
-    count = 0
+    count, columns = 0, {*_READ, *((choice.prompt, choice.answer) if choice else ())}
     try:
         for file in data_files(path, split, subset):
-            for number, row in enumerate(_rows_of(file), start=1):
+            for number, row in enumerate(_rows_of(file, columns), start=1):
                 count += 1
                 if count > ROWS_MAX:
                     raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
@@ -141,14 +150,14 @@ def _split_words(relative: Path) -> set[str]:
     return {*relative.parts[:-1], stem}
 
 
-def _rows_of(file: Path) -> Iterator[Row]:
+def _rows_of(file: Path, columns: Collection[str]) -> Iterator[Row]:
     with file.open("rb") as stream:
         start = stream.read(1 << 10)
     if start.startswith(b"version https://git-lfs."):
         raise TaskError(
             f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
         )
-    return (_columnar_rows if file.suffix in (".parquet", ".arrow") else _json_rows)(file, start)
+    return _columnar_rows(file, start, columns) if file.suffix in (".parquet", ".arrow") else _json_rows(file, start)
 
 
 def _json_rows(file: Path, start: bytes) -> Iterator[Row]:
@@ -201,21 +210,28 @@ def _digest(words: str) -> bytes:
     return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
-def _columnar_rows(file: Path, start: bytes) -> Iterator[Row]:
+def _columnar_rows(file: Path, start: bytes, columns: Collection[str]) -> Iterator[Row]:
+    """The rows with what `columns` hold; of others, they have the names."""
     try:
         from pyarrow import ArrowException, ipc, parquet
     except ImportError as error:
         raise TaskError(f"{file}: the package pyarrow is not installed ({error})") from error
+    known = {part for column in columns for part in (column, column.split(".")[0])}
+
+    def rows(names: Sequence[str], batches: Callable[[list[str]], Iterable[Any]]) -> Iterator[Row]:
+        nothing, read = dict.fromkeys(names), [name for name in names if name in known]
+        for batch in batches(read or list(names)):
+            yield from (nothing | row for row in batch.to_pylist())
+
     try:
         if file.suffix == ".parquet":
-            for batch in parquet.ParquetFile(file).iter_batches(ROWS):
-                yield from batch.to_pylist()
+            table = parquet.ParquetFile(file)
+            yield from rows(table.schema_arrow.names, lambda read: table.iter_batches(ROWS, columns=read))
             return
         is_file = start.startswith(b"ARROW1")  # what pyarrow and pandas write; datasets writes streams
         with (ipc.open_file if is_file else ipc.open_stream)(str(file)) as reader:
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            for batch in batches:
-                yield from batch.to_pylist()
+            yield from rows(reader.schema.names, lambda read: (batch.select(read) for batch in batches))
     except (ArrowException, OSError, ValueError, KeyError) as error:  # or a text or time that Python has no object for
         text = f"expected whole {file.suffix[1:]} with values that Python can hold"
         raise TaskError(f"data file {file}: {text}, got {type(error).__name__}: {error}") from error
@@ -292,7 +308,6 @@ def _content(value: object, where: str) -> str:
 
 # ---- conversations
 
-CHAT_COLUMNS = ("messages", "conversations", "conversation")  # names in common data sets
 # Who speaks, in ShareGPT's words too.
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 # Fields in which others keep a part of what the model writes.
