@@ -147,8 +147,8 @@ class Run:
     @property
     def checkpoint_is_due(self) -> bool:
         """Whether the run takes a checkpoint at this step, as at the last one: write your own to disk before you ask for the next
-        batch or leave. The run's is written after it."""
-        return self.is_last_step or (self.step > 0 and self.step % self.checkpoint_every_steps == 0)
+        batch or leave. The run's is written after it. Steps that come again after a restart have none."""
+        return self.is_last_step or self.trainer.is_kept
 
     @property
     def is_last_step(self) -> bool:

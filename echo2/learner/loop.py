@@ -133,7 +133,8 @@ class TrainingLoop:
         while not self.is_finished and not self.is_stopped and await next_step():
             pass
         await self.publisher.settled()
-        await self._checkpoint(StepTimes())
+        if self.is_finished or self.p.team.starts_from_base:  # a user's trainer has kept no other step
+            await self._checkpoint(StepTimes())
         await self._checkpoint_written()
         if self.is_finished and not self.is_stopped:
             self.waiting = (EVALUATION, monotonic())
@@ -230,7 +231,7 @@ class TrainingLoop:
         times.audit_wait_s = monotonic() - due_at
         next_step = Step(self.step + 1)
         is_due = self.p.schedule.is_due(next_step) or next_step >= self.steps
-        result = self.p.team.step(batch, is_due)
+        result = self.p.team.step(batch, is_due, self._is_fixed_checkpoint(next_step))
         began = monotonic()
         snapshot = self.p.team.snapshot() if is_due else None
         times.diff_s = monotonic() - began
@@ -246,9 +247,15 @@ class TrainingLoop:
 
     # ---- checkpoints
 
+    def _is_fixed_checkpoint(self, step: Step) -> bool:
+        """Whether `step` is the first since the newest checkpoint that reaches a multiple of the fixed number of steps: steps that
+        are trained again leave none."""
+        every = self.checkpoint_every
+        return every > 0 and step // every > (self._checkpointed or 0) // every
+
     def _is_checkpoint_due(self) -> bool:
         if self.checkpoint_every:
-            return self.step % self.checkpoint_every == 0
+            return self._is_fixed_checkpoint(Step(self.step))
         if self._checkpoint_task is not None and not self._checkpoint_task.done():
             return False  # the disk is slow; do not make the loop wait for it
         every, train_s = self.checkpoint_every_steps, self.utilisation.means_s[0]

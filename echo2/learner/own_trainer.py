@@ -143,7 +143,8 @@ class OwnTrainer:
         self._asked: SimpleQueue[Batch | None] = SimpleQueue()  # of the user's thread; None: it is over
         # What was asked for is done, with a copy of the weights where one is needed; None: the trainer has left.
         self._answers: SimpleQueue[tuple[dict[str, Tensor] | None] | None] = SimpleQueue()
-        self._is_published = False
+        self._is_published = self._is_next_kept = False
+        self.is_kept = False  # the run takes a checkpoint of this step
         self._is_trained = True
         self._is_saved = threading.Event()  # the user's checkpoint of this step is written, if the user writes one
         self._is_saved.set()
@@ -178,7 +179,7 @@ class OwnTrainer:
             self._asked.put(None)  # for whoever asks again
         self._raise_failure()
         if batch is not None and self.ranks.count > 1:
-            self._tell({"is_published": self._is_published}, batch_to_bytes(batch))
+            self._tell({"is_published": self._is_published, "is_kept": self._is_next_kept}, batch_to_bytes(batch))
             self._raise_failure()  # it may have come before that, and then nobody has heard it
         self._is_trained = batch is None
         return batch
@@ -193,6 +194,7 @@ class OwnTrainer:
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
         self._raise_failure()  # now: the other ranks, who do not know of it yet, wait in that collective
         self._live, self._is_trained, self.step_count = tensors, True, step
+        self.is_kept = self._is_next_kept
         self._is_saved.clear()
         self._answers.put((weights,))
         return weights is not None
@@ -227,9 +229,9 @@ class OwnTrainer:
 
     # ---- the learner's trainer thread
 
-    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+    def step(self, batch: Batch, is_published: bool = False, is_kept: bool = False) -> StepResult:
         began, wanted = monotonic(), self.step_count + 1
-        self._is_published = is_published
+        self._is_published, self._is_next_kept = is_published, is_kept
         self._weights = self._answer(batch, f"step {wanted}: the trainer left before it was done")
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         prompts = sum(len(group.spec.prompt_token_ids) * len(group.rollouts) for group in batch.groups)
@@ -315,7 +317,7 @@ class OwnTrainerFollower:
     def __init__(self, model: DeclaredModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self.step_count = 0
-        self._is_published = self._is_over = False
+        self.is_kept = self._is_next_kept = self._is_published = self._is_over = False
         self._live: Mapping[str, Tensor] = {}
 
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
@@ -327,7 +329,7 @@ class OwnTrainerFollower:
         while not self._is_over:
             head, payload = self.ranks.hear()
             if payload:
-                self._is_published = head["is_published"]
+                self._is_published, self._is_next_kept = head["is_published"], head["is_kept"]
                 return batch_from_bytes(payload)
             self._is_over = "is_over" in head
             if not self._is_over:
@@ -337,7 +339,7 @@ class OwnTrainerFollower:
     def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
         if step != self.step_count + 1:
             raise StateError(f"publish: expected step {self.step_count + 1}, got {step}")
-        self.step_count, self._live = step, tensors
+        self.step_count, self._live, self.is_kept = step, tensors, self._is_next_kept
         if self._is_published:
             self.model.gathered(tensors, self.ranks)
         return self._is_published

@@ -251,7 +251,7 @@ class TinyTrainer:
     def checkpoint_bytes(self) -> int:
         return 2 * SNAPSHOT_BYTES
 
-    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+    def step(self, batch: Batch, is_published: bool = False, is_kept: bool = False) -> StepResult:
         self._weights = trained(self._weights, batch)
         self.step_count += 1
         self._on_step(batch, self._weights)

@@ -41,7 +41,7 @@ def trainer_of(path: Path) -> tuple[OwnTrainer, dict[str, torch.Tensor]]:
 def stepping(own: OwnTrainer, step: int, failures: list[BaseException]) -> threading.Thread:
     def run() -> None:
         try:
-            own.step(Batch(Step(step), ()), is_published=True)
+            own.step(Batch(Step(step), ()), is_published=True, is_kept=step == 0)
         except TrainerLeft as error:
             failures.append(error)
 
@@ -137,9 +137,10 @@ def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(mod
     own.end()
     thread.join(WAIT_S)
     assert isinstance(failures[0], TrainerLeft)
+    assert own.is_kept, "of the step that was handed in, whatever is asked for already"
     for _ in range(2):
         own.stop()
-    assert other.told == ["is_published", "is_over"]
+    assert other.told == ["is_published", "is_kept", "is_over"]
 
 
 def test_other_ranks_gather_with_their_first(model_path: Path) -> None:

@@ -17,6 +17,7 @@ from echo2.base.rollout import GroupSpec
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.store import LeftFile, LeftVersions
 from echo2.learner.options import LearnerLimits, LearnerOptions, RunFolder
+from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.publishing.publisher import SeedNode
 from echo2.learner.rollouts.groups import Batch, Group, SentTokens, group_id_of
 from echo2.learner.rollouts.journal import Journal, finished, opened, read_journal
@@ -42,8 +43,8 @@ class OtherDevice(Team):
         super().__init__(trainer)
         self.first_step = first_step
 
-    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
-        done = super().step(batch, is_published)
+    def step(self, batch: Batch, is_published: bool = False, is_kept: bool = False) -> StepResult:
+        done = super().step(batch, is_published, is_kept)
         if batch.step >= self.first_step:
             noise = torch.Generator().manual_seed(int(batch.step))
             for master in self.model.masters:
@@ -159,10 +160,14 @@ def test_a_killed_learner_goes_on(
     crashed, before = kill(tmp_path, at, checkpoint_at, kappa=kappa)
     last = last_published(crashed)
     worker = worker_at(crashed, last, before[last])
+    learner = crashed.config.learner.model_copy(update={"checkpoint_every_steps": 3})
+    crashed = replace(crashed, config=crashed.config.model_copy(update={"learner": learner}))
     second = new_run(crashed, first_step=0)
     with caplog.at_level("INFO", logger="echo2.learner"):
         summary = asyncio.run(second.finish())
     assert summary.is_finished and summary.version == 6 and summary.over_stale_tokens == 0
+    kept = CheckpointStore(crashed.folder / "checkpoints", crashed.limits, is_owner=False).steps()
+    assert (4 in kept) == (at == 3), "the first step after those trained again, which have passed a multiple of three"
     groups = second.learner.pool.groups
     assert summary.trained_rollouts == 6 * 8 and groups.counts.trained_tokens == sum(groups.ledger.histogram().values())
     assert "published versions stay as they are" in caplog.text and "rebuilt from" in caplog.text
