@@ -153,7 +153,9 @@ def plain_line(state: ScreenState) -> str:
         return f"{state.elapsed_s:4.0f} s  {status.finished or loads}"
     learner, predicted, limit = status.learner, status.plan.predicted_utilisation, status.learner_hello.step_limit
     versions = ", ".join(
-        f"{w.name} at {w.heartbeat.version}" if w.heartbeat.has_version else f"{w.name} without a version yet"
+        f"{w.name} at {w.heartbeat.version}"
+        if w.heartbeat.has_version
+        else f"{w.name} waits for {w.heartbeat.waits_for or 'a version'}"
         for w in status.workers
         if w.state != "gone"
     )

@@ -67,7 +67,7 @@ def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> F
 def gpu_finding(names: str, memory_bytes: int, driver: str) -> Finding:
     """`driver`: its version; empty: there is no GPU."""
     if not driver:
-        return Finding("GPU", "none; the embedded engine works on the CPU")
+        return Finding("GPU", "none; the engine works on the CPU")
     major = int(driver.partition(".")[0]) if driver.partition(".")[0].isdigit() else 0
     text = f"{names}, {format_bytes(memory_bytes)} of memory, driver {driver}"
     if major < DRIVER_MIN:

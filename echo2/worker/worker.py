@@ -261,11 +261,13 @@ class Worker:
         base = self._base_checkpoint(learner, is_adapter=CONFIG_KEY in config, loads=fit.loads_base)
         self._start(base.offer_to(self.node), "base checkpoint", may_end=True)
         _log.info("engine: %s", fit.reason)
+        self._waits.begin("engine", f"its {name} engine to start")
         await shown(self._progress, "compilation of kernels (kept for the next start)", warm_up)
         engine = await asyncio.to_thread(self._engines.make, name, config, self._options, fit)
         self.status.slot_count = engine.slot_count
         self.status.add_finding(await self._engines.reach(self.status.own_addresses))
         await shown(self._progress, f"load of the {name} engine", engine.start())
+        self._waits.end("engine")
         swap_mode = SwapMode(section.swap_mode)
         kind, keeps_cache = f"{name} {section.quantisation}", swap_mode is SwapMode.KEEP_KV
         self.reports.set_engine(engine.draws_by_seed, keeps_cache=keeps_cache, kind=kind)

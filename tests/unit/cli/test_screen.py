@@ -101,9 +101,10 @@ def test_what_was_not_measured_is_not_shown() -> None:
     assert "now 0.25   held-out at step  0.50" in shown(status)[1], "the learner's files are on another machine"
     assert "utilisation 50% (predicted 90%)" in line and "utilisation 50% measured, 90% predicted" in screen
     status.workers.add(name="w2")
+    status.workers.add(name="w3").heartbeat.waits_for = "its vllm engine to start"
     status.workers.add(name="spot-7", state="gone")
     line, screen = shown(status)
-    assert "w2 without a version yet" in line and "spot-7" not in line + screen
+    assert "w2 waits for a version, w3 waits for its vllm engine to start" in line and "spot-7" not in line + screen
     assert "workers, 1 more have gone" in screen
     status.plan.predicted_utilisation = 0.0  # the machines' rates are still being measured
     line, screen = shown(status)
@@ -205,7 +206,7 @@ async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(
     with StringIO() as printed:
         await LiveRun(children, Console(file=printed), True, lambda status: False).run(workers)
         assert printed.getvalue().count("\n") == 1 + 1, "the page's address, and one line"
-        assert "[/x] without a version" in printed.getvalue()
+        assert "[/x] waits for a version" in printed.getvalue()
     assert [call.args[0] for call in children.start.await_args_list] == ["learner", *workers] and not learner_runs
     assert [link.rpartition("=")[2] for link in links] == ["t", "newer"], (
         "anew after some looks: a run of weeks outlives them"

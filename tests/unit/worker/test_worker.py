@@ -92,7 +92,7 @@ def judged(models: list[torch.nn.Module], prompt: tuple[int, ...], rollout: Roll
 
 
 async def test_a_worker_joins_measures_its_rate_and_delivers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "echo2.worker")
+    caplog.set_level("INFO", "echo2")
     async with SmallRun(tmp_path / "run") as run:
         models = await prepared(run)
         run.coordinator.learner.longest_sequence_tokens = 40
@@ -104,6 +104,7 @@ async def test_a_worker_joins_measures_its_rate_and_delivers(tmp_path: Path, cap
             assert declared and declared[0].sampled_tokens == 0, "what the probe samples is nobody's"
             status = await ask(daemon.folder, "status")
             assert "measured before the first lease" in str(status["rate"])
+            assert "waits for its embedded engine to start" in caplog.text and "engine" not in str(status["waits_for"])
             assert "behind the coordinator's" in str(status["clock"]) and "synchronised" in str(status["clock"])
             assert (status["price_usd_per_hour"], status["slots"], status["version"]) == (0.5, 8, 0)
             run.coordinator.groups = [group(f"g{i}") for i in range(4)]
