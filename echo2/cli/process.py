@@ -140,8 +140,8 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
     """Runs the daemon that `make` returns, which writes under `folder`, until it ends. Returns the exit code."""
     from echo2.trust.ports import raise_descriptor_limit  # imported late, as in `_with_signals`
 
-    raise_descriptor_limit()
     try:
+        raise_descriptor_limit()
         asyncio.run(_with_signals(make))
     except EchoError as error:
         return report_error(error)

@@ -31,11 +31,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from echo2.base.errors import ResourceError
 from echo2.outside import monotonic
 from echo2.outside.allocator import give_back
 
 DESCRIPTORS_OWN = 192  # reserved, not available to ports: files, databases, pipes, connections that this process dials
 CONNECTIONS_MIN = 16  # even with few descriptors, some workers and their learner can connect
+DESCRIPTORS_MIN = DESCRIPTORS_OWN + 4 * CONNECTIONS_MIN
 HEAD_BYTES_MAX = 16 << 10  # limit for a call's metadata
 # Bulk streams must notice a dead peer within seconds, even while nothing is sent.
 KEEPALIVE: Mapping[str, int] = {
@@ -158,11 +160,17 @@ PIPES = PortLimits(
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of descriptors to the hard limit; many systems start at 1024."""
+    """Raises the soft limit of descriptors to the hard limit; many systems start at 1024. ResourceError if that is too few:
+    libraries abort for want of one, and files that cannot be opened would be taken for damaged."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # the system rejects the number: keep the present limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < DESCRIPTORS_MIN:
+        raise ResourceError(
+            f"open files: expected to be allowed {DESCRIPTORS_MIN} or more, got {limit}; raise that limit (ulimit -n, docker's "
+            "--ulimit nofile, systemd's LimitNOFILE)"
+        )
 
 
 def connections_within(share: float, cap: int) -> int:

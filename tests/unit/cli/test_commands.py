@@ -243,6 +243,14 @@ def test_an_error_is_one_line_and_its_exit_code(
     assert len(lines) == 1 and lines[0].startswith(f"error: {name}: ")
 
 
+def test_too_few_open_files_are_refused_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    assert run_daemon(mock.Mock(side_effect=AssertionError)) == 6
+    assert "open files: expected to be allowed 256 or more, got 64; raise that limit" in capsys.readouterr().err
+
+
 def test_a_folder_that_was_removed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
