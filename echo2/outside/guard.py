@@ -199,7 +199,8 @@ class ShowsProgress(Protocol):
 async def shown(
     progress: ShowsProgress, what: str, work: Awaitable[T], far: Callable[[], tuple[int, int]] = lambda: (0, 0)
 ) -> T:
-    """Awaits `work` and shows that it is running, and for how long. `far`: the bytes done and in all, where they can be counted."""
+    """Awaits `work`, its end after a cancellation too, and shows that it is running, and for how long. `far`: the bytes done and in
+    all, where they can be counted."""
     progress.at(what, *far())
     task = asyncio.ensure_future(work)
     try:
@@ -207,7 +208,7 @@ async def shown(
             progress.at(what, *far())
         return await task
     finally:
-        task.cancel()  # though it is done: asyncio then does not miss somebody who asks for its error
+        await cancel_all((task,))
         progress.ended(what)
 
 

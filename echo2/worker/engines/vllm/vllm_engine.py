@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,15 +237,24 @@ class VllmEngine:
         await asyncio.to_thread(refuse_on_cpu, self._config)
         adapter = self._adapter
         base = None if adapter is None else await asyncio.to_thread(load_base, adapter.base_path, adapter.spec)
-        self._llm = await asyncio.to_thread(self._make_llm)
-        for answer in await self._rpc("echo2_report_both_logprobs"):
-            if answer:
-                raise EngineError(answer.removeprefix("error: "))
-        if self._tells_routing:
-            self._routing = RoutingShape(*(await self._rpc("echo2_routing_shape"))[0])
-            self._expert_bytes = self._routing.routers * self._routing.chosen * expert_dtype(self._routing).itemsize
-        if adapter is not None and base is not None:
-            await self._weights.lay_base(base.parameters, adapter.spec)
+        making = asyncio.ensure_future(asyncio.to_thread(self._make_llm))
+        try:
+            self._llm = await asyncio.shield(making)
+            for answer in await self._rpc("echo2_report_both_logprobs"):
+                if answer:
+                    raise EngineError(answer.removeprefix("error: "))
+            if self._tells_routing:
+                self._routing = RoutingShape(*(await self._rpc("echo2_routing_shape"))[0])
+                self._expert_bytes = self._routing.routers * self._routing.chosen * expert_dtype(self._routing).itemsize
+            if adapter is not None and base is not None:
+                await self._weights.lay_base(base.parameters, adapter.spec)
+        except BaseException:
+            if not making.done():
+                _log.info("vLLM is still starting; once it has, its processes are ended")
+            with suppress(Exception):
+                self._llm = await making
+            await self.stop()
+            raise
 
     def _make_llm(self) -> Any:
         for name, value in environment().items():

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from echo2.base.rollout import ROUTING_KEY, FinishReason, SamplingParams
 from echo2.base.staged import StagedVersion
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import Fit, Quantisation
+from echo2.outside.guard import shown
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec
 from echo2.worker.engines.embedded import loop as loop_module
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
@@ -125,6 +128,27 @@ def test_what_vllms_kernels_for_cpus_do_not_compute_is_refused_at_once(monkeypat
     for config in (with_images, CONFIG | capped, gpt2 | capped):
         with pytest.raises(ConfigError, match="vLLM's CPU kernels .*expected a GPU, or --worker.engine embedded"):
             asyncio.run(started(VllmEngine(config, adapter=base)))
+
+
+async def test_a_worker_that_is_stopped_while_vllm_starts_ends_its_processes_once_they_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, begun, may_go_on = mock.Mock(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def make_llm(_: VllmEngine) -> mock.Mock:
+        loop.call_soon_threadsafe(begun.set)
+        may_go_on.wait()
+        return llm
+
+    monkeypatch.setattr(VllmEngine, "_make_llm", make_llm)
+    starting = asyncio.create_task(shown(mock.Mock(), "load of the engine", VllmEngine(CONFIG).start()))
+    await begun.wait()
+    starting.cancel()
+    loop.call_soon(may_go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    llm.shutdown.assert_called_once_with()
 
 
 async def started(engine: VllmEngine) -> None:
