@@ -195,6 +195,7 @@ class GatewayApp:
                 Route(f"{prefix}/chat/completions", partial(self._answered, call_of=chat_call), methods=["POST"]),
                 Route(f"{prefix}/completions", partial(self._answered, call_of=text_call), methods=["POST"]),
                 Route(f"{prefix}/models", self._models),
+                Route(f"{prefix}/models/{{model:path}}", self._models),
             ]
         routes += [
             Route("/v1/sessions", self._seat, methods=["POST"]),
@@ -254,7 +255,7 @@ class GatewayApp:
 
     async def _models(self, request: Request) -> Response:
         self._session_of(request)
-        return models_answer(self._model)
+        return models_answer(request, self._model)
 
     # ---- sessions
 
@@ -271,16 +272,21 @@ class GatewayApp:
         return Response(text, status_code=201, media_type="application/json")
 
     async def _reward(self, request: Request) -> Response:
-        session = self._session_of(request)
-        body = await self._bodies.parsed(request, session.session_id, dict)
+        session_id = self._named_by(request)
+        body = await self._bodies.parsed(request, session_id, dict)
         value, parts = body.get("reward"), body.get("parts") or {}
         if not isinstance(parts, dict) or len(parts) > 64 or not all(map(is_reward, (value, *parts.values()))):
             fields = {name: body[name] for name in ("reward", "parts") if name in body} or "neither"
             what = f"a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
             raise MalformedMessage(f"reward: expected {what}, got {fields!r:.200}")
         assert isinstance(value, int | float), "checked above"
-        self._episodes.reward(session, float(value), {str(k)[:64]: float(v) for k, v in parts.items()})
-        return JSONResponse({"id": session.session_id, "is_ended": True})
+        scored = float(value), {str(k)[:64]: float(v) for k, v in parts.items()}
+        if session := self._episodes.sessions.get(session_id):
+            self._episodes.reward(session, *scored)
+        ended = self._episodes.ended[session_id]
+        if ended.scored != scored:  # else it is this reward, told again maybe
+            raise CallRefused(409 if ended.scored else 410, "session_ended", ended.text)
+        return JSONResponse({"id": session_id, "is_ended": True})
 
     async def _give_up(self, request: Request) -> Response:
         session = self._session_of(request)
@@ -294,20 +300,31 @@ class GatewayApp:
     # ---- who asks
 
     def _caller_of(self, key: str) -> str | None:
-        """Returns the open session with this key, MASTER for the gateway's key, or None."""
+        """Returns the session with this key, open or ended, MASTER for the gateway's key, or None."""
         if hmac.compare_digest(key.encode(), self._master_key.encode()):
             return MASTER
-        session = self._episodes.find(key.partition(".")[0], key)
-        return session.session_id if session is not None else None
+        session_id = key.partition(".")[0]
+        return session_id if self._episodes.has_key(session_id, key) else None
+
+    def _named_by(self, request: Request) -> str:
+        """Returns the session that the path names, or else the key's. Raises CallRefused (401) unless the key is that session's or
+        the master's, and 404 if there is none."""
+        caller = self._caller_of(key_of(request))
+        session_id = str(request.path_params.get("session", caller or ""))
+        if caller not in (MASTER, session_id) or not session_id:
+            raise CallRefused(401, "invalid_api_key", "expected the key of this episode, from POST /v1/sessions")
+        if session_id not in self._episodes.sessions and session_id not in self._episodes.ended:
+            raise CallRefused(
+                404, "no_session", f"expected an episode since the learner's last start, got {session_id!r:.80}"
+            )
+        return session_id
 
     def _session_of(self, request: Request) -> Session:
-        """Returns the session that the path names, or else the key's. Raises CallRefused (401) unless the key is that session's or
-        the master's."""
-        caller, named = self._caller_of(key_of(request)), request.path_params.get("session")
-        session = self._episodes.sessions.get(str(caller or "") if named is None else str(named))
-        if session is None or caller not in (MASTER, session.session_id):
-            raise CallRefused(401, "invalid_api_key", "expected the key of an episode that has not ended")
-        return session
+        """As `_named_by`. Raises CallRefused (410), which says why, if the episode has ended."""
+        session_id = self._named_by(request)
+        if session_id not in self._episodes.sessions:
+            raise CallRefused(410, "session_ended", self._episodes.ended[session_id].text)
+        return self._episodes.sessions[session_id]
 
     def _check_master(self, request: Request) -> None:
         if self._caller_of(key_of(request)) != MASTER:
@@ -363,9 +380,13 @@ def sampled_anew() -> CallRefused:
     return CallRefused(502, "sampled_anew", "another worker began this completion anew, and it came out otherwise")
 
 
-def models_answer(model: str, **more: object) -> Response:
+def models_answer(request: Request, model: str, **more: object) -> Response:
+    """The list of the one model, or the model that the path names."""
     card = {"id": model, "object": "model", "created": 0, "owned_by": "echo2", **more}
-    return JSONResponse({"object": "list", "data": [card]})
+    asked = request.path_params.get("model")
+    if asked not in (None, model):
+        raise CallRefused(404, "model_not_found", f"model: expected {model!r}, got {asked!r:.80}")
+    return JSONResponse(card if asked else {"object": "list", "data": [card]})
 
 
 async def error_answer(request: Request, error: Exception) -> Response:
@@ -377,9 +398,8 @@ async def error_answer(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=499)
         case HTTPException():
-            path = request.url.path[:200]
-            hint = "" if "/v1" in path else f"; base URLs end in /v1: expected /v1{path}"
-            text = f"{request.method} {path}: {error.detail}{hint}"
+            known = ", ".join(sorted({route.path for route in request.app.routes if "{" not in route.path}))
+            text = f"{request.method} {request.url.path[:200]}: {error.detail}, expected one of {known}"
             return error_response(CallRefused(error.status_code, "not_supported", text))
     return error_response(CallRefused(500, "internal_error", f"{type(error).__name__}; see the learner's log"))
 

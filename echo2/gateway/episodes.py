@@ -84,6 +84,15 @@ Scored = tuple[float, Mapping[str, float]]
 """A reward and its parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An episode that is over. `text`: why. `scored`: the reward that it was given, if any."""
+
+    key: str
+    text: str
+    scored: Scored | None
+
+
 class CallRefused(Exception):
     """`retry_after_s` 0: a retry cannot succeed."""
 
@@ -242,6 +251,7 @@ class Episodes:
             os.environ.update(past_proxies(base_url))  # a function's client reads them in this process
         self.problems: dict[str, Problem] = {}
         self.sessions: dict[str, Session] = {}
+        self.ended: dict[str, Ended] = {}  # the last `sessions_max` that were, oldest first
         self.counts = GatewayCounts()
         self.long_work = LongWork()
         self._of_group: dict[str, tuple[Session, Call, int]] = {}  # by leased group: its session, call and choice
@@ -295,10 +305,10 @@ class Episodes:
 
     # ---- what clients ask
 
-    def find(self, session_id: str, key: str) -> Session | None:
-        """Returns the open session if the key is its key."""
-        session = self.sessions.get(session_id)
-        return session if session is not None and hmac.compare_digest(session.key.encode(), key.encode()) else None
+    def has_key(self, session_id: str, key: str) -> bool:
+        """Whether this is the key of the session, open or ended."""
+        session = self.sessions.get(session_id) or self.ended.get(session_id)
+        return session is not None and hmac.compare_digest(session.key.encode(), key.encode())
 
     def take_seat(self, label: str) -> Session:
         """Seats an outside harness. Episodes with the same label get the same problem, so that their rewards can be compared."""
@@ -353,7 +363,7 @@ class Episodes:
             return self.fail(session, f"expected a reward within {REWARD_MAX:,.0f} of 0, got {wrong[0]!r:.40}")
         self.counts.rewarded += 1
         chains = {chain: session.answered.get(chain, 0) for chain in session.tree.lengths}
-        self._end(session, "the episode has its reward")
+        self._end(session, f"the episode has its reward, {value:g}", (value, dict(parts)))
         self._fleet.end_episode(session.problem.root, chains, (value, parts), is_final=True)
         self._fill_seats()
 
@@ -456,8 +466,11 @@ class Episodes:
         return CallRefused(status, code, text, retry_after_s)
 
     def _no_room(self, got: str) -> CallRefused:
-        text = f"expected a prompt of 1 to {self.limits.context_tokens - 1} tokens, got {got}"
-        return CallRefused(400, "context_length_exceeded", text)
+        # In the words by which clients know that they have to shorten their chat.
+        text = (
+            f"this model's maximum context length is {self.limits.context_tokens} tokens: expected a prompt of one to "
+        )
+        return CallRefused(400, "context_length_exceeded", f"{text}{self.limits.context_tokens - 1}, got {got}")
 
     async def _encode_aside(self, session: Session, call: Call) -> None:
         with self._answering(session, call):
@@ -555,10 +568,13 @@ class Episodes:
         else:
             self.reward(session, *outcome)
 
-    def _end(self, session: Session, text: str) -> None:
+    def _end(self, session: Session, text: str, scored: Scored | None = None) -> None:
         for call in list(session.calls):
             self._refuse(session, call, CallRefused(410, "session_ended", text))
         del self.sessions[session.session_id]
+        self.ended[session.session_id] = Ended(session.key, text, scored)
+        if len(self.ended) > self.limits.sessions_max:
+            del self.ended[next(iter(self.ended))]
         if session.playing is not None and session.playing is not asyncio.current_task():
             session.playing.cancel()
 

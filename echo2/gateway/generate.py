@@ -142,6 +142,7 @@ class GenerateApp:
             Route("/v1/versions", self._publish, methods=["POST"]),
             Route("/v1/versions", self._status),
             Route("/v1/models", self._models),
+            Route("/v1/models/{model:path}", self._models),
             Route("/health", self._status),
         ]
         handlers = dict.fromkeys((EchoError, ClientDisconnect, HTTPException, Exception), error_answer)
@@ -239,7 +240,7 @@ class GenerateApp:
         return JSONResponse(self._sampler.status())
 
     async def _models(self, request: Request) -> Response:
-        return models_answer(self._model, max_model_len=self._context_tokens)
+        return models_answer(request, self._model, max_model_len=self._context_tokens)
 
 
 def _event(body: Mapping[str, object]) -> str:

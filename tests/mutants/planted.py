@@ -334,7 +334,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "if place.wording.text_bytes > self.limits.context_tokens * self.limits.token_bytes_max:", "if False:",
            (_UNIT + "gateway/test_episodes.py",)),
     Mutant("gateway: an episode's key opens every other episode", "gateway/app.py",
-           "session is None or caller not in (MASTER, session.session_id):", "session is None:", (_UNIT + "gateway/test_port.py",)),
+           "if caller not in (MASTER, session_id) or not session_id:", "if not session_id:", (_UNIT + "gateway/test_port.py",)),
     Mutant("gateway: a body that told no length has no limit", "gateway/app.py", "        if count > BODY_BYTES_MAX:\n", "        if False:\n",
            (_UNIT + "gateway/test_port.py",)),
     Mutant("gateway: a result that was read is forgotten one too early", "gateway/operations.py",

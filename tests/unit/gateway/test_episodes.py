@@ -346,7 +346,11 @@ async def test_limits_hold_and_say_so() -> None:
     for _ in range(2):
         assert world.refusal(session, chat("hi")).status == 429
     world.sample(group_id, "yo")
-    assert world.refusal(session, chat("x" * 50)).code == "context_length_exceeded"
+    refused = world.refusal(session, chat("x" * 50))
+    assert refused.code == "context_length_exceeded"
+    assert "this model's maximum context length is 40 tokens" in refused.message, (
+        "so that stock clients shorten their chat"
+    )
     world.ask(session, "two")
     assert world.refusal(session, chat("hi")).code == "too_many_calls"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import NotFoundError, OpenAI
 
 from echo2.base.errors import ConfigError
 from echo2.gateway import app
@@ -175,9 +176,43 @@ def test_a_reward_of_four_hundred_digits_is_refused_and_the_episode_goes_on(gate
     assert gateway.post(HI)[0] == 200
 
 
-def test_a_base_url_without_v1_is_answered_with_what_it_lacks(gateway: Served) -> None:
-    status, told = gateway.post(HI, "/chat/completions")
-    assert status == 404 and told["error"]["message"].endswith("base URLs end in /v1: expected /v1/chat/completions")
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/embeddings"])
+def test_what_is_not_served_is_answered_with_what_is(gateway: Served, path: str) -> None:
+    status, told = gateway.post(HI, path)
+    expected = (
+        f"POST {path}: Not Found, expected one of /v1/chat/completions, /v1/completions, /v1/models, /v1/sessions"
+    )
+    assert status == 404 and told["error"]["message"] == expected
+
+
+def test_a_reward_that_is_told_again_is_the_same_or_a_conflict_and_a_lost_episode_says_why() -> None:
+    with served() as gateway:
+        path, rewarded = f"/v1/sessions/{gateway.session.session_id}/reward", {"reward": 0.5, "parts": {"exact": 1}}
+        assert gateway.post(HI)[0] == 200
+        first, again = (gateway.post(rewarded, path) for _ in range(2))
+        assert first == again and first[0] == 200 and len(gateway.fleet.ends) == 1
+        for body, at, status in (({"reward": 1.0}, path, 409), (HI, "", 410)):
+            assert_ended(gateway.post(body, at), status, "the episode has its reward, 0.5")
+        status, told = gateway.post(HI, key="master")
+        assert status == 401 and "from POST /v1/sessions" in told["error"]["message"]
+        assert gateway.post(rewarded, "/v1/sessions/a9-0-9/reward", "master")[0] == 404
+        gateway.episodes.open_problem("a2", 1, {})
+        other = gateway.episodes.take_seat("")
+        at = f"/v1/sessions/{other.session_id}/reward"
+        assert_ended(gateway.post(rewarded, at, other.key), 410, "the episode is lost: it made no call")
+        assert_ended(gateway.post(HI, key=other.key), 410, "the episode is lost: it made no call")
+
+
+def assert_ended(answer: tuple[int, Any], status: int, text: str) -> None:
+    error = answer[1]["error"]
+    assert (answer[0], error["code"], error["message"]) == (status, "session_ended", text)
+
+
+def test_a_stock_client_finds_the_one_model_by_its_name() -> None:
+    with served() as gateway, OpenAI(api_key=gateway.key, base_url=f"http://127.0.0.1:{gateway.port}/v1") as client:
+        assert client.models.retrieve("policy").id == client.models.list().data[0].id == "policy"
+        with pytest.raises(NotFoundError, match="model: expected 'policy', got 'a/b'"):
+            client.models.retrieve("a/b")
 
 
 def test_a_certificate_that_is_none_is_named_at_once(tmp_path: Path) -> None:
@@ -195,7 +230,7 @@ def test_an_episodes_key_opens_no_other_episode() -> None:
         other = gateway.episodes.take_seat("")
         path = f"/v1/sessions/{other.session_id}/reward"
         assert gateway.post({"reward": 1.0}, path)[0] == 401
-        assert gateway.post({"reward": 1.0}, path, other.key)[0] == 200
+        assert gateway.post({"reward": 1.0}, path, other.key)[0] == 410, "an episode without a call"
 
 
 def test_an_error_that_nobody_foresaw_is_one_answer_alone(gateway: Served, caplog: pytest.LogCaptureFixture) -> None:
