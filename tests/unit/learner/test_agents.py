@@ -50,7 +50,7 @@ def played(run: Run, worker_count: int = 2) -> tuple[Any, list[Batch]]:
             await asyncio.sleep(0.001)
         team = run.learner.loop.p.team
         original = team.step
-        team.step = lambda batch, due: (batches.append(batch), original(batch, due))[1]  # type: ignore[method-assign]
+        team.step = lambda batch, *told: (batches.append(batch), original(batch, *told))[1]  # type: ignore[method-assign]
 
     async def play() -> Any:
         watcher = asyncio.get_running_loop().create_task(watch())
