@@ -220,14 +220,19 @@ class PlanQuestion:
                 return self._with_offer(kind, of, _number(name, text))
 
     def _with_offer(self, kind: str, of: str, value: float) -> PlanQuestion:
-        """Changes the price or count of all offers of one GPU; adds an offer if the GPU was not on offer."""
+        """Changes the price of all offers of one GPU, or their count together: of several the last has what the others do not;
+        adds an offer if the GPU was not on offer."""
         gpu = gpu_of(self.catalogue, of)
         offers = list(self.offers)
         if all(offer.gpu != of for offer in offers):
             link = offers[0].link if offers else LinkEstimate(12.5e6, 50e6, 0.08)
             offers.append(PoolOffer(of, 0, gpu.usd_per_hour, link))
-        changed = {"price_usd_per_hour": value} if kind == "price" else {"count": int(value)}
-        return replace(self, offers=tuple(replace(o, **changed) if o.gpu == of else o for o in offers))
+        places, left = [place for place, offer in enumerate(offers) if offer.gpu == of], int(value)
+        for place in places:
+            count = left if place == places[-1] else min(left, offers[place].count)
+            changed = {"price_usd_per_hour": value} if kind == "price" else {"count": count}
+            offers[place], left = replace(offers[place], **changed), left - count
+        return replace(self, offers=tuple(offers))
 
 
 FIELDS = {

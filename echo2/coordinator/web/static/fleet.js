@@ -1,6 +1,6 @@
 // The fleet table: rows are kept and changed in place, so that 500 workers cost little.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { bytes, count, dash, number, rate, seconds, usd, whole } from "./format.js";
+import { bytes, compare, count, dash, number, rate, seconds, usd, whole } from "./format.js";
 import { drawTotals } from "./totals.js";
 import { openWorker } from "./worker.js";
 const rows = new Map(), chosen = new Set();
@@ -114,7 +114,7 @@ function order() {
   drawTotals(known.map((row) => row.worker));
   const gone = known.filter(({ worker: w }) => w.state === "gone").length;
   const shown = known.filter(({ worker: w }) => (showsGone || w.state !== "gone" || isBarred(w)) && (!filter || [w.name, w.gpu, w.engine, w.provider, w.region, w.state, w.activation, w.said].join(" ").toLowerCase().includes(filter)));
-  shown.sort((a, b) => { const x = a.worker[sortBy], y = b.worker[sortBy]; const by = x == null ? 1 : y == null ? -1 : typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y; return descending ? -by : by; });
+  shown.sort((a, b) => compare(a.worker[sortBy], b.worker[sortBy], descending));
   const body = $("fleet-body");
   const isSame = body.children.length === shown.length && shown.every((row, i) => body.children[i] === row.tr);
   if (!isSame) { const focused = document.activeElement; body.replaceChildren(...shown.map((row) => row.tr)); if (body.contains(focused)) focused.focus(); }

@@ -9,6 +9,10 @@ const scaled = (x, units, step) => { let i = 0; while (Math.abs(x) >= step && i 
 export const bytes = (x) => x == null ? dash : scaled(x, ["B", "kB", "MB", "GB", "TB"], 1000);
 export const rate = (x) => x ? scaled(x * 8, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s"], 1000) : "unknown";
 export const seconds = (x) => x == null ? dash : x < 0.0005 ? "0 s" : x < 1 ? Math.round(x * 1000) + " ms" : x < 100 ? Number(x.toPrecision(3)) + " s" : x < 7200 ? Math.round(x / 60) + " min" : x < 172800 ? Math.round(x / 3600) + " h" : Math.round(x / 86400) + " d";
+export function compare(x, y, descending) { // who has no value comes last either way
+  if (x == null || y == null) return (x == null) - (y == null);
+  return (descending ? -1 : 1) * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
+}
 export function joined(entries, same, most = 3) { // neighbours of one kind as one: [first, how many, names of the first few]
   const found = [];
   for (const one of entries) { const last = found.at(-1); if (last && same(last.first) === same(one)) { last.count += 1; if (last.all.length < most) last.all.push(one); } else found.push({ first: one, count: 1, all: [one] }); }
