@@ -1,7 +1,8 @@
 """Runs a run's processes on this machine from start to end, with the live screen, for `echo2 demo` and `echo2 run`.
 
 Waits for: the learner's end, or what `is_over` says, unless nothing makes progress for `still_s`; polls twice a second.
-Guarantees: every process is asked to stop when `run` returns or is cancelled.
+Guarantees: every process is asked to stop when `run` returns or is cancelled, the coordinator of a finished run once what it
+rented is given back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +24,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from echo2.base.errors import Unreachable
-from echo2.base.units import format_bytes
+from echo2.base.errors import EchoError, Unreachable
+from echo2.base.units import counted, format_bytes
 from echo2.cli.operator import OperatorClient
 from echo2.cli.options import link_text
 from echo2.cli.processes import Children
@@ -32,6 +34,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2
 LOOK_EVERY_S = 0.5  # as often as the page's stream changes
 LOOKS_MAX = 2 * 86_400  # a day's
 PLAIN_LINE_EVERY_S = 10.0  # a log of an hour has 360 lines
+GIVE_BACK_WITHIN_S = 600.0  # twice what a command that ends a machine may take
 STILL_STEPS = 6.0  # a long step looks so: only workers go on
 
 
@@ -51,6 +54,7 @@ class LiveRun:
         self.still_s, self.run_folder = still_s, children.run_folder
         self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
         self.has_seen_the_end = False
+        self.newest = coordinator_pb2.RunStatus()  # of what is rented also after the last look at the run
         self._began, self._printed_at = time.monotonic(), -math.inf
         self._moved = LastMove(self._began)
 
@@ -65,14 +69,36 @@ class LiveRun:
             with contextlib.nullcontext() if self.is_plain else screen as live:
                 is_over = False
                 while not is_over:  # anew each day: certificate and link are renewed
-                    link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
-                    async with OperatorClient.at(link, self.run_folder / "operator") as operator:
+                    async with self._operator() as operator:
                         for _ in range(LOOKS_MAX):
                             if is_over := await self._is_at_its_end(operator, live, workers):
                                 break
                             await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            await asyncio.shield(asyncio.create_task(self.children.stop_all()))
+            await asyncio.shield(asyncio.create_task(self._end()))
+
+    async def _end(self) -> None:
+        """Stops all processes, the coordinator last: nobody gives back later what a finished run has rented."""
+        await self.children.stop_nodes()
+        told = 0
+        with contextlib.suppress(EchoError, OSError):  # an OSError: its time is over, or there is no link
+            async with asyncio.timeout(GIVE_BACK_WITHIN_S):
+                while self.children.is_running("coordinator"):
+                    async with self._operator() as operator:
+                        self.newest = await operator.status()
+                    count = self.newest.open_machines
+                    if not (self.newest.finished and count):
+                        break
+                    if count != told:
+                        self.console.print(f"giving back {counted(count, 'rented machine')}", highlight=False)
+                    told = count
+                    await asyncio.sleep(LOOK_EVERY_S)
+        if self.children.is_running("coordinator"):
+            await self.children.stop("coordinator")
+
+    def _operator(self) -> AbstractAsyncContextManager[OperatorClient]:
+        link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
+        return OperatorClient.at(link, self.run_folder / "operator")
 
     async def _is_at_its_end(self, operator: OperatorClient, live: Live | None, workers: Sequence[str]) -> bool:
         """Looks at the processes and at the run once, and shows it."""
@@ -87,7 +113,7 @@ class LiveRun:
                 f"{f', waiting for {waits}' if waits else ''}; logs in {self.run_folder / 'logs'}"
             )
         with contextlib.suppress(Unreachable):  # a run survives a coordinator that is away for a while
-            state.status = await operator.status()
+            state.status = self.newest = await operator.status()
         if state.status and not state.status.finished:
             for name in workers:
                 if name not in self.children.processes:
@@ -311,6 +337,8 @@ def _learner_text(state: ScreenState, status: coordinator_pb2.RunStatus) -> Text
     if status.usd_spent or status.usd_per_hour:
         useful = status.usd_useful / status.usd_spent if status.usd_spent else 1.0
         row = f"spent ${status.usd_spent:.4f}, {useful:.0%} of it on work; now ${status.usd_per_hour:.2f}/h"
+        if status.open_machines:
+            row += f", {counted(status.open_machines, 'machine')} rented"
         if status.usd_spent and learner.trained_tokens:
             row += f", ${1e6 * status.usd_spent / learner.trained_tokens:.2f} per million tokens"
         rows.append(row)

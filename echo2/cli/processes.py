@@ -121,14 +121,13 @@ class Children:
                 await process.wait()
         return process.returncode
 
-    async def stop_all(self) -> None:
-        """Stops the workers first and the coordinator last, so that it still receives their clean disconnects."""
+    async def stop_nodes(self) -> None:
+        """Stops the workers, then the learner; not the coordinator, which still receives their clean disconnects."""
         with contextlib.suppress(OSError):  # a full disk
             self._lock.note(STOPPING, os.getpid())
         await asyncio.gather(*(self.stop(name) for name in self._workers()))
-        for name in ("learner", "coordinator"):
-            if name in self.processes:
-                await self.stop(name)
+        if "learner" in self.processes:
+            await self.stop("learner")
 
     def kill_all(self) -> None:
         for process in self.processes.values():

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from echo2.base.errors import ConfigError, EchoError, StateError
+from echo2.base.units import counted
 from echo2.cli.learner import check_start
 from echo2.cli.live import LiveRun
 from echo2.cli.options import config_of
@@ -84,6 +85,13 @@ class LocalRun:
         def end() -> None:
             children.kill_all()
             console.show_cursor(True)
+            tell_rented()
+
+        def tell_rented() -> None:
+            if count := live.newest.open_machines:
+                rented = f"{counted(count, 'machine')} at {live.newest.rented_usd_per_hour:.2f} USD/h"
+                text = f"still rented: {rented}; {self.again} looks after them, else end them where you rent"
+                console.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
 
         stop_on_signals(stop, end)
         try:
@@ -95,6 +103,7 @@ class LocalRun:
             raise StoppedByUser(f"stopped; {text}") from None
         finally:
             children.kill_all()
+            tell_rented()
         code = children.processes["learner"].returncode
         if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
             raise ChildFailed(f"the learner was ended by signal {-code}; {self.again} goes on from what it saved")

@@ -79,6 +79,7 @@ class StateView:
     def _status(self, money: FleetCosts, advice: RunAdvice) -> pb.RunStatus:
         """The state without the workers."""
         hub, board = self._hub, self._hub.board
+        rented = [machine.usd_per_hour for machine in hub.money.machines.values() if machine.is_open]
         status = pb.RunStatus(
             run_id=hub.options.run_id, unix_s=hub.clock.now(), learner_is_connected=board.is_connected, plan=hub.plan.message,
             plan_terms=hub.plan.now.term_lines() if hub.plan.now else (), open_leases=len(hub.book.leases),
@@ -92,6 +93,7 @@ class StateView:
             ],
             waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self._waits()],
             headline=advice.headline.text, headline_kind=advice.headline.kind,
+            open_machines=len(rented), rented_usd_per_hour=sum(rented),
         )  # fmt: skip
         if board.newest_complete is not None and board.newest_complete.complete_s is not None:
             status.measured_broadcast_s = board.newest_complete.complete_s

@@ -197,7 +197,7 @@ async def test_who_stops_a_run_that_stops_waits_with_it_and_interrupts_no_save(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, sent = RunLock(finished), []
-    await Children(finished, {}, "", {}, lock).stop_all()
+    await Children(finished, {}, "", {}, lock).stop_nodes()
     monkeypatch.setattr(processes.os, "kill", lambda _, number: sent.append(number))
     monkeypatch.setattr(processes.time, "sleep", lambda _: os.close(lock.descriptor))
     assert main(["stop", str(finished)]) == 0 and set(sent) == {0}, "0: whether it is alive"

@@ -150,6 +150,7 @@ async def test_a_run_that_is_stopped_tells_whether_its_learner_has_saved(
 
     class Stopped(LiveRun):
         async def run(self, workers: Sequence[str]) -> None:
+            self.newest = coordinator_pb2.RunStatus(open_machines=2, rented_usd_per_hour=1.8)
             self.children.log_path("learner").write_text("error: of an earlier start\n")
             self.children.commands = {"learner": ["echo-learner"]}
             self.children._lock.descriptor = 0
@@ -166,7 +167,8 @@ async def test_a_run_that_is_stopped_tells_whether_its_learner_has_saved(
     expected = "could not save all: error: DiskFull: no room$" if "error" in words else "goes on from there$"
     with pytest.raises(run.StoppedByUser, match=expected):
         (tmp_path / config.run.name).mkdir()
-        await run.LocalRun(config, {}).run(Console(file=StringIO()), True, mock.Mock())
+        await run.LocalRun(config, {}).run(Console(file=(printed := StringIO())), True, mock.Mock())
+    assert "still rented: 2 machines at 1.80 USD/h; the same command looks after them" in printed.getvalue()
 
 
 @pytest.mark.parametrize("name", ["learner", "w1"])
@@ -188,7 +190,7 @@ async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(
     children.run_folder, children.processes = tmp_path, {}
     children.start.side_effect = lambda name: children.processes.update({name: None})
     children.raise_if_failed = children.raise_if_learner_is_alone = mock.Mock()
-    children.is_running = lambda name: learner_runs.pop(0)
+    children.is_running = lambda name: name == "learner" and learner_runs.pop(0)
     operator.status.return_value = coordinator_pb2.RunStatus(learner_is_connected=True)
     operator.status.return_value.workers.add(name="[/x]")  # a worker chooses its name
     links, file = list[str](), tmp_path / "links" / "operator.link"
@@ -211,6 +213,25 @@ async def test_plain_lines_come_seldom_and_a_run_without_workers_goes_on(
     assert [link.rpartition("=")[2] for link in links] == ["t", "newer"], (
         "anew after some looks: a run of weeks outlives them"
     )
+
+
+@pytest.mark.parametrize(("finished", "asked"), [("run r is finished", 3), ("", 1)])
+async def test_the_coordinator_of_a_finished_run_is_stopped_once_it_has_given_back_what_it_rented(
+    finished: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children, operator = mock.AsyncMock(run_folder=tmp_path), mock.AsyncMock()
+    children.is_running = mock.Mock(return_value=True)
+    counts = [2, 1, 0][:asked]
+    operator.status.side_effect = [coordinator_pb2.RunStatus(finished=finished, open_machines=n) for n in counts]
+    monkeypatch.setattr(live.OperatorClient, "at", lambda *_: contextlib.nullcontext(operator))
+    monkeypatch.setattr(live, "LOOK_EVERY_S", 0.0)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "operator.link").write_text("echo2://h:1/p?token=t")
+    one = LiveRun(children, Console(file=(printed := StringIO())), True, lambda status: True)
+    await one._end()
+    assert operator.status.await_count == asked and children.stop_nodes.await_count == 1
+    children.stop.assert_awaited_once_with("coordinator")
+    assert ("giving back 1 rented machine\n" in printed.getvalue()) is bool(finished)
 
 
 def test_rows_that_a_learner_cuts_off_as_it_goes_back_leave_the_screen(tmp_path: Path) -> None:

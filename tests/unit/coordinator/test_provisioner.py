@@ -215,6 +215,8 @@ async def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Pat
     assert machine.state is MachineState.RUNNING
     assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
     run.join(machine)
+    shown = run.commands.view.status()
+    assert (shown.open_machines, shown.rented_usd_per_hour) == (1, 2.0)
     assert run.hub.money.sums().usd_per_hour == 2.0, "its worker's price is not charged beside it"
     await run.provisioner.release(machine.machine_id, "enough")
     await run.provisioner.release(machine.machine_id, "again")

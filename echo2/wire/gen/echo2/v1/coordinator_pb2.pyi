@@ -651,7 +651,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run_id", "unix_s", "learner_hello", "learner", "learner_is_connected", "workers", "plan", "plan_terms", "open_leases", "queued_groups", "usd_spent", "usd_per_hour", "artifact_bytes_published", "full_bytes_published", "events", "measured_utilisation", "measured_broadcast_s", "waits", "usd_useful", "usd_useful_per_hour", "finished", "headline", "headline_kind")
+    __slots__ = ("run_id", "unix_s", "learner_hello", "learner", "learner_is_connected", "workers", "plan", "plan_terms", "open_leases", "queued_groups", "usd_spent", "usd_per_hour", "artifact_bytes_published", "full_bytes_published", "events", "measured_utilisation", "measured_broadcast_s", "waits", "usd_useful", "usd_useful_per_hour", "finished", "headline", "headline_kind", "open_machines", "rented_usd_per_hour")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
     LEARNER_HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -675,6 +675,8 @@ class RunStatus(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     HEADLINE_FIELD_NUMBER: _ClassVar[int]
     HEADLINE_KIND_FIELD_NUMBER: _ClassVar[int]
+    OPEN_MACHINES_FIELD_NUMBER: _ClassVar[int]
+    RENTED_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     unix_s: float
     learner_hello: LearnerHello
@@ -698,7 +700,9 @@ class RunStatus(_message.Message):
     finished: str
     headline: str
     headline_kind: str
-    def __init__(self, run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., learner_hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., learner: _Optional[_Union[LearnerReport, _Mapping]] = ..., learner_is_connected: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., plan_terms: _Optional[_Iterable[str]] = ..., open_leases: _Optional[int] = ..., queued_groups: _Optional[int] = ..., usd_spent: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., artifact_bytes_published: _Optional[int] = ..., full_bytes_published: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., measured_utilisation: _Optional[float] = ..., measured_broadcast_s: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., usd_useful: _Optional[float] = ..., usd_useful_per_hour: _Optional[float] = ..., finished: _Optional[str] = ..., headline: _Optional[str] = ..., headline_kind: _Optional[str] = ...) -> None: ...
+    open_machines: int
+    rented_usd_per_hour: float
+    def __init__(self, run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., learner_hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., learner: _Optional[_Union[LearnerReport, _Mapping]] = ..., learner_is_connected: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., plan_terms: _Optional[_Iterable[str]] = ..., open_leases: _Optional[int] = ..., queued_groups: _Optional[int] = ..., usd_spent: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., artifact_bytes_published: _Optional[int] = ..., full_bytes_published: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., measured_utilisation: _Optional[float] = ..., measured_broadcast_s: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., usd_useful: _Optional[float] = ..., usd_useful_per_hour: _Optional[float] = ..., finished: _Optional[str] = ..., headline: _Optional[str] = ..., headline_kind: _Optional[str] = ..., open_machines: _Optional[int] = ..., rented_usd_per_hour: _Optional[float] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("what", "since_unix_s")
