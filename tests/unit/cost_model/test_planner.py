@@ -394,9 +394,9 @@ def test_what_if_changes_one_number_and_the_plan_with_it() -> None:
     assert base.what_if("uplink", "1gbit").learner.link.uplink_bytes_per_s == 125e6
     assert base.what_if("S", "2").wishes.staleness_bound == 2
     assert base.what_if("count.H200", "3").offers[-1].count == 3
-    both = replace(base, offers=(replace(base.offers[0], provider="a"), base.offers[1], replace(base.offers[0], provider="b")))
+    both = replace(base, offers=(*base.offers, replace(base.offers[0], provider="another")))
     for count, counts in (("50", [24, 8, 26]), ("30", [24, 8, 6]), ("5", [5, 8, 0])):
-        assert [offer.count for offer in both.what_if("count.RTX5090", count).offers] == counts, "of two providers together"
+        assert [offer.count for offer in both.what_if("count.RTX5090", count).offers] == counts, "of both together"
     assert parse_what_if("uplink=1gbit, S=4") == [("uplink", "1gbit"), ("S", "4")]
 
 
