@@ -69,7 +69,7 @@ async def run_cell(folder: Path, link: str, workers: dict[str, dict[str, str]], 
                 break
             await asyncio.sleep(LOOK_EVERY_S)
     finally:
-        await children.stop_all()
+        await children.stop_nodes()
         children.kill_all()
     measured, predicted = steady_utilisation(_steps(metrics))
     assert measured is not None and predicted is not None, f"{run_folder}: no plan was made within the run"
