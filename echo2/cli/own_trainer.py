@@ -290,7 +290,12 @@ class Publisher:
         coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change the tensors as soon as it
         returns. Raises `ConfigError` for tensors other than the model's or with NaN, `StateError` for a step out of order, and
         the error that ended the run, if any."""
-        tensors = dict(named_tensors)
+        try:
+            tensors = dict(named_tensors)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"publish: expected tensors by name, such as echo2.published_tensors(model), got {type(named_tensors).__name__}"
+            ) from None
         if not self.run.is_started:
             self.run.start(step, tensors)
             return True

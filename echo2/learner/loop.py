@@ -248,10 +248,11 @@ class TrainingLoop:
     # ---- checkpoints
 
     def _is_fixed_checkpoint(self, step: Step) -> bool:
-        """Whether `step` is the first since the newest checkpoint that reaches a multiple of the fixed number of steps: steps that
-        are trained again leave none."""
+        """Whether `step` is a multiple of the fixed number of steps; or, where a user's trainer does not count on multiples, the
+        first after one that has none, as steps leave none that are trained again."""
         every = self.checkpoint_every
-        return every > 0 and step // every > (self._checkpointed or 0) // every
+        is_missed = every > 0 and step // every > (self._checkpointed or 0) // every
+        return is_missed and (self.p.team.starts_from_base or step % every == 0)
 
     def _is_checkpoint_due(self) -> bool:
         if self.checkpoint_every:

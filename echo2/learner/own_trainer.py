@@ -48,6 +48,7 @@ _log = logging.getLogger("echo2.learner")
 
 WAIT_TOLD_S = 60.0  # an 8B model with its optimiser, 100 GB, takes minutes to write: no alarm, but no silence either
 _GATHER = Batch(Step(-1), ())  # in the place of a batch: a request for a copy of the weights as they are
+_HOW = "a dict of them is echo2.published_tensors(model), where model is unwrapped and adapters are merged"
 
 
 class TrainerLeft(StateError):
@@ -89,16 +90,17 @@ class DeclaredModel:
         """Raises `ConfigError` unless `tensors` have the model's names and shapes, and a float dtype."""
         missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or odd:
-            lacks = f"{min(missing)} is missing" if missing else f"got {min(odd)}, which it does not have"
+            lacks = [f"{min(missing)} is missing"] if missing else []
+            lacks += [f"got {min(map(str, odd))}, which it does not have"] if odd else []
             raise ConfigError(
-                f"publish: expected the {len(self.shapes)} tensors of {self.path}, {lacks}; a dict of them is "
-                "echo2.published_tensors(model), where model is unwrapped and adapters are merged"
+                f"publish: expected the {len(self.shapes)} tensors of {self.path}, {', '.join(lacks)}; {_HOW}"
             )
         for name, shape in self.shapes.items():
             tensor = tensors[name]
             has_values = isinstance(tensor, Tensor) and not tensor.is_meta  # on meta: accelerate keeps them elsewhere
+            has_values = has_values and tensor.layout == torch.strided
             if not has_values or tuple(tensor.shape) != shape or not tensor.is_floating_point():
-                got = f"a {getattr(tensor, 'device', '')} {type(tensor).__name__}"
+                got = f"a {getattr(tensor, 'device', '')} {type(tensor).__name__} {getattr(tensor, 'layout', '')}"
                 if has_values:
                     got = f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ConfigError(f"publish: expected {name} of shape {shape} and a float dtype, got {got}")
@@ -112,7 +114,12 @@ class DeclaredModel:
             tensor = whole(tensors[name].detach())
             if ranks.is_leader:
                 dtype = tensor.dtype if name in self.kept else self.dtype
-                copies[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+                try:
+                    copies[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+                except RuntimeError as error:  # FSDP1 has taken them back
+                    raise ConfigError(
+                        f"publish: expected {name} with values to copy, got: {error!s:.200}; {_HOW}"
+                    ) from error
         check_finite(copies, "publish")
         return copies
 

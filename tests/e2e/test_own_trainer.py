@@ -60,6 +60,18 @@ def test_a_stranger_to_the_model_is_refused_before_anything_is_sent(tmp_path: Pa
             match=r"publish: expected model\.embed_tokens\.weight of shape \(.*\) and a float dtype, got \(1,\)",
         ):
             echo2.Publisher(run).publish(0, [*skeleton(run), ("model.embed_tokens.weight", torch.zeros(1))])
+        for wrong in (torch.nn.Linear(1, 1), [torch.zeros(1)], None):
+            with pytest.raises(ConfigError, match=f"expected tensors by name, .*, got {type(wrong).__name__}"):
+                echo2.Publisher(run).publish(0, wrong)
+        with pytest.raises(ConfigError, match=r"embed_tokens\.weight is missing, got module\.model\.embed_tokens"):
+            echo2.Publisher(run).publish(0, {f"module.{name}": tensor for name, tensor in skeleton(run)})
+        with pytest.raises(ConfigError, match=r"and a float dtype, got a cpu Tensor torch\.sparse_coo"):
+            echo2.Publisher(run).publish(0, [(name, tensor.to_sparse()) for name, tensor in skeleton(run)])
+        taken = skeleton(run)
+        for _, tensor in taken:
+            tensor.untyped_storage().resize_(0)
+        with pytest.raises(ConfigError, match="with values to copy, got: The tensor has a non-zero number"):
+            echo2.Publisher(run).publish(0, taken)
         echo2.Publisher(run).publish(0, skeleton(run))
         with pytest.raises(ConfigError, match="expected a join link on the learner's first start"):
             next(echo2.Rollouts(run))
