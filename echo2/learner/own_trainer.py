@@ -47,7 +47,6 @@ from echo2.weights.elements import published_tensors
 _log = logging.getLogger("echo2.learner")
 
 WAIT_TOLD_S = 60.0  # an 8B model with its optimiser, 100 GB, takes minutes to write: no alarm, but no silence either
-_GATHER = Batch(Step(-1), ())  # in the place of a batch: a request for a copy of the weights as they are
 _HOW = "a dict of them is echo2.published_tensors(model), where model is unwrapped and adapters are merged"
 
 
@@ -156,7 +155,6 @@ class OwnTrainer:
         self._is_saved = threading.Event()  # the user's checkpoint of this step is written, if the user writes one
         self._is_saved.set()
         self._weights: dict[str, Tensor] | None = None
-        self._live: Mapping[str, Tensor] = {}  # of the user's thread alone
         self._failure: BaseException | None = None
         self._is_failure_told = False
         self._telling = threading.Lock()
@@ -171,7 +169,7 @@ class OwnTrainer:
 
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Sets the initial weights, which are those after `step` steps, before the learner starts."""
-        self.step_count, self._weights, self._live = step, self.model.gathered(tensors, self.ranks), tensors
+        self.step_count, self._weights = step, self.model.gathered(tensors, self.ranks)
 
     def next_batch(self) -> Batch | None:
         """Waits for the batch to train on; None once the run is over. Raises `StateError` if the previous batch was not handed in,
@@ -179,9 +177,7 @@ class OwnTrainer:
         if not self._is_trained:
             raise StateError(f"publish: expected a call after step {self.step_count + 1}, before more rollouts")
         self.saved()
-        while (batch := self._asked.get()) is _GATHER:
-            self._tell({"is_gathered": True})
-            self._answers.put((self.model.gathered(self._live, self.ranks),))
+        batch = self._asked.get()
         if batch is None:
             self._asked.put(None)  # for whoever asks again
         self._raise_failure()
@@ -200,8 +196,7 @@ class OwnTrainer:
             raise StateError(f"publish: expected {what.format(self.step_count + (not self._is_trained))}, got {step}")
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
         self._raise_failure()  # now: the other ranks, who do not know of it yet, wait in that collective
-        self._live, self._is_trained, self.step_count = tensors, True, step
-        self.is_kept = self._is_next_kept
+        self._is_trained, self.step_count, self.is_kept = True, step, self._is_next_kept
         self._is_saved.clear()
         self._answers.put((weights,))
         return weights is not None
@@ -239,28 +234,23 @@ class OwnTrainer:
     def step(self, batch: Batch, is_published: bool = False, is_kept: bool = False) -> StepResult:
         began, wanted = monotonic(), self.step_count + 1
         self._is_published, self._is_next_kept = is_published, is_kept
-        self._weights = self._answer(batch, f"step {wanted}: the trainer left before it was done")
+        self._asked.put(batch)
+        answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)  # for whoever asks again
+            raise TrainerLeft(f"step {wanted}: the trainer left before it was done")
+        self._weights = answer[0]
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         prompts = sum(len(group.spec.prompt_token_ids) * len(group.rollouts) for group in batch.groups)
         phases = {"train": monotonic() - began}
         return StepResult(wanted, phases, None, None, None, False, prompts + sampled, sampled)
 
-    def _answer(self, asked: Batch, otherwise: str) -> dict[str, Tensor] | None:
-        self._asked.put(asked)
-        answer = self._answers.get()
-        if answer is None:
-            self._answers.put(None)  # for whoever asks again
-            raise TrainerLeft(otherwise)
-        return answer[0]
-
     def cross_entropy(self, batch: Batch) -> float:
         raise StateError("a trainer of one's own makes no supervised steps")
 
     def snapshot(self) -> dict[str, Tensor]:
-        """This step's weights: those copied at `hand_in`, or a copy that the user's thread makes once it waits for a batch."""
-        if self._weights is None:
-            self._weights = self._answer(_GATHER, "the trainer left before it gave its weights")
-        assert self._weights is not None, "given or gathered"
+        """The weights that were copied at `begin` or `hand_in`; the user may have changed its own since."""
+        assert self._weights is not None, "asked for before the step"
         return self._weights
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
@@ -324,29 +314,27 @@ class OwnTrainerFollower:
     def __init__(self, model: DeclaredModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self.step_count = 0
-        self.is_kept = self._is_next_kept = self._is_published = self._is_over = False
-        self._live: Mapping[str, Tensor] = {}
+        self.is_kept = self._is_next_kept = self._is_published = self._is_over = self._has_begun = False
 
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        self.step_count, self._live = step, tensors
+        self.step_count, self._has_begun = step, True
         self.model.gathered(tensors, self.ranks)
 
     def next_batch(self) -> Batch | None:
         """Returns the same batch as on rank 0, or None at the end."""
-        while not self._is_over:
-            head, payload = self.ranks.hear()
-            if payload:
-                self._is_published, self._is_next_kept = head["is_published"], head["is_kept"]
-                return batch_from_bytes(payload)
-            self._is_over = "is_over" in head
-            if not self._is_over:
-                self.model.gathered(self._live, self.ranks)
-        return None
+        if self._is_over:
+            return None
+        head, payload = self.ranks.hear()
+        self._is_over = "is_over" in head
+        if self._is_over:
+            return None
+        self._is_published, self._is_next_kept = head["is_published"], head["is_kept"]
+        return batch_from_bytes(payload)
 
     def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
         if step != self.step_count + 1:
             raise StateError(f"publish: expected step {self.step_count + 1}, got {step}")
-        self.step_count, self._live, self.is_kept = step, tensors, self._is_next_kept
+        self.step_count, self.is_kept = step, self._is_next_kept
         if self._is_published:
             self.model.gathered(tensors, self.ranks)
         return self._is_published
@@ -355,6 +343,6 @@ class OwnTrainerFollower:
         """Rank 0 tells the run."""
 
     def end(self) -> None:
-        """Waits until rank 0's learner has ended, for whose last version this rank's weights may be needed."""
-        if self._live and self.next_batch() is not None:
+        """Waits until rank 0's learner has ended."""
+        if self._has_begun and self.next_batch() is not None:
             raise StateError(f"rank {self.ranks.rank}: expected the trainer to take step {self.step_count}'s batch")

@@ -208,7 +208,8 @@ def _train_again(prepared: Prepared, left: LeftVersions) -> None:
             about = f", about {format_seconds((told_s - began_s) / len(rows) * left_count)}" if rows else ""
             _log.info("trained again on %d recorded batches, %d are left%s", len(rows), left_count, about)
         version = Version(batch.step + 1)
-        row = step_row(batch, team.step(batch, version in published), StepTimes(), RunFacts())
+        is_copied = version in published or batch.step == last  # what comes out may leave as the newest version
+        row = step_row(batch, team.step(batch, is_copied), StepTimes(), RunFacts())
         # The kill may have come before it was written.
         rows.append({**row, **task_fields(batch, prepared.prompts.task_of)})
         if version not in published or difference is not None:

@@ -3,7 +3,6 @@
 import runpy
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,18 +140,6 @@ def test_other_ranks_hear_of_what_their_first_takes_and_once_that_it_is_over(mod
     for _ in range(2):
         own.stop()
     assert other.told == ["is_published", "is_kept", "is_over"]
-
-
-def test_other_ranks_gather_with_their_first(model_path: Path) -> None:
-    own, _ = trainer_of(model_path)
-    own.ranks = other = OtherRank()
-    own._weights = None
-    with ThreadPoolExecutor(1) as thread:
-        taking = thread.submit(own.next_batch)
-        weights = own.snapshot()
-        own.end()
-        assert weights and taking.result(WAIT_S) is None
-    assert other.told == ["is_gathered"]
 
 
 def test_a_failure_is_raised_after_the_collective_in_which_other_ranks_wait_and_with_a_batch_that_is_told(

@@ -41,16 +41,21 @@ class OtherDevice(Team):
 
     def __init__(self, trainer: Trainer, first_step: int) -> None:
         super().__init__(trainer)
-        self.first_step = first_step
+        self.first_step, self.is_copied = first_step, True
 
     def step(self, batch: Batch, is_published: bool = False, is_kept: bool = False) -> StepResult:
         done = super().step(batch, is_published, is_kept)
+        self.is_copied = is_published
         if batch.step >= self.first_step:
             noise = torch.Generator().manual_seed(int(batch.step))
             for master in self.model.masters:
                 master.add_(1e-3 * torch.randn(master.shape, generator=noise))
             self.model.round_to_policy()
         return done
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        assert self.is_copied, "of a user's trainer that has been told so before the step"
+        return super().snapshot()
 
 
 def prepared_elsewhere(options: LearnerOptions, folder: RunFolder, first_step: int = 0) -> Prepared:
