@@ -25,11 +25,12 @@ class Hook:
     """`GRPOTrainer(rollout_func=…)`: the weights after the last step out, the next batch in."""
 
     def __init__(self, run: echo2.Run) -> None:
-        self.publisher, self.rollouts = echo2.Publisher(run), iter(echo2.Rollouts(run))
+        self.run, self.publisher, self.rollouts = run, echo2.Publisher(run), iter(echo2.Rollouts(run))
         self.rollouts_per_group = run.options.config.learner.rollouts_per_prompt
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        self.publisher.publish(trainer.state.global_step, echo2.published_tensors(trainer.model))
+        assert trainer.model.training, "the run's batches are to be trained on: expected TRL's eval_strategy to be 'no'"
+        self.publish(trainer)
         samples = list(self._whole_groups(next(self.rollouts)))
         assert len(samples) == len(prompts), f"expected {len(prompts)} rollouts a step in run.toml, got {len(samples)}"
         return {
@@ -38,6 +39,11 @@ class Hook:
             "logprobs": [list(sample.logprobs) for sample, _ in samples],
             "echo2_reward": [reward for _, reward in samples],
         }
+
+    def publish(self, trainer: GRPOTrainer) -> None:
+        """A step of the run is a batch, on which TRL makes `num_iterations` of its own."""
+        step = self.run.step + 1 if self.run.is_started else self.run.resume_step
+        self.publisher.publish(step, echo2.published_tensors(trainer.model))
 
     def _whole_groups(self, batch: echo2.TrainingBatch) -> Iterator[tuple[echo2.Sample, float | None]]:
         """Groups of equal size: where a reward failed, a sibling stands in without one."""
@@ -75,7 +81,7 @@ def main() -> None:
             ),
         )
         trainer.train()
-        hook.publisher.publish(trainer.state.global_step, echo2.published_tensors(trainer.model))
+        hook.publish(trainer)
 
 
 if __name__ == "__main__":
