@@ -368,7 +368,10 @@ class VllmEngine:
                     f"version {staged.version}: expected a change of live version {self.version}, got {staged.parent}"
                 )
             await self._weights.stage(staged)
-            stood_still_s = await self._apply(staged.version, mode)
+            try:
+                stood_still_s = await self._apply(staged.version, mode)
+            except Exception as error:  # anything, where vLLM's process has ended
+                raise EngineError(f"vLLM failed in the swap to version {staged.version}: {error!r}") from error
             await self._weights.settle(is_kept=True)
         for stream in list(self._streams.values()):
             if stream.task is None:

@@ -25,6 +25,7 @@ from echo2.worker.engines.embedded.forward import CachedDecoder
 from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import NO_FINGERPRINT, SeveralEngines, fit_engine, make_engine
 from echo2.worker.engines.vllm.vllm_engine import BaseOfAdapter, VllmEngine, only_gpus, refuse_unsupported
+from echo2.worker.engines.vllm.vllm_weights import VllmWeights
 from echo2.worker.machine import WorkerMachine, parse_gpus
 from echo2.worker.options import WorkerOptions
 from tests.contract.engine_rig import delta_of, keyframe_of, make_versions, tiny_config
@@ -149,6 +150,20 @@ async def test_a_worker_that_is_stopped_while_vllm_starts_ends_its_processes_onc
     with pytest.raises(asyncio.CancelledError):
         await starting
     llm.shutdown.assert_called_once_with()
+
+
+async def test_vllms_process_that_is_killed_in_a_swap_is_an_error_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dead = mock.AsyncMock(side_effect=RuntimeError("EngineCore encountered an issue"))
+    llm = mock.Mock(collective_rpc=mock.AsyncMock(return_value=[""]), pause_generation=dead, resume_generation=dead)
+    monkeypatch.setattr(VllmEngine, "_make_llm", lambda _: llm)
+    monkeypatch.setattr(VllmWeights, "stage", mock.AsyncMock())
+    engine = VllmEngine(CONFIG)
+    await engine.start()
+    with pytest.raises(EngineError, match="vLLM failed in the swap to version 0: RuntimeError.'EngineCore"):
+        await engine.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
+    await engine.stop()
 
 
 async def started(engine: VllmEngine) -> None:
