@@ -58,7 +58,8 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
         )  # fmt: skip
     check_finite(dict(model.named_parameters()), f"model {path}", ": damaged files?")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
+    is_tied = getattr(model.config, "tie_word_embeddings", False)  # not every class has it
+    if head is not None and is_tied and head.weight is not embedding.weight:
         _log.warning(
             "model %s: config.json says tie_word_embeddings, but its files hold a head that differs from the embedding; "
             "both are trained, published and exported", path,

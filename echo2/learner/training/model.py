@@ -36,6 +36,7 @@ from echo2.learner.training.loading import (
     skeleton_of,
     stop_tokens_of,
 )
+from echo2.learner.training.model_files import naming
 from echo2.learner.training.optimiser import host_tensors
 from echo2.learner.training.packing import (
     BLOCK,
@@ -458,7 +459,7 @@ class PolicyModel:
                 return False
             return bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
 
-        with torch.no_grad():
+        with torch.no_grad(), naming(self.path, "its forward pass fails"):
             can_be = bool(self.policy(agree))
         reshard(self.policy)
         return can_be

@@ -21,7 +21,7 @@ from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.model_files import checked_path
 from echo2.worker.engines.adapter import adapter_spec, load_base
 from echo2.worker.engines.embedded.live_weights import read_shape
-from tests.contract.families import COMMON, LATENT, save_tiny
+from tests.contract.families import COMMON, EXPERTS, LATENT, save_tiny
 from tests.unit.learner.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -165,6 +165,8 @@ def test_an_untied_head_is_read_as_the_files_say(tmp_path: Path, caplog: pytest.
     tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tied, folder / "model.safetensors", {"format": "pt"})
     assert load_whole(str(folder), torch.float32).config.tie_word_embeddings
+    save_tiny("inkling_text", EXPERTS, tmp_path / "silent")  # whose config has no word for it
+    load_whole(str(tmp_path / "silent"), torch.float32)
     assert skeleton_of(str(folder), torch.float32, CPU) is not None
 
 
@@ -274,6 +276,7 @@ BY_LOADING: list[tuple[Callable[[Path], object], str]] = [
     (rope(type="yarn", factor=-1.0), "rope_scaling: expected a number from 1 on as its factor, got -1.0"),
     (rope(type="yarn"), "cannot be loaded as a causal LM: .*factor"),
     (rope(factor=4.0), "rope_scaling: expected a type beside the factor"),
+    (lambda folder: save_tiny("gptj", {"rotary_dim": 64}, folder), "its forward pass fails: The size of tensor"),
     (written("generation_config.json", '{"max_new_tokens": -1}'), "generation_config.json|than 0"),
     (written("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id: expected token ids .* got '</s>'"),
     (written("generation_config.json", '{"eos_token_id": true}'), "eos_token_id: expected token ids .* got True"),

@@ -202,3 +202,10 @@ def test_a_model_that_ignores_masks_is_refused(dtype: str, tmp_path: Path, monke
     )
     with pytest.raises(ConfigError, match=r"model m: the learner cannot lay out its sequences in rows: .* nats"):
         refuse_wrong_rows(policy, 200, "model m")
+
+
+def test_a_model_whose_code_takes_no_mask_of_rows_is_refused(tmp_path: Path) -> None:
+    save_tiny("openai-gpt", {}, tmp_path)
+    policy = PolicyModel(str(tmp_path), "float32", CPU, 1.0).policy
+    with pytest.raises(ConfigError, match="model m: the learner cannot lay out its sequences in rows: RuntimeError"):
+        refuse_wrong_rows(policy, 200, "model m")
