@@ -40,7 +40,7 @@ STILL_STEPS = 6.0  # a long step looks so: only workers go on
 
 class LiveRun:
     """`is_over`: asked after each poll with the run's status; the learner's end ends it, too. `still_s`: seconds without progress
-    after which `run` raises Unreachable."""
+    after which `run` raises Unreachable. `has_joined`: its learner has taken the config."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LiveRun:
         self.children, self.console, self.is_plain, self._is_over = children, console, is_plain, is_over
         self.still_s, self.run_folder = still_s, children.run_folder
         self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
-        self.has_seen_the_end = False
+        self.has_joined = self.has_seen_the_end = False
         self.newest = coordinator_pb2.RunStatus()  # of what is rented also after the last look at the run
         self._began, self._printed_at = time.monotonic(), -math.inf
         self._moved = LastMove(self._began)
@@ -114,6 +114,7 @@ class LiveRun:
             )
         with contextlib.suppress(Unreachable):  # a run survives a coordinator that is away for a while
             state.status = self.newest = await operator.status()
+            self.has_joined |= state.status.learner_is_connected
         if state.status and not state.status.finished:
             for name in workers:
                 if name not in self.children.processes:

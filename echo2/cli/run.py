@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -68,9 +69,12 @@ class LocalRun:
         }
 
     async def run(self, console: Console, is_plain: bool, lock: RunLock) -> RunReport:
-        """Runs until the learner has ended, or is finished and every live worker has its weights; writes and prints the report."""
+        """Runs until the learner has ended, or is finished and every live worker has its weights; writes and prints the report. A
+        config that the run refuses leaves that of before in the folder."""
+        file = self.folder / "run.toml"
         try:
-            (self.folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True), encoding="utf-8")
+            before = file.read_bytes() if file.exists() else None
+            file.write_text(to_toml(self.config, with_descriptions=True), encoding="utf-8")
         except OSError as error:
             raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
         children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)
@@ -104,6 +108,9 @@ class LocalRun:
         finally:
             children.kill_all()
             tell_rented()
+            if before is not None and not live.has_joined:
+                with contextlib.suppress(OSError):  # a full disk
+                    file.write_bytes(before)
         code = children.processes["learner"].returncode
         if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
             raise ChildFailed(f"the learner was ended by signal {-code}; {self.again} goes on from what it saved")

@@ -274,7 +274,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
     if run.wishes and not run.may_act:
         yield ToDo(f"{run.wishes}.", "warn", Act.APPROVE, "Do it")
     if run.surplus and not run.may_act and run.plan is not None:
-        less = f"${run.usd_working_per_hour:.2f} -> ${run.plan.usd_per_hour:.2f}/h {same}"
+        less = f"${run.usd_working_per_hour:.2f} -> ${run.plan.usd_per_hour:.2f}/h {same}, once their machines are given back"
         yield ToDo(
             f"Stand by {run.surplus} of {run.workers} workers: {less}.", "warn", Act.APPLY_PLAN, "Apply the plan"
         )

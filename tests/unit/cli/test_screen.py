@@ -167,7 +167,9 @@ async def test_a_run_that_is_stopped_tells_whether_its_learner_has_saved(
     expected = "could not save all: error: DiskFull: no room$" if "error" in words else "goes on from there$"
     with pytest.raises(run.StoppedByUser, match=expected):
         (tmp_path / config.run.name).mkdir()
+        (tmp_path / config.run.name / "run.toml").write_text("of a good run")
         await run.LocalRun(config, {}).run(Console(file=(printed := StringIO())), True, mock.Mock())
+    assert (tmp_path / config.run.name / "run.toml").read_text() == "of a good run", "no learner has taken another"
     assert "still rented: 2 machines at 1.80 USD/h; the same command looks after them" in printed.getvalue()
 
 

@@ -72,7 +72,7 @@ SAYS = [
     (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time"),
     (replace(LIVE, is_budget_spent=True, usd_budget=100), "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent"),
     (replace(LIVE, spare=26, spare_usd_per_hour=44.69), "Drop 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
-    (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $49.00 -> $7.36/h at the same utilisation (97%)."),
+    (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $49.00 -> $7.36/h at the same utilisation (97%), once"),
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),
     (replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
      "Add workers or raise S: the learner trains 40% of the time; workers make 28.4 of the 71.1 rollouts/s that"),
