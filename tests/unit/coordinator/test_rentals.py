@@ -414,7 +414,11 @@ async def test_a_machine_that_only_a_person_can_end_is_on_the_bill_until_its_wor
     tmp_path: Path, offer: str
 ) -> None:
     run = (ByHand if offer == "hand" else Scene)(tmp_path, Cloud())
-    machine = await run.provisioner.rent(offer, "", "because")
+    asked = await run.provisioner.rent(offer, "", "because")
+    run.begin()
+    await run.look()
+    (machine,) = run.provisioner.machines.values()
+    assert machine.is_open and machine.command == asked.command, "a person may not have given the command yet"
     peer = run.join(machine)
     worker = run.hub.membership.members[peer]
     run.hub.review(worker)

@@ -154,6 +154,8 @@ async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_e
     for number in range(3):
         await settle()
         assert [episode.problem["index"] for episode in harness.begun] == list(range(number + 1))
+        with pytest.raises(CallRefused, match="no episode is wanted"):
+            world.episodes.take_seat("")  # an outside harness beside this one
         (session,) = world.episodes.sessions.values()
         world.ask(session, "hi")
         if number == 1:
@@ -440,14 +442,18 @@ async def test_texts_and_ids_continue_the_longest_beginning_that_is_known() -> N
     rng = random.Random(3)
     for _ in range(40):
         world, session = begun(context_tokens=4000)
+        world.episodes.codec.encode_text = (  # type: ignore[method-assign]
+            lambda text, *, is_beginning: [7] * is_beginning + [ord(letter) for letter in text]
+        )
         texts: dict[str, tuple[int, ...]] = {}
         for _ in range(15):
             prompt = rng.choice(["", *texts]) + "".join(rng.choice("aé") for _ in range(rng.randrange(1, 4)))
             if rng.random() < 0.3:
                 prompt = prompt[: rng.randrange(1, len(prompt) + 1)]
             known = max((text for text in texts if prompt.startswith(text) and text != prompt), key=len, default="")
-            ids = (*texts.get(known, ()), *map(ord, prompt[len(known) :]))
             is_text = rng.random() < 0.5
+            before = texts.get(known, (7,) if is_text else ())
+            ids = (*before, *map(ord, prompt[len(known) :]))
             _, (group_id,) = world.begin(session, text_call({"prompt": prompt if is_text else list(ids)}))
             assert world.fleet.leases[group_id].prompt_token_ids == ids
             world.sample(group_id, "a")

@@ -49,7 +49,9 @@ def ended_after_s(connection: socket.socket, limit_s: float = 6.0) -> float:
 def test_who_shows_no_key_is_answered_before_its_body_is_read_and_leaves(gateway: Served) -> None:
     with contextlib.ExitStack() as held:
         strangers = [held.enter_context(gateway.connect()) for _ in range(4)]
-        for connection, key in zip(strangers, (None, "guessed", "a1-0-0.guessed", "é"), strict=True):
+        for connection, key in zip(
+            strangers, (None, "guessed", f"{gateway.session.session_id}.guessed", "é"), strict=True
+        ):
             began = time.monotonic()
             connection.sendall(gateway.head(BODY_BYTES_MAX, key))  # and nothing of the body
             status, told = answer_of(connection)
@@ -229,7 +231,8 @@ def test_an_episodes_key_opens_no_other_episode() -> None:
         assert status == 201 and seat["problem"]["day"] == "2026-01-01", "what JSON has no word for is told as text"
         other = gateway.episodes.take_seat("")
         path = f"/v1/sessions/{other.session_id}/reward"
-        assert gateway.post({"reward": 1.0}, path)[0] == 401
+        for key in (gateway.key, f"{other.session_id}.{gateway.key.partition('.')[2]}"):
+            assert gateway.post({"reward": 1.0}, path, key)[0] == 401
         assert gateway.post({"reward": 1.0}, path, other.key)[0] == 410, "an episode without a call"
 
 
