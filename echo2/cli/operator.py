@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,7 @@ from rich.console import Console
 
 from echo2.base import errors
 from echo2.base.errors import ConfigError, EchoError, MalformedMessage, Unreachable
+from echo2.base.ids import RunId
 from echo2.base.units import counted
 from echo2.cli.options import link_text
 from echo2.cli.processes import held_by_hand, holders_of
@@ -123,6 +124,18 @@ def _trained(folder: Path) -> str:
     return f"{counted(len(state.rewards), 'step')} trained, reward {state.rewards[-1]:.2f}{held_out}; "
 
 
+def _still_rented(folder: Path) -> str:
+    """What the coordinator of a run at rest has rented and not given back, by the state that it left here."""
+    from echo2.coordinator.store import SqlStore
+
+    file, rented = folder.resolve() / "coordinator" / "state.sqlite", list[float]()
+    with suppress(EchoError):  # its coordinator says what is wrong with its state
+        if file.is_file():
+            with closing(SqlStore(f"sqlite:///{file}", RunId(folder.resolve().name))) as store:
+                rented = [machine.usd_per_hour for machine in store.load().machines if machine.is_open]
+    return f"still rented: {counted(len(rented), 'machine')} at {sum(rented):.2f} USD/h; " if rented else ""
+
+
 def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
     from echo2.cli.live import ScreenState, draw  # which asks by OperatorClient itself
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
@@ -132,7 +145,8 @@ def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
         print((folder / SUMMARY).read_text() if args.json else read_report(folder).text)
         return 0
     if (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder))):
-        raise Unreachable(f"{folder}: no process of the run is at work; {_trained(folder)}the same `echo2 run` goes on")
+        left = f"{_trained(folder)}{_still_rented(folder)}"
+        raise Unreachable(f"{folder}: no process of the run is at work; {left}the same `echo2 run` goes on")
     status = answered(args.run, OperatorClient.status)
     if args.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))

@@ -7,16 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from google.protobuf.json_format import MessageToJson
 
 from echo2.base.errors import Unreachable
+from echo2.base.ids import RunId
 from echo2.cli import processes
 from echo2.cli.main import main
 from echo2.cli.processes import Children, RunLock
 from echo2.cli.report import is_reported, write_report
+from echo2.coordinator.money.provisioning import MachineState, RentedMachine
+from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.fork_server import ROOT
@@ -214,8 +218,14 @@ def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, w
 
 def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (finished / "run.lock").write_text("echo2 999999999\n")
+    (finished / "coordinator").mkdir()
+    with closing(SqlStore(f"sqlite:///{finished}/coordinator/state.sqlite", RunId(finished.name))) as store:
+        for number, state in enumerate((MachineState.RUNNING, MachineState.GONE, MachineState.RELEASING)):
+            machine = RentedMachine(f"m{number}", "gpu", "cloud", "", state, 0.9, 0.0)
+            store.write(StateChanges({("machines", machine.machine_id): machine}))
     assert main(["status", str(finished)]) == Unreachable.exit_code
     said = capsys.readouterr().err
+    assert "; still rented: 2 machines at 1.80 USD/h; " in said
     assert "no process of the run is at work; 4 steps trained, reward " in said
     assert "the same `echo2 run` goes on" in said
     (finished / "run.toml").unlink()  # only `echo2 run` writes it
