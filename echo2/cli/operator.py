@@ -141,12 +141,16 @@ def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
     from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
 
     folder = Path(args.run)
+    is_at_rest = (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder)))
+    rented = _still_rented(folder) if is_at_rest else ""
     if is_reported(folder) and "learner" not in holders_of(folder):  # which may be about to make more steps
         print((folder / SUMMARY).read_text() if args.json else read_report(folder).text)
+        if rented and not args.json:
+            print(f"PROBLEM: {rented}the same `echo2 run` gives them back")
         return 0
-    if (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder))):
-        left = f"{_trained(folder)}{_still_rented(folder)}"
-        raise Unreachable(f"{folder}: no process of the run is at work; {left}the same `echo2 run` goes on")
+    if is_at_rest:
+        text = f"no process of the run is at work; {_trained(folder)}{rented}the same `echo2 run` goes on"
+        raise Unreachable(f"{folder}: {text}")
     status = answered(args.run, OperatorClient.status)
     if args.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))

@@ -216,7 +216,9 @@ def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, w
     assert "the last 3 steps had none" in write_report(finished, status).problems[0]
 
 
-def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(
+    finished: Path, without_plots: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     (finished / "run.lock").write_text("echo2 999999999\n")
     (finished / "coordinator").mkdir()
     with closing(SqlStore(f"sqlite:///{finished}/coordinator/state.sqlite", RunId(finished.name))) as store:
@@ -226,6 +228,10 @@ def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(finished: Path, capsys
     assert main(["status", str(finished)]) == Unreachable.exit_code
     said = capsys.readouterr().err
     assert "; still rented: 2 machines at 1.80 USD/h; " in said
+    write_report(finished, status_of(4))
+    assert main(["status", str(finished)]) == 0
+    assert "PROBLEM: still rented: 2 machines at 1.80 USD/h; " in capsys.readouterr().out
+    (finished / "summary.json").unlink()
     assert "no process of the run is at work; 4 steps trained, reward " in said
     assert "the same `echo2 run` goes on" in said
     (finished / "run.toml").unlink()  # only `echo2 run` writes it
