@@ -124,7 +124,7 @@ def _trained(folder: Path) -> str:
     return f"{counted(len(state.rewards), 'step')} trained, reward {state.rewards[-1]:.2f}{held_out}; "
 
 
-def _still_rented(folder: Path) -> str:
+def still_rented(folder: Path) -> str:
     """What the coordinator of a run at rest has rented and not given back, by the state that it left here."""
     from echo2.coordinator.store import SqlStore
 
@@ -142,7 +142,7 @@ def show_status(args: argparse.Namespace, _: Sequence[str]) -> int:
 
     folder = Path(args.run)
     is_at_rest = (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder)))
-    rented = _still_rented(folder) if is_at_rest else ""
+    rented = still_rented(folder) if is_at_rest else ""
     if is_reported(folder) and "learner" not in holders_of(folder):  # which may be about to make more steps
         print((folder / SUMMARY).read_text() if args.json else read_report(folder).text)
         if rented and not args.json:

@@ -278,6 +278,8 @@ def tail(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 def stop(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 stop`: returns the exit code once every process of the run has ended."""
+    from echo2.cli.operator import still_rented  # which asks for the holders here
+
     holders = holders_of(_folder(args.run))
     if STARTER not in holders:
         raise StateError(
@@ -287,7 +289,7 @@ def stop(args: argparse.Namespace, _: Sequence[str]) -> int:
         os.kill(holders[STARTER], signal.SIGINT)
     while holders_of(args.run):
         time.sleep(LOOK_S)
-    print(f"{args.run}: stopped; the same `echo2 run` goes on from what it saved")
+    print(f"{args.run}: stopped; {still_rented(args.run)}the same `echo2 run` goes on from what it saved")
     return 0
 
 

@@ -27,6 +27,14 @@ from tests.fork_server import ROOT
 from tests.patience import WAIT_S
 
 
+def rents_two(finished: Path) -> None:
+    (finished / "coordinator").mkdir()
+    with closing(SqlStore(f"sqlite:///{finished}/coordinator/state.sqlite", RunId(finished.name))) as store:
+        for number, state in enumerate((MachineState.RUNNING, MachineState.GONE, MachineState.RELEASING)):
+            machine = RentedMachine(f"m{number}", "gpu", "cloud", "", state, 0.9, 0.0)
+            store.write(StateChanges({("machines", machine.machine_id): machine}))
+
+
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a coordinator's machine; drawing them takes seconds."""
@@ -198,13 +206,15 @@ def test_a_process_that_has_the_id_of_an_ended_run_is_left_alone(
 
 
 async def test_who_stops_a_run_that_stops_waits_with_it_and_interrupts_no_save(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    rents_two(finished)
     lock, sent = RunLock(finished), []
     await Children(finished, {}, "", {}, lock).stop_nodes()
     monkeypatch.setattr(processes.os, "kill", lambda _, number: sent.append(number))
     monkeypatch.setattr(processes.time, "sleep", lambda _: os.close(lock.descriptor))
     assert main(["stop", str(finished)]) == 0 and set(sent) == {0}, "0: whether it is alive"
+    assert "stopped; still rented: 2 machines at 1.80 USD/h; the same" in capsys.readouterr().out
 
 
 def test_missing_steps_and_three_without_a_reward_are_problems(finished: Path, without_plots: None) -> None:
@@ -220,11 +230,7 @@ def test_a_run_at_rest_says_so_and_by_hand_where_logs_are(
     finished: Path, without_plots: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (finished / "run.lock").write_text("echo2 999999999\n")
-    (finished / "coordinator").mkdir()
-    with closing(SqlStore(f"sqlite:///{finished}/coordinator/state.sqlite", RunId(finished.name))) as store:
-        for number, state in enumerate((MachineState.RUNNING, MachineState.GONE, MachineState.RELEASING)):
-            machine = RentedMachine(f"m{number}", "gpu", "cloud", "", state, 0.9, 0.0)
-            store.write(StateChanges({("machines", machine.machine_id): machine}))
+    rents_two(finished)
     assert main(["status", str(finished)]) == Unreachable.exit_code
     said = capsys.readouterr().err
     assert "; still rented: 2 machines at 1.80 USD/h; " in said
