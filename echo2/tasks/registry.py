@@ -137,7 +137,7 @@ def _users_own(spec: TaskSpec, members: Sequence[str]) -> Any:
         instance = maker(seed=spec.seed, **spec.args)
     except (EchoError, MemoryError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         what = described(error)
         raise ConfigError(
             f"task {spec.name}: expected a constructor (seed, **args) that takes task.args, got {what}"
@@ -156,7 +156,7 @@ def drawn(task: str, call: Callable[[int], TaskInstance], index: int) -> TaskIns
         instance = call(index)
     except EchoError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise TaskError(f"{expected}, got {described(error)}") from error
     if not isinstance(instance, TaskInstance):
         raise TaskError(f"{expected}, got {instance!r:.80}")

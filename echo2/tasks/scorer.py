@@ -37,7 +37,7 @@ def _caught(work: Callable[[], Answer]) -> Answer:
         return work()
     except MemoryError:
         return {"error": "memory limit reached", "is_memory": True}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code; recorded, counted and reported by the parent
+    except BaseException as error:  # noqa: BLE001 - the user's code, or pytest.fail; counted and reported by the parent
         text = error_text(error) if isinstance(error, EchoError) else shown(described(error))
         return {"error": text, "is_memory": False}
 

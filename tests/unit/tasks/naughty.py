@@ -1,5 +1,6 @@
 """A task whose rewards misbehave on demand, as users' rewards do: what it does is named by the completion."""
 
+import asyncio
 import mmap
 import os
 import signal
@@ -30,6 +31,8 @@ class Naughty:
                 raise ValueError("no such answer")
             case "exit":
                 raise SystemExit(0)
+            case "cancel":
+                raise asyncio.CancelledError("no Exception, as those of pytest.fail and trio")
             case "nan":
                 return Reward(float("nan"))
             case "hang":

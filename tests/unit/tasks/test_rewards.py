@@ -55,15 +55,16 @@ def opened(spec: TaskSpec, limits: Limits = LIMITS, containment: Containment | N
 )
 def test_rewards_have_parts_and_a_raising_one_costs_itself(spec: TaskSpec, containment: Containment | None) -> None:
     with opened(spec, containment=containment) as scorer:
-        texts = ["fine", "raise", "nan", "chatter", "exit", "half", "bare"]
+        texts = ["fine", "raise", "nan", "chatter", "exit", "half", "bare", "cancel"]
         results = [future.result(WAIT_S) for future in [scorer.submit(*asked) for asked in enumerate(texts)]]
-        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, None, 0.5, None]
+        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, None, 0.5, None, None]
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
         assert results[5].reward is not None and results[5].reward.parts == {"share": 0.25}, "of any kind of number"
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
         assert results[1].message.startswith("ValueError: no such answer (naughty.py, line ")
         assert results[4].message.startswith("SystemExit: 0 (naughty.py, line ")
         assert results[6].message == "TaskError: score: expected a Reward, got 0.5"
+        assert results[7].failure is RewardFailure.RAISED and "as those of pytest.fail" in results[7].message
 
 
 def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None:
