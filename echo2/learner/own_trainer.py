@@ -47,6 +47,7 @@ from echo2.weights.elements import published_tensors
 _log = logging.getLogger("echo2.learner")
 
 WAIT_TOLD_S = 60.0  # an 8B model with its optimiser, 100 GB, takes minutes to write: no alarm, but no silence either
+# How such a table is made, told wherever another came.
 _HOW = "a dict of them is echo2.published_tensors(model), where model is unwrapped and adapters are merged"
 
 

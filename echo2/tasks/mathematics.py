@@ -101,11 +101,11 @@ _LETTER = re.compile(r"\(?[A-J]\)?")
 _CHOSEN = re.compile(r"(?:(?i:answer|option|choice)(?: is)?[\s*:(>]+|\A[\s*(]*(?=[A-J][\s*).]*\Z))([A-J])\b")
 _WORDS = re.compile(r"[^\W\d_]{2,40}(?: [^\W\d_]{1,40}){0,5}")
 _SAID = re.compile(r"(?i:\banswer)(?: is)?[\s*:(>\"'`]+([^\W\d_]+(?: [^\W\d_]+)*)")
-# Nothing but letters, which the parser takes for a product, by which `act` equals `cat`. A product has few letters without vowels,
-# or such as follow one another (ABCD).
+# Nothing but letters, which the parser takes for a product, by which `act` equals `cat`.
 _PROSE = re.compile(r"(?:[^\W\d_]|[\s,;.'’&-])+")
+# A product has few letters without vowels, or such as follow one another (ABCD).
 _WORD = re.compile(r"[^\W\d_]{4,}|(?=\w{0,2}[aeiou])[^\W\d_]{3}")
-_BETWEEN = re.compile(r"[,;&]|\band\b|\bor\b")
+_BETWEEN = re.compile(r"[,;&]|\band\b|\bor\b")  # answers are told in any order
 _DATE = re.compile(r"\b\d{4}-\d{2}-\d{2}\b")
 _GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
 _FRACTIONS = {  # Unicode's own

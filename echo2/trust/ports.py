@@ -37,7 +37,7 @@ from echo2.outside.allocator import give_back
 
 DESCRIPTORS_OWN = 192  # reserved, not available to ports: files, databases, pipes, connections that this process dials
 CONNECTIONS_MIN = 16  # even with few descriptors, some workers and their learner can connect
-DESCRIPTORS_MIN = DESCRIPTORS_OWN + 4 * CONNECTIONS_MIN
+DESCRIPTORS_MIN = DESCRIPTORS_OWN + 4 * CONNECTIONS_MIN  # the least that all ports together have
 HEAD_BYTES_MAX = 16 << 10  # limit for a call's metadata
 # Bulk streams must notice a dead peer within seconds, even while nothing is sent.
 KEEPALIVE: Mapping[str, int] = {
