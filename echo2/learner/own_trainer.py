@@ -100,7 +100,8 @@ class DeclaredModel:
             has_values = isinstance(tensor, Tensor) and not tensor.is_meta  # on meta: accelerate keeps them elsewhere
             has_values = has_values and tensor.layout == torch.strided
             if not has_values or tuple(tensor.shape) != shape or not tensor.is_floating_point():
-                got = f"a {getattr(tensor, 'device', '')} {type(tensor).__name__} {getattr(tensor, 'layout', '')}"
+                kinds = (getattr(tensor, "device", ""), type(tensor).__name__, getattr(tensor, "layout", ""))
+                got = " ".join(["a", *(str(kind) for kind in kinds if kind)])
                 if has_values:
                     got = f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ConfigError(f"publish: expected {name} of shape {shape} and a float dtype, got {got}")

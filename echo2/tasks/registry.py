@@ -135,7 +135,7 @@ def _users_own(spec: TaskSpec, members: Sequence[str]) -> Any:
     maker = imported(spec.name, "task.name")
     try:
         instance = maker(seed=spec.seed, **spec.args)
-    except (EchoError, MemoryError):
+    except (EchoError, MemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:
         what = described(error)
@@ -154,7 +154,7 @@ def drawn(task: str, call: Callable[[int], TaskInstance], index: int) -> TaskIns
     expected = f"task {task}: expected an instance from {name}({index})"
     try:
         instance = call(index)
-    except EchoError:
+    except (EchoError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise TaskError(f"{expected}, got {described(error)}") from error
