@@ -42,6 +42,7 @@ from echo2.coordinator.money.providers.command import CommandProvider, LocalProv
 from echo2.coordinator.money.providers.machine_setup import ManualProvider
 from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
 from echo2.coordinator.money.provisioning import (
+    AWAY_RELEASE_S,
     BUDGET_HOURS_LEFT,
     NO_BOUND,
     Budget,
@@ -55,6 +56,7 @@ from echo2.coordinator.money.provisioning import (
     kind_text,
     machine_prefix,
     rates_by_gpu,
+    releases,
     without_workers,
 )
 from echo2.coordinator.store import PaidAction
@@ -265,6 +267,11 @@ class Provisioner:
         plan = hub.plan.now
         if plan is not None and plan.pool and not any(hub.membership.living()):  # no new one is made without workers
             plan = without_workers(plan)
+        away_s = 0.0 if hub.board.is_connected else now - max(hub.board.changed_at, hub.started_at)
+        if away_s >= AWAY_RELEASE_S:
+            away = f"the learner has been away for {away_s / 60:.0f} min"
+            release = tuple(releases(hub.money.offers, machines, workers, now, away))
+            return FleetAdvice(release=release, reason="" if release else away)
         advice = advise(plan, hub.money.offers, machines, workers, rates, budget, now, resting)
         stands = hub.paused or ("" if hub.board.is_connected else "the learner is away")
         return FleetAdvice(reason=stands) if stands and advice.rent else advice

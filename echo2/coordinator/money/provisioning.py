@@ -7,8 +7,8 @@ now, including those that an earlier process rented.
 
 Guarantees of `advise`: never beyond the offers' limits, the price cap or the budget; machines that are still starting count as
 present; while the speed of an offer's machines is not known, it rents one to measure it. A machine is given back when all its
-workers have been on standby for `IDLE_RELEASE_S`, when no worker joined from it within `JOIN_S_MAX`, or when the budget is
-spent.
+workers have been on standby for `IDLE_RELEASE_S`, when no worker joined from it within `JOIN_S_MAX`, when the learner has been away
+for `AWAY_RELEASE_S` (`Provisioner.advice`), or when the budget is spent.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ class Provider(Protocol):
 
 IDLE_RELEASE_S = 600.0  # longer than a rental takes: else machines come and go
 JOIN_S_MAX = 1800.0  # a slow boot, a large image and a model
+AWAY_RELEASE_S = 1800.0  # a learner that is started again is back in minutes, a large one's checkpoint included
 RENT_AT_ONCE = 4  # most machines rented at once: the rate of these is measured before more are rented on a guess
 NO_BOUND = "set coordinator.usd_per_hour_cap or coordinator.usd_budget: nothing that costs money is rented without one"
 BUDGET_HOURS_LEFT = 1.0  # a machine is rented only if the budget lasts at least so many hours with it
@@ -266,8 +267,8 @@ def advise(
 ) -> FleetAdvice:
     """What to rent or release now. `workers`: those that joined from each machine, by its id. `known_rates`: asked only if
     something is short. `resting`: offers of which nothing is rented now. Releases go before rents, never both at once."""
-    hours_least = {offer.name: offer.hours_least for offer in offers}
-    release = tuple(_releases(machines, workers, budget, hours_least, now))
+    spent = f"the budget of {budget.usd_budget:g} USD is spent" if budget.is_spent else ""
+    release = tuple(releases(offers, machines, workers, now, spent))
     if release:
         return FleetAdvice(release=release)
     if plan is None:
@@ -276,8 +277,8 @@ def advise(
     if shortage <= 0:
         enough = "the pool makes what the learner needs"
         return FleetAdvice(reason=enough if plan.could_use_more else "more machines would not make the learner busier")
-    if budget.is_spent:
-        return FleetAdvice(reason=f"the budget of {budget.usd_budget:g} USD is spent")
+    if spent:
+        return FleetAdvice(reason=spent)
     rates, by_name = known_rates(), {offer.name: offer for offer in offers}
     unmeasured = [
         machine.offer
@@ -342,25 +343,25 @@ def _rents(
     return FleetAdvice(rent=(best[2],)) if best is not None else FleetAdvice(reason=why_not)
 
 
-def _releases(
+def releases(
+    offers: Sequence[MachineOffer],
     machines: Sequence[RentedMachine],
     workers: Mapping[str, Sequence[Member]],
-    budget: Budget,
-    hours_least: Mapping[str, float],
     now: float,
+    why_all: str,
 ) -> Iterable[ReleaseProposal]:
+    """What to give back, the dearest first; nothing before the time is over billed anyway. `why_all`: why all are, if so."""
+    hours_least = {offer.name: offer.hours_least for offer in offers}
     for machine in sorted(machines, key=lambda machine: (-machine.usd_per_hour, machine.machine_id)):
         if machine.state not in _GIVEN_BACK or machine.usd_per_hour <= 0:
             continue
         if now - machine.rented_at < 3600 * hours_least.get(machine.offer, 0.0):
             continue  # it is billed until then, so it may as well work
         joined = workers.get(machine.machine_id, ())
-        reason = ""
-        if budget.is_spent:
-            reason = f"the budget of {budget.usd_budget:g} USD is spent"
-        elif not joined and now - machine.rented_at >= JOIN_S_MAX:
-            reason = f"no worker has joined from it in {(now - machine.rented_at) / 60:.0f} min"
-        elif joined and all(_idle_s(worker, now) >= IDLE_RELEASE_S for worker in joined):
+        reason = why_all
+        if not joined and now - machine.rented_at >= JOIN_S_MAX:
+            reason = reason or f"no worker has joined from it in {(now - machine.rented_at) / 60:.0f} min"
+        elif joined and not reason and all(_idle_s(worker, now) >= IDLE_RELEASE_S for worker in joined):
             least = min(_idle_s(worker, now) for worker in joined)
             reason = f"its workers have stood by for {least / 60:.0f} min"
         if reason:

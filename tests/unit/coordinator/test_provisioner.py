@@ -388,6 +388,16 @@ async def test_while_the_run_is_paused_or_its_learner_is_away_no_machine_is_prop
         await run.look()
         advice = run.provisioner.advice()
         assert len(advice.rent) == (not why) and (not why or advice.reason == why)
+    machine = await run.provisioner.rent("gpu", "", "because")
+    run.hub.membership.members[run.join(machine)].last_activation = Activation.ACTIVE
+    run.hub.board.on_disconnect(run.clock.now())
+    await run.look(provisioning.AWAY_RELEASE_S - 10)
+    assert not run.provisioner.advice().release
+    await run.look(10)
+    (given_back,) = run.provisioner.advice().release
+    assert given_back.reason == "the learner has been away for 30 min", (
+        "though its worker is active: nobody trains on what it makes"
+    )
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])

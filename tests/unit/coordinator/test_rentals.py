@@ -392,6 +392,7 @@ async def test_a_found_machine_and_its_worker_are_billed_once_and_it_is_not_give
     assert run.hub.money.sums().usd_per_hour == machine.usd_per_hour
     assert run.hub.membership.members[peer].hello.price_usd_per_hour == machine.usd_per_hour, "as plans and cap have it"
     run.clock.time += JOIN_S_MAX
+    run.hub.board.is_connected = True
     run.hub.membership.members[peer].heard_at = run.clock.now()
     assert not run.provisioner.advice().release
     run.hub.flush_now()
