@@ -639,5 +639,4 @@ class RunEnding:
     @property
     def is_settled(self) -> bool:
         """Whether the run is finished, no worker is connected and no machine is rented."""
-        is_idle = not self._hub.workers and not any(machine.is_open for machine in self._hub.money.machines.values())
-        return self.finish is not None and is_idle
+        return self.finish is not None and not self._hub.workers and not self._hub.money.open_machines

@@ -200,8 +200,11 @@ class Commands:
     async def _act_release_workers(self, body: Body) -> Body:
         """Releases the rented machines of the chosen workers and dismisses the workers on other machines."""
         reason, money = _reason(body, "released by the operator"), self.hub.money
-        machines = (machine for machine in money.machines.values() if machine.is_open)
-        rented = {worker.peer_id: machine.machine_id for machine in machines for worker in money.workers_of(machine)}
+        rented = {
+            worker.peer_id: machine.machine_id
+            for machine in money.open_machines
+            for worker in money.workers_of(machine)
+        }
         living = [member for member in self._chosen(body) if member.last_liveness is not Liveness.GONE]
         for member in living:
             if member.peer_id not in rented:

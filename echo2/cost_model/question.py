@@ -229,9 +229,11 @@ class PlanQuestion:
             offers.append(PoolOffer(of, 0, gpu.usd_per_hour, link))
         places, left = [place for place, offer in enumerate(offers) if offer.gpu == of], int(value)
         for place in places:
-            count = left if place == places[-1] else min(left, offers[place].count)
-            changed = {"price_usd_per_hour": value} if kind == "price" else {"count": count}
-            offers[place], left = replace(offers[place], **changed), left - count
+            if kind == "price":
+                offers[place] = replace(offers[place], price_usd_per_hour=value)
+            else:
+                count = left if place == places[-1] else min(left, offers[place].count)
+                offers[place], left = replace(offers[place], count=count), left - count
         return replace(self, offers=tuple(offers))
 
 

@@ -107,6 +107,11 @@ class Money:
         self.standby_before = 0.0  # USD of own workers on standby, from earlier processes
         self.offers: tuple[MachineOffer, ...] = ()
 
+    @property
+    def open_machines(self) -> list[RentedMachine]:
+        """Those that are rented and not given back."""
+        return [machine for machine in self.machines.values() if machine.is_open]
+
     def workers_of(self, machine: RentedMachine) -> list[Member]:
         members = self._membership.members
         return [members[peer_id] for peer_id in sorted(self._joined_from(machine)) if peer_id in members]
@@ -185,7 +190,7 @@ class Money:
         if cap == math.inf:
             return set()
         others = (peer for peer in self._membership.members.values() if peer.peer_id not in working and is_useful(peer))
-        room = cap * ROUNDING - sum(machine.usd_per_hour for machine in self.machines.values() if machine.is_open)
+        room = cap * ROUNDING - sum(machine.usd_per_hour for machine in self.open_machines)
         room -= sum(other.hello.price_usd_per_hour for other in others if other.peer_id not in rented)
         beyond = set()
         for member in sorted(wanted, key=_turn):

@@ -304,7 +304,7 @@ class Provisioner:
 
     async def _give_all_back(self, reason: str) -> None:
         """Releases all open machines. The next look tries those again whose provider did not answer."""
-        there = [m for m in self.machines.values() if m.is_open and m.state is not MachineState.RELEASING]
+        there = [m for m in self._hub.money.open_machines if m.state is not MachineState.RELEASING]
         with suppress(EchoError):
             await self.release_each({m.machine_id: reason for m in there if m.machine_id not in self._asking})
 

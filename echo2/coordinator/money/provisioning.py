@@ -350,7 +350,7 @@ def releases(
     now: float,
     why_all: str,
 ) -> Iterable[ReleaseProposal]:
-    """What to give back, the dearest first; nothing before the time is over billed anyway. `why_all`: why all are, if so."""
+    """What to give back, the dearest first; nothing in the time that is billed anyway. `why_all`: why all are, if so."""
     hours_least = {offer.name: offer.hours_least for offer in offers}
     for machine in sorted(machines, key=lambda machine: (-machine.usd_per_hour, machine.machine_id)):
         if machine.state not in _GIVEN_BACK or machine.usd_per_hour <= 0:
@@ -358,14 +358,16 @@ def releases(
         if now - machine.rented_at < 3600 * hours_least.get(machine.offer, 0.0):
             continue  # it is billed until then, so it may as well work
         joined = workers.get(machine.machine_id, ())
-        reason = why_all
-        if not joined and now - machine.rented_at >= JOIN_S_MAX:
-            reason = reason or f"no worker has joined from it in {(now - machine.rented_at) / 60:.0f} min"
-        elif joined and not reason and all(_idle_s(worker, now) >= IDLE_RELEASE_S for worker in joined):
+        if why_all:
+            reason = why_all
+        elif not joined and now - machine.rented_at >= JOIN_S_MAX:
+            reason = f"no worker has joined from it in {(now - machine.rented_at) / 60:.0f} min"
+        elif joined and all(_idle_s(worker, now) >= IDLE_RELEASE_S for worker in joined):
             least = min(_idle_s(worker, now) for worker in joined)
             reason = f"its workers have stood by for {least / 60:.0f} min"
-        if reason:
-            yield ReleaseProposal(machine.machine_id, machine.usd_per_hour, reason)
+        else:
+            continue
+        yield ReleaseProposal(machine.machine_id, machine.usd_per_hour, reason)
 
 
 def _stands_by(worker: Member) -> bool:

@@ -79,7 +79,7 @@ class StateView:
     def _status(self, money: FleetCosts, advice: RunAdvice) -> pb.RunStatus:
         """The state without the workers."""
         hub, board = self._hub, self._hub.board
-        rented = [machine.usd_per_hour for machine in hub.money.machines.values() if machine.is_open]
+        rented = [machine.usd_per_hour for machine in hub.money.open_machines]
         status = pb.RunStatus(
             run_id=hub.options.run_id, unix_s=hub.clock.now(), learner_is_connected=board.is_connected, plan=hub.plan.message,
             plan_terms=hub.plan.now.term_lines() if hub.plan.now else (), open_leases=len(hub.book.leases),
@@ -304,7 +304,7 @@ class StateView:
         return advise(
             RunNow(
                 finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
-                open_machines=sum(machine.is_open for machine in hub.money.machines.values()),
+                open_machines=len(hub.money.open_machines),
                 hello=board.hello, report=report, is_connected=board.is_connected, left_because=hub.learner.left_because,
                 silent_s=silent_s, silent_s_max=self._silent_s_max, train_s=board.train_s,
                 waits_s=report.waits_since_s + silent_s, open_leases=len(hub.book.leases),

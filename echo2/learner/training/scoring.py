@@ -475,7 +475,7 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, owner: str) -> None:
         ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units(len(rollouts[0])) else [micro]
         try:
             results = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
-        except Exception as error:  # anything, by a model's code, which takes no mask of rows
+        except Exception as error:  # what a model's code raises that takes no mask of rows
             raise ConfigError(f"{owner}: the learner cannot lay out its sequences in rows: {error!r}") from error
         if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
             longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.built_in import ALPHABET, ReasoningGym, SortDigits, Sums, answer_in, format_only_target
-from echo2.tasks.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.registry import drawn, is_environment, make_environment_source, make_task
 from echo2.tasks.split import CYCLE, MixedSplit, TaskSplit, places
-from echo2.tasks.task import ChatMessage, Reward, TaskSpec, spec_from_json
+from echo2.tasks.task import ChatMessage, Reward, TaskInstance, TaskSpec, spec_from_json
 
 DIGITS, SUMS = SortDigits(5), Sums()
 
@@ -205,14 +205,22 @@ def test_each_task_comes_in_its_own_order(told: list[tuple[int | None, int, floa
         assert held_out == [task + split.held_out_index(p) * len(told) for p in range(split.held_out_count)]
 
 
+def test_an_interrupt_while_a_task_draws_is_no_fault_of_the_task() -> None:
+    def interrupted(index: int) -> TaskInstance:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drawn("t", interrupted, 0)
+
+
 def test_a_task_that_was_drawn_as_often_as_it_may_be_is_passed_over_until_none_is_left() -> None:
     splits = (TaskSplit(6, 1, 0, epochs_max=2), TaskSplit(31, 1, 0, epochs_max=1))
-    mixed, position, drawn = MixedSplit(splits, (3.0, 1.0)), 0, []
+    mixed, position, found = MixedSplit(splits, (3.0, 1.0)), 0, []
     while mixed.has(position := mixed.upcoming(position)):
-        drawn.append(divmod(mixed.train_index(position), 2))
+        found.append(divmod(mixed.train_index(position), 2))
         position += 1
-    assert Counter(task for _, task in drawn) == {0: 10, 1: 30}
-    assert all(Counter(drawn)[index, 0] == 2 for index in {index for index, task in drawn if task == 0})
+    assert Counter(task for _, task in found) == {0: 10, 1: 30}
+    assert all(Counter(found)[index, 0] == 2 for index in {index for index, task in found if task == 0})
     assert not mixed.has(position) and mixed.upcoming(position) == position
     assert mixed.train_count == 35
 

@@ -370,6 +370,8 @@ class VllmEngine:
             await self._weights.stage(staged)
             try:
                 stood_still_s = await self._apply(staged.version, mode)
+            except EngineError:
+                raise
             except Exception as error:  # anything, where vLLM's process has ended
                 raise EngineError(f"vLLM failed in the swap to version {staged.version}: {error!r}") from error
             await self._weights.settle(is_kept=True)
