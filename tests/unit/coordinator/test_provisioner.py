@@ -398,6 +398,10 @@ async def test_while_the_run_is_paused_or_its_learner_is_away_no_machine_is_prop
     assert given_back.reason == "the learner has been away for 30 min", (
         "though its worker is active: nobody trains on what it makes"
     )
+    run.begin()
+    await run.look()
+    told = run.provisioner.advice().release
+    assert not any("away" in one.reason for one in told), "a coordinator that has just begun has waited for nobody"
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])

@@ -339,6 +339,17 @@ async def test_seats_are_given_by_label_and_the_surplus_is_told_when_to_retry() 
     assert world.refusal(seated[0], chat("hi")).status == 410
 
 
+async def test_of_episodes_that_ended_the_newest_are_remembered() -> None:
+    world = World(sessions_max=2)
+    world.episodes.open_problem("a1", 5, {})
+    ended = []
+    for _ in range(5):
+        session = world.episodes.take_seat("")
+        ended.append(session.session_id)
+        world.episodes.fail(session, "its harness gave it up")
+    assert list(world.episodes.ended) == ended[-2:]
+
+
 async def test_limits_hold_and_say_so() -> None:
     assert whole_number(CHOICES_MAX, "n", CHOICES_MAX) == CHOICES_MAX
     world, session = begun(calls_max=3, calls_at_once_max=1, context_tokens=40)
