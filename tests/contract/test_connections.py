@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import TrustError
 from echo2.base.ids import PeerId
 from echo2.broadcast import (
     connection as connection_module,
@@ -34,6 +35,7 @@ from echo2.trust import tls
 from echo2.trust.identity import Role, TlsKey, certificate_request, dns_name_of
 from echo2.trust.ports import BULK
 from echo2.wire import broadcast as wire
+from tests.certificates import issued
 from tests.contract.fleet import Fleet, fleet, until
 from tests.contract.test_broadcast_stripes import width_of
 from tests.patience import WAIT_S
@@ -388,4 +390,7 @@ async def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Pa
             await bulk.close()
             request = certificate_request(member.credentials.identity, key)
             member.credentials.renew(key.to_pem(), f.authority.issue(request, Role.WORKER, time.time() - 5))
+        another = issued(f.authority)
+        with pytest.raises(TrustError, match=member.node.peer_id):
+            member.credentials.renew(another.tls_key_pem, another.certificate)
         assert shown[0] != shown[1]
