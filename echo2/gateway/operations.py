@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Generic, TypeVar
 
 from echo2.gateway.episodes import CallRefused
@@ -19,6 +19,7 @@ RESULTS_MAX = 16384  # a few rounds of the 2,000 samples that one sampling clien
 READ_MAX = 64  # whose answer may be lost and asked for again: one of an SDK's connections each
 AHEAD_MAX = 4096  # operations that may wait for an earlier number: chunks of 1,024 examples
 RETRY_AFTER_S = 1.0  # an operation takes a step or so
+MISSING_S = 360.0  # the SDK sends a request again for 300 s, and a body takes at most 60
 _T = TypeVar("_T")
 
 
@@ -73,10 +74,10 @@ class Operations(Generic[_T]):
 
 
 class InOrder:
-    """The turns of a client's operations, numbered from 1 on without gaps."""
+    """The turns of a client's operations, numbered from 1 on. `missing`: the number that was given up last; 0: none."""
 
     def __init__(self) -> None:
-        self._next = 1
+        self._next, self.missing = 1, 0
         self._waiting: dict[int, asyncio.Event] = {}
 
     def check(self, number: int) -> None:
@@ -87,10 +88,16 @@ class InOrder:
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """Waits until all earlier numbers have had their turn. `check` has passed this one."""
+        """Waits until all earlier numbers have had their turn, but MISSING_S at most for one that does not come: its request was
+        refused unread, maybe. `check` has passed this one."""
         event = self._waiting[number] = asyncio.Event()
-        if number > self._next:
-            await event.wait()
+        while number > self._next:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MISSING_S):
+                    await event.wait()
+            if not event.is_set() and self._next not in self._waiting:
+                self.missing, self._next = self._next, min(self._waiting)
+                self._waiting[self._next].set()
         try:
             yield
         finally:

@@ -35,7 +35,7 @@ from echo2.base.rollout import LOSS_COLUMNS, AdamStep, ClientLoss, Example, Fini
 from echo2.gateway.app import MASTER, Bodies, error_response
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import Sampler, TokenAnswer, TokenRequest
-from echo2.gateway.operations import InOrder, Operations
+from echo2.gateway.operations import MISSING_S, InOrder, Operations
 from echo2.gateway.requests import CHOICES_MAX, shown
 from echo2.outside import here, monotonic
 from echo2.outside.guard import MISHAPS
@@ -267,6 +267,8 @@ class TinkerApi:
         async def work() -> Response:
             async with client.order.turn(number or 0):
                 self._client_of(client.model_id)
+                if lost := client.order.missing:  # it may have been a part of the gradient
+                    client.fault, client.order.missing = f"number {lost} did not come in {MISSING_S:.0f} s", 0
                 answer = await run(client)
                 return answer if isinstance(answer, Response) else _json(answer)
 
@@ -316,7 +318,9 @@ class TinkerApi:
             if client.fault:
                 text, client.fault = client.fault, ""
                 await self._driven.forget_gradients()
-                raise _refused(f"no step is made and its gradients are dropped, for a forward_backward failed: {text}")
+                raise _refused(
+                    f"no step is made and its gradients are dropped, for an operation before it failed: {text}"
+                )
             clip = max(0.0, adam.grad_clip_norm)
             step = AdamStep(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, clip)
             return types.OptimStepResponse(metrics=dict(await self._driven.optim_step(step)))
@@ -450,7 +454,8 @@ class TinkerApi:
 
     async def _unknown(self, request: Request) -> Response:
         text = f"{request.method} {request.url.path[:200]}: expected a route of training and sampling; echo2 has no such one"
-        raise CallRefused(404, "not_supported", text)
+        refused = CallRefused(404, "not_supported", text)
+        return _json(self._refused_in_turn(await self._bodies.parsed(request, MASTER, dict), refused))
 
 
 # ---- requests

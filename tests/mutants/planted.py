@@ -488,7 +488,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a client's gradients do not add up", "learner/training/trainer.py",
            "client_losses(loss, logprobs_T, columns).sum()", "client_losses(loss, logprobs_T, columns).mean()",
            (_UNIT + "learner/test_trainer.py",)),
-    Mutant("an operation does not wait for its turn", "gateway/operations.py", "if number > self._next:", "if False:",
+    Mutant("an operation does not wait for its turn", "gateway/operations.py", "while number > self._next:", "while False:",
            (_UNIT + "gateway/test_operations.py",)),
     # what a caller may cost
     Mutant("a new name brings a new burst", "outside/guard.py", "share, self.BURST_S\n", "share, 0.0\n",

@@ -19,7 +19,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
 from echo2.base.rollout import AdamStep, ClientLoss, Example
-from echo2.gateway import tinker as gateway_tinker
+from echo2.gateway import operations, tinker as gateway_tinker
 from echo2.gateway.app import error_answer
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
@@ -177,6 +177,7 @@ async def test_one_token_is_sampled_where_more_than_a_scoring_is_asked_for(more:
     [
         ("optim_step", {"adam_params": {"learning_rate": None}}, "learning_rate: Input should be a valid number"),
         ("load_weights", {"path": "tinker://x/sampler_weights/a", "optimizer": True}, "expected tinker://CLIENT"),
+        ("save_weights_external", {"path": "s3://x"}, "echo2 has no such one"),
     ],
 )
 async def test_an_operation_that_is_refused_keeps_none_behind_it_waiting(path: str, body: Any, told: str) -> None:
@@ -243,8 +244,11 @@ async def test_a_wrong_example_is_refused_and_no_step_is_made_of_it(example: typ
         assert len(driven.told) == 3 and driven.told[-1] == "forgotten"
 
 
-async def test_no_step_is_made_of_a_gradient_that_broke_off_and_a_loaded_state_begins_without_it() -> None:
-    """The SDK sends the step before it knows how the gradient ended."""
+async def test_no_step_is_made_of_a_gradient_that_broke_off_and_a_loaded_state_begins_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The SDK sends the step before it knows how the gradient ended. Number 7 was refused unread, as its body was too large."""
+    monkeypatch.setattr(operations, "MISSING_S", 0.01)
     good = datum([5, 6], target_tokens=[1, 2])
     async with played() as (post, driven):
         model_id = await model_of(post)
@@ -254,15 +258,17 @@ async def test_no_step_is_made_of_a_gradient_that_broke_off_and_a_loaded_state_b
             (1, "forward_backward", passed(model_id, 1, [good])), (2, "optim_step", step | {"seq_id": 2}),
             (3, "forward_backward", passed(model_id, 3, [good])), (4, "load_weights", load),
             (5, "forward_backward", passed(model_id, 5, [good])), (6, "optim_step", step | {"seq_id": 6}),
+            (8, "optim_step", step | {"seq_id": 8}), (9, "optim_step", step | {"seq_id": 9}),
         ):  # fmt: skip
             if number in (1, 3):
                 driven.broken = RuntimeError("CUDA out of memory")  # in the second of two micro-batches
             await post(path, body)
             answer = await post("retrieve_future", {"request_id": f"{model_id}:{number}"})
-            if number == 2:
+            if number in (2, 8):
                 assert "no step is made and its gradients are dropped" in answer.json()["error"]
-                assert driven.told[-1] == "forgotten"
-        assert driven.told[-1] == AdamStep(1e-4, 0.9, 0.95, 1e-12), "of the gradient since the state was loaded"
+                assert driven.told[-1] == "forgotten" and ("number 7 did not come" in answer.text) == (number == 8)
+        step_made = AdamStep(1e-4, 0.9, 0.95, 1e-12)
+        assert driven.told[-3:] == [step_made, "forgotten", step_made], "of the gradient since the state was loaded"
 
 
 async def test_numbers_that_no_sdk_sends_are_refused_before_they_take_memory_or_reach_the_trainer() -> None:
