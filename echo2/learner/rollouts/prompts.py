@@ -392,7 +392,14 @@ def load_tokenizer(path: str) -> Any:
 
     with naming(path, "expected a tokenizer beside the model"):
         local = Path(path).expanduser()  # which may hold nothing but the tokenizer
-        return AutoTokenizer.from_pretrained(local if local.is_dir() else path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(local if local.is_dir() else path, trust_remote_code=False)
+        # Without its files some classes, as Qwen's and Gemma's, make one that reads any text as nothing, or as unknown.
+        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:
+            raise ConfigError(
+                f"model {path}: expected a tokenizer beside the model, found no files of one: copy tokenizer.json and "
+                "tokenizer_config.json from where the model comes from"
+            )
+        return tokenizer
 
 
 def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:

@@ -102,6 +102,12 @@ def test_a_folder_may_be_named_from_the_home_and_what_it_lacks_is_said(
         (tmp_path / "model" / "tokenizer.json").write_text(content)
         with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
             load_tokenizer("~/model")
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    for family in ("qwen3", "gemma3_text", "gpt2", "llama"):
+        (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": family}))
+        with pytest.raises(ConfigError, match="~/model: expected a tokenizer beside the model"):
+            load_tokenizer("~/model")
 
 
 @pytest.mark.parametrize("listed", ["kept beside one file", "of the wrong files"])
