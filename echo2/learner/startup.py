@@ -30,6 +30,7 @@ from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.journal import History, Journal, began, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Conversations, Prompts, PromptSource, load_tokenizer
+from echo2.learner.training.loading import folder_of
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.optimiser import refuse_optimizer
 from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
@@ -277,6 +278,9 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
     shutil.rmtree(partial, ignore_errors=True)  # left by a kill, perhaps with another model's files
     model.save(policy, partial)
     tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
+    if getattr(model.config, "vision_config", None):  # vLLM asks for what prepares images, though the run was of text
+        for file in folder_of(model.path).glob("*processor_config.json"):
+            shutil.copy(file, partial)
     mode = partial.stat().st_mode & 0o666
     for file in partial.glob("*.safetensors"):  # it writes for its owner alone, and another account may serve the model
         file.chmod(mode)

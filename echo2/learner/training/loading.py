@@ -99,6 +99,15 @@ def read_config(path: str) -> Any:
     return config
 
 
+def folder_of(path: str) -> Path:
+    """The folder of a model; a hub id's is fetched, but for what is in the hub's cache."""
+    from huggingface_hub import snapshot_download
+
+    local = Path(path).expanduser()
+    with naming(path):
+        return local if local.is_dir() else Path(snapshot_download(path, **CHECKPOINT))
+
+
 def read_generation_config(path: str) -> Any:
     from transformers import GenerationConfig
 
@@ -167,12 +176,8 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    local = Path(checked_path(path, has_weights=True))
+    local = folder_of(checked_path(path, has_weights=True))
     with naming(path):
-        if not local.is_dir():
-            from huggingface_hub import snapshot_download
-
-            local = Path(snapshot_download(path, **CHECKPOINT))
         config = read_config(str(local))
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -13,6 +13,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin")
 _FETCHED, _POINTER = (*_WEIGHTS, ".json", ".model"), b"version https://git-lfs."
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # others are numbers of a quantised model, or no weights
+_ORIGINAL = "expected weights of 16 or 32 bits, got {}: name the model that it was made from"
 TOLD_MAX = 1000  # letters of an error: a dozen lines
 _HEADER_BYTES_MAX = 100_000_000  # as the format's own library has it
 
@@ -63,11 +64,7 @@ def checked_path(path: str, *, has_weights: bool = False) -> str:
 def refuse_quantised(path: str, quantised: object) -> None:
     if quantised:
         how = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
-        raise ConfigError(f"model {path}: {_original(f'quantised ones ({how})')}")
-
-
-def _original(odd: str) -> str:
-    return f"expected weights of 16 or 32 bits, got {odd}: name the model that it was made from"
+        raise ConfigError(f"model {path}: {_ORIGINAL.format(f'quantised ones ({how})')}")
 
 
 def _checked(file: Path) -> object:
@@ -89,7 +86,7 @@ def _checked(file: Path) -> object:
             f"model file {file}: expected whole {file.suffix[1:]}, got something else ({error}); download it again"
         ) from None
     if odd := sorted(name for name, kind in kinds.items() if name.endswith("weight") and kind not in _FLOATS):
-        raise ConfigError(f"model file {file}: {_original(f'{odd[0]} as {kinds[odd[0]]}')}")
+        raise ConfigError(f"model file {file}: {_ORIGINAL.format(f'{odd[0]} as {kinds[odd[0]]}')}")
     return None
 
 

@@ -85,6 +85,17 @@ def test_an_export_keeps_what_lies_beside_the_weights_with_an_adapter_too(tmp_pa
     assert {name for name in dtypes if dtypes[name] is not torch.bfloat16} == served.kept == kept.keys()
 
 
+def test_an_export_of_a_model_that_sees_keeps_what_prepares_images(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    save_tiny("gemma3", {"text_config": COMMON, "vision_config": vision, "mm_tokens_per_image": 4}, base)
+    (base / "preprocessor_config.json").write_text('{"size": 28}')
+    model = PolicyModel(str(base), "bfloat16", CPU, 1.0)
+    export(model, model.snapshot(), load_tokenizer(str(base)), tmp_path / "out")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}'
+
+
 def test_a_folder_may_be_named_from_the_home_and_what_it_lacks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
