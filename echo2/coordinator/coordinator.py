@@ -322,13 +322,17 @@ async def _checkpoints(hub: Hub) -> None:
 
 
 class _Ports:
-    """The ports to bind: the configured ones; for one that is 0, the one that an earlier process saved, or any."""
+    """The ports to bind: the configured ones; for one that is 0, or was taken and may be, that of an earlier process, or any."""
 
     def __init__(self, hub: Hub, saved: Mapping[str, str], takes_free_ports: bool) -> None:
         self._hub, self._saved, self._takes_free_ports = hub, saved, takes_free_ports
 
     def wanted(self, name: str) -> int:
-        return int(getattr(self._hub.config.coordinator, name)) or int(self._saved.get(name, "0"))
+        """Machines that joined at a port know no other: it stays the run's, unless the configuration has changed."""
+        configured = str(getattr(self._hub.config.coordinator, name))
+        port, _, configured_then = self._saved.get(name, "").partition(" for ")
+        is_kept = configured_then == configured and (configured == "0" or self._takes_free_ports)
+        return int(port if is_kept else configured)
 
     def bind(self, name: str, bind: Callable[[int], int]) -> int:
         """`bind(port)` binds it and returns the port."""
@@ -344,7 +348,7 @@ class _Ports:
 
     def save(self, name: str, port: int) -> None:
         """The caller flushes: once all ports are bound, so a start that fails writes nothing."""
-        self._hub.state.meta(name, str(port))
+        self._hub.state.meta(name, f"{port} for {getattr(self._hub.config.coordinator, name)}")
 
 
 def _locked(folder: Path) -> int:

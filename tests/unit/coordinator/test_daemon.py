@@ -53,6 +53,7 @@ def options(
     model_path: str = "",
     quantisation: str = "none",
     exit_when_finished: bool = False,
+    takes_free_ports: bool = False,
     **section: Any,
 ) -> CoordinatorOptions:
     """A coordinator that soon misses who is silent, on any free ports; `section`: options and timing of [coordinator]."""
@@ -69,7 +70,7 @@ def options(
         "model": {"path": model_path}, "worker": {"quantisation": quantisation},
         "coordinator": timed_section(**{**timing, **ports, **section}),
     })  # fmt: skip
-    return CoordinatorOptions(folder, config, exit_when_finished)
+    return CoordinatorOptions(folder, config, exit_when_finished, takes_free_ports)
 
 
 @asynccontextmanager
@@ -414,6 +415,13 @@ async def test_a_start_that_cannot_go_on_names_port_or_folder(tmp_path: Path, ca
             store.close()
         with pytest.raises(StateError, match="runs a coordinator in it"):
             await CoordinatorDaemon(options(tmp_path / "a")).run()
+        taken = {name: options(tmp_path / "b", takes_free_ports=True, **{name: port}) for name in ("port", "enrol_port")}
+        async with running(taken["port"]) as daemon:
+            free, enrol = daemon.services_address, daemon.enrol_address
+    async with running(taken["port"]) as daemon:
+        assert (daemon.services_address, daemon.enrol_address) == (free, enrol), "where machines that joined look for it"
+    async with running(taken["enrol_port"]) as daemon:
+        assert daemon.enrol_address.endswith(f":{port}"), "the configuration has changed"
     with pytest.raises(StateError, match="'a-run'"):
         await CoordinatorDaemon(options(tmp_path / "a", run_id="b-run")).run()
     assert not [line for line in caplog.records if line.levelname == "ERROR"]
