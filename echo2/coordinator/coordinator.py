@@ -18,6 +18,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from echo2.base.errors import NO_ROOM, ConfigError, DiskFull, EchoError, PortBusy, StateError
@@ -206,7 +207,12 @@ class CoordinatorDaemon:
         host, wanted = options.config.coordinator.host, ports.wanted("relay_port")
         relay = Nat(self._own)
         opened.push_async_callback(relay.close)
-        port = await relay.serve(HostOptions(host, wanted, is_barred=hub.membership.banned.__contains__, proven=proven))
+        where = HostOptions(host, wanted, is_barred=hub.membership.banned.__contains__, proven=proven)
+        try:
+            port = await relay.serve(where)
+        except PortBusy as error:
+            ports.check_others_do("port + 4", error)
+            port = await relay.serve(replace(where, port=0))
         ports.save("relay_port", port)
         hub.flush_now()
         hub.relay, hub.relay_address = relay, address_of(options.link_host, port)
@@ -339,12 +345,15 @@ class _Ports:
         try:
             port = bind(self.wanted(name))
         except PortBusy as error:
-            if not self._takes_free_ports:
-                ways = "stop what listens there, or choose another; 0 takes a free one"
-                raise PortBusy(f"coordinator.{name}: {error}; {ways}") from None
+            self.check_others_do(name, error)
             port = bind(0)
         self.save(name, port)
         return port
+
+    def check_others_do(self, name: str, error: PortBusy) -> None:
+        if not self._takes_free_ports:
+            ways = "stop what listens there, or choose another; 0 takes a free one"
+            raise PortBusy(f"coordinator.{name}: {error}; {ways}") from None
 
     def save(self, name: str, port: int) -> None:
         """The caller flushes: once all ports are bound, so a start that fails writes nothing."""

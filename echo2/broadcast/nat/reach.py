@@ -142,10 +142,10 @@ class Nat:
             try:
                 relay.listen(options.listen_host, p2p.port + 1)
             except (PortBusy, OverflowError):
+                await p2p.close()
                 if options.port or turn == RELAY_TRIES - 1:
                     raise
-                await p2p.close()  # any port will do, if the next one is free too
-                continue
+                continue  # any port will do, if the next one is free too
             self._pipe_relay = relay
             self._options = replace(self._options, port=p2p.port)
             self._running = asyncio.create_task(self._keep_running(p2p))

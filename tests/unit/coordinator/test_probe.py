@@ -28,6 +28,7 @@ from echo2.trust.ports import remote_of
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb, probe_pb2_grpc
 from tests.patience import WAIT_S
+from tests.ports import choose_ports
 from tests.unit.coordinator.test_daemon import Node, options, running
 from tests.unit.coordinator.test_rpc_fuzz import enrolment_channel, fingerprint
 
@@ -245,6 +246,8 @@ async def test_the_relay_serves_who_is_not_banned(tmp_path: Path, monkeypatch: p
 
         async def serve(self, options: HostOptions) -> int:
             served.append(options)
+            if options.port:
+                raise PortBusy("expected to listen there: another run does")
             return 7
 
         async def close(self) -> None: ...
@@ -267,6 +270,11 @@ async def test_the_relay_serves_who_is_not_banned(tmp_path: Path, monkeypatch: p
         settings.proven(peer_id, "198.51.100.7:1")
         while not hub.proven.of(peer_id, hub.clock.now()):
             await worker.read()
+    (port,) = choose_ports([0])
+    async with running(options(tmp_path / "b", advertise="192.0.2.9", port=port, takes_free_ports=True)) as daemon:
+        assert daemon.hub is not None and daemon.hub.relay_address == "192.0.2.9:7"
+    with pytest.raises(PortBusy, match=r"^coordinator.port \+ 4: .* another run does; stop what"):
+        await CoordinatorDaemon(options(tmp_path / "c", advertise="192.0.2.9", port=port)).run()
 
 
 @pytest.mark.parametrize("address", [f"{'a' * 64}.example:9", "host..example:9", "127.0.0.1:99999"])
