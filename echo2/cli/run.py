@@ -114,6 +114,10 @@ class LocalRun:
         code = children.processes["learner"].returncode
         if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
             raise ChildFailed(f"the learner was ended by signal {-code}; {self.again} goes on from what it saved")
+        if code == 0 and not (live.has_seen_the_end or live.newest.finished):
+            raise StoppedByUser(
+                f"the learner was told to stop, not by this command; {self.again} goes on from what it saved"
+            )
         if live.state.status is None:
             raise ChildFailed(f"the run ended before its coordinator answered; logs in {self.folder / 'logs'}")
         report = write_report(self.folder, live.state.status, live.state.elapsed_s)

@@ -415,12 +415,13 @@ async def test_a_start_that_cannot_go_on_names_port_or_folder(tmp_path: Path, ca
             store.close()
         with pytest.raises(StateError, match="runs a coordinator in it"):
             await CoordinatorDaemon(options(tmp_path / "a")).run()
-        taken = {name: options(tmp_path / "b", takes_free_ports=True, **{name: port}) for name in ("port", "enrol_port")}
-        async with running(taken["port"]) as daemon:
-            free, enrol = daemon.services_address, daemon.enrol_address
-    async with running(taken["port"]) as daemon:
-        assert (daemon.services_address, daemon.enrol_address) == (free, enrol), "where machines that joined look for it"
-    async with running(taken["enrol_port"]) as daemon:
+        chosen = ({"port": port}, {"port": port}, {"enrol_port": port})
+        first, again, other = (options(tmp_path / "b", takes_free_ports=True, **more) for more in chosen)
+        async with running(first) as beside:
+            free, enrolment = beside.services_address, beside.enrol_address
+    async with running(again) as daemon:
+        assert (daemon.services_address, daemon.enrol_address) == (free, enrolment), "where who joined looks for it"
+    async with running(other) as daemon:
         assert daemon.enrol_address.endswith(f":{port}"), "the configuration has changed"
     with pytest.raises(StateError, match="'a-run'"):
         await CoordinatorDaemon(options(tmp_path / "a", run_id="b-run")).run()
