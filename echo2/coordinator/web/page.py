@@ -441,8 +441,8 @@ class OpenStreams:
 
 class ChangedValues:
     """The newest JSON text of each section and row. `serial`: number of the newest refresh; each page remembers the one that it has
-    seen. A worker's row is made anew when its heartbeat or what is decided about it has changed, and else, unless it is gone, with
-    each version and every `ROW_BEATS` heartbeats: what it has cost goes on rising. A long run has thousands that are gone."""
+    seen. A worker's row is made anew when its heartbeat or what is decided about it has changed, and else, unless it is gone, every
+    `ROW_BEATS` heartbeats: what it has cost goes on rising. A long run has thousands that are gone."""
 
     def __init__(self, hub: Hub, view: StateView) -> None:
         self._hub, self._view = hub, view
@@ -473,13 +473,13 @@ class ChangedValues:
             if name not in self._sections or self._sections[name][1] != text:
                 self._sections[name] = (serial, text)
         kept_s = ROW_BEATS * hub.config.coordinator.heartbeat_interval
-        newest, counts = hub.board.newest_version, hub.book.lease_count
+        counts = hub.book.lease_count
         for peer_id, member in list(hub.membership.members.items()):
             is_gone = member.last_liveness is Liveness.GONE
             key = (
                 member.heartbeat_at, member.hello, counts(peer_id), member.last_liveness, member.setting,
                 member.setting_reason, member.is_wanted, member.wanted_reason, member.paused, member.price_limit,
-                member.price_approved, member.record.barred_until, None if is_gone else newest,
+                member.price_approved, member.record.barred_until,
             )  # fmt: skip
             known = self._rows.get(peer_id)
             if known is None or known[2] != key or (now - known[3] >= kept_s and not is_gone):

@@ -238,14 +238,13 @@ class StateView:
 
     def worker(self, member: Member) -> dict[str, Any]:
         hub, hello, beat, reach = self._hub, member.hello, member.heartbeat, member.reach
-        is_gone, version = member.last_liveness is Liveness.GONE, member.version
+        is_gone = member.last_liveness is Liveness.GONE
         return {
             "name": member.name, "state": member.last_liveness.value,
             "activation": "" if is_gone else member.activation.value,
             "setting": member.setting.value, "reason": member.activation_reason, "gpu": hello.gpu or "cpu",
             "engine": f"{hello.engine} {hello.quantisation}".strip(), "provider": hello.provider, "is_spot": hello.is_spot,
-            "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": version,
-            "lag": None if version is None else max(0, hub.board.newest_version - version),
+            "price": hello.price_usd_per_hour, "slots": hello.slot_count, "version": member.version,
             "tokens_per_s": finite(beat.tokens_per_s, 1), "rollouts_per_s": finite(beat.rollouts_per_s, 3),
             "usd_per_mtok": self._usd_per_mtok(member),
             "running": beat.running_sequences, "waiting": beat.waiting_sequences,

@@ -13,7 +13,7 @@ from echo2.coordinator.fleet.members import Liveness, OperatorSetting
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.store import EVENTS_MAX, PAID_MAX, SAMPLE_LINES, SAMPLES_MAX, CurvePoint
 from echo2.coordinator.streams import SEND_QUEUE_MAX, StreamSession
-from echo2.coordinator.web.page import ChangedValues
+from echo2.coordinator.web.page import FRESH_S, ChangedValues
 from echo2.coordinator.web.state import MACHINES_SHOWN, TOKENS_SHOWN
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_lease_book import delivery, spec
@@ -109,8 +109,10 @@ async def test_of_thousands_that_have_gone_little_is_made_and_every_open_machine
     run.join(machine, "kept")
     run.hub.membership.members[run.join(machine, "gone")].last_liveness = Liveness.GONE
     await values.changes_since(0)
-    run.clock.time += 3600.0
+    run.clock.time += FRESH_S
     run.hub.board.report.newest_version += 1
+    assert "workers" not in await values.changes_since(values.serial), "how far it is behind is the page's to tell"
+    run.clock.time += 3600.0
     assert json.loads((await values.changes_since(values.serial))["workers"]).keys() == {"kept"}
     for number in range(MACHINES_SHOWN):
         name = f"m{number}"
