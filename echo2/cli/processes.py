@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from echo2.base.errors import ConfigError, EchoError, StateError, Unreachable
+from echo2.base.errors import ConfigError, EchoError, ResourceError, StateError, Unreachable
 from echo2.cli.process import PARENT, wrapped
 from echo2.cli.report import samples_of
 
@@ -130,9 +130,8 @@ class Children:
             await self.stop("learner")
 
     def kill_all(self) -> None:
-        for process in self.processes.values():
-            if process.returncode is None:
-                self._kill(process)
+        for name in filter(self.is_running, self.processes):
+            self._kill(self.processes[name])
 
     def _kill(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -285,8 +284,13 @@ def stop(args: argparse.Namespace, _: Sequence[str]) -> int:
         raise StateError(
             f"{args.run}: expected `echo2 run` at work in it, found none; `echo2 ctl {args.run} stop` ends a run elsewhere"
         )
-    if STOPPING not in holders:
-        os.kill(holders[STARTER], signal.SIGINT)
+    try:
+        if STOPPING not in holders:
+            os.kill(holders[STARTER], signal.SIGINT)
+    except OSError as error:
+        if isinstance(error, PermissionError):  # else it has just ended
+            starter = f"the user who started it (process {holders[STARTER]})"
+            raise ResourceError(f"{args.run}: expected {starter} to stop it, got another user") from None
     while holders_of(args.run):
         time.sleep(LOOK_S)
     print(f"{args.run}: stopped; {still_rented(args.run)}the same `echo2 run` goes on from what it saved")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from google.protobuf.json_format import MessageToJson
@@ -210,6 +211,11 @@ async def test_who_stops_a_run_that_stops_waits_with_it_and_interrupts_no_save(
 ) -> None:
     rents_two(finished)
     lock, sent = RunLock(finished), []
+    with monkeypatch.context() as others:
+        others.setattr(processes.os, "kill", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+        assert main(["stop", str(finished)]) == 6
+    said = capsys.readouterr().err
+    assert f"{finished}: expected the user who started it (process {os.getpid()}) to stop it, got another user" in said
     await Children(finished, {}, "", {}, lock).stop_nodes()
     monkeypatch.setattr(processes.os, "kill", lambda _, number: sent.append(number))
     monkeypatch.setattr(processes.time, "sleep", lambda _: os.close(lock.descriptor))
