@@ -112,15 +112,11 @@ class LocalRun:
                 with contextlib.suppress(OSError):  # a full disk
                     file.write_bytes(before)
         code = children.processes["learner"].returncode
-        if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
-            raise ChildFailed(f"the learner was ended by signal {-code}; {self.again} goes on from what it saved")
-        if code == 0 and not (live.has_seen_the_end or live.newest.finished):
-            raise StoppedByUser(
-                f"the learner was told to stop, not by this command; {self.again} goes on from what it saved"
-            )
-        if live.state.status is None:
-            raise ChildFailed(f"the run ended before its coordinator answered; logs in {self.folder / 'logs'}")
-        report = write_report(self.folder, live.state.status, live.state.elapsed_s)
+        if not (live.has_seen_the_end or (code == 0 and live.newest.finished)):  # above 0 has been raised already
+            how = f"ended by signal {-code}" if code else "told to stop, not by this command"
+            kind = ChildFailed if code else StoppedByUser
+            raise kind(f"the learner was {how}; {self.again} goes on from what it saved")
+        report = write_report(self.folder, live.state.status or live.newest, live.state.elapsed_s)
         console.print(report.text, markup=False, highlight=False, soft_wrap=True)
         return report
 
