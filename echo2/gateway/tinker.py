@@ -582,7 +582,8 @@ def _check_sample(asked: types.SampleRequest) -> None:
         "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"
     ):  # fmt: skip
         if getattr(asked, name):
-            raise _refused(f"{name}: expected none, for workers report the sampled tokens' log-probabilities alone")
+            text = "for workers report the sampled tokens' log-probabilities alone, which do for loss_fn"
+            raise _refused(f"{name}: expected none, {text} {', '.join(LOSS_COLUMNS)}")
     if not 1 <= asked.num_samples <= 64 * CHOICES_MAX:
         raise _refused(f"num_samples: expected 1 to {64 * CHOICES_MAX}, got {asked.num_samples}")
 

@@ -151,6 +151,7 @@ async def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with
         ({"prompt": tokens([5] * 9), "prompt_logprobs": True}, "expected 1 to 8 tokens, got 9"),
         ({"prompt": tokens([-1])}, "from 0 to below 50, got -1"),
         ({"prompt": tokens([5, 50]), "prompt_logprobs": True}, "from 0 to below 50, got 5 to 50"),
+        ({"record_stability_info": True}, "which do for loss_fn cross_entropy, importance_sampling"),
         ({"num_samples": 3 * CHOICES_MAX}, "too many"),
     ],
 )
