@@ -83,7 +83,7 @@ class Children:
         work of a worker that a signal ended; LiveRun tells of such a learner."""
         for name, process in self.processes.items():
             if (code := process.returncode) is not None and (code > 0 or name == "coordinator"):
-                raise ChildFailed(f"{name} ended with code {code}: {self.last_words(name)}", max(1, code))
+                raise ChildFailed(self._end_of(name), max(1, code))
 
     def raise_if_learner_is_alone(self, now: float) -> None:
         """Raises ChildFailed if every worker ended LEARNER_ALONE_S ago and the learner still waits: nothing more will come."""
@@ -93,9 +93,12 @@ class Children:
             return
         self._alone_since = self._alone_since or now
         if now - self._alone_since > LEARNER_ALONE_S:
-            raise ChildFailed(
-                f"every worker has ended and the learner still waits; {workers[-1]} said last: {self.last_words(workers[-1])}"
-            )
+            raise ChildFailed(f"every worker has ended and the learner still waits; {self._end_of(workers[-1])}")
+
+    def _end_of(self, name: str) -> str:
+        code = self.processes[name].returncode or 0
+        how = f"was ended by signal {-code}, and said last" if code < 0 else f"ended with code {code}"
+        return f"{name} {how}: {self.last_words(name)}"
 
     def _workers(self) -> list[str]:
         return [name for name in self.processes if name not in ("coordinator", "learner")]
