@@ -61,6 +61,7 @@ _READ = (
     *PROMPT_COLUMNS, *ANSWER_COLUMNS, "data_source", *_SHOWN_APART, *CHAT_COLUMNS, "completion", "system", "tools",
 )  # fmt: skip
 
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.[^/]*)")  # Hugging Face's name of a part
 Row = Mapping[str, object]
 _log = logging.getLogger("echo2.tasks")
 
@@ -124,22 +125,34 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
     if not path.is_dir():
         raise TaskError(f"data set {path}: expected a file or folder, found nothing there")
     files = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}") if not p.name.startswith("cache-"))
-    files = [p for p in files if p.name not in _ABOUT]
+    hidden = {p for p in files if any(part.startswith(".") for part in p.relative_to(path).parts)}  # an editor's copies
+    files = [p for p in files if p.name not in _ABOUT and p not in hidden]
     chosen = [p for p in files if split in _split_words(p.relative_to(path))]
     if not chosen and len(files) == 1 and not _SPLITS & _split_words(files[0].relative_to(path)):
         chosen = files  # the only file, whose name speaks of no split
     # The folder of a configuration: `main/train-00000-of-00001.parquet` -> main.
     above = ([part for part in p.relative_to(path).parts[:-1] if part not in (split, "data")] for p in chosen)
     folders = sorted({folder[0] for folder in above if folder})
-    if subset:
-        chosen = [p for p in chosen if subset in p.relative_to(path).parts[:-1]]
-    elif len(folders) > 1:
-        raise TaskError(f"data set {path}: expected the argument subset, one of {', '.join(folders)}")
+    of_subset = [p for p in chosen if subset in p.relative_to(path).parts[:-1]] if subset else chosen
+    if folders and (not of_subset or (len(folders) > 1 and not subset)):
+        raise TaskError(
+            f"data set {path}: expected the argument subset to be one of {', '.join(folders)}, got {subset or 'none'}"
+        )
+    chosen = of_subset
     if not chosen or len(chosen) > FILES_MAX:
         names = ", ".join(str(p.relative_to(path)) for p in files[:8]) or f"none that ends in {', '.join(SUFFIXES)}"
         raise TaskError(
             f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}; the argument split names another"
         )
+    shards: dict[tuple[str, int], set[int]] = {}
+    for at in filter(None, (_SHARD.fullmatch(p.relative_to(path).as_posix()) for p in chosen)):
+        shards.setdefault((f"{at[1]}-…-of-{at[3]}{at[4]}", int(at[3])), set()).add(int(at[2]))
+    for (name, count), numbers in shards.items():
+        if missing := sorted({number + (count in numbers) for number in range(count)} - numbers):  # some count from 1
+            lost = ", ".join(map(str, missing[:8]))
+            raise TaskError(
+                f"data set {path}: expected all {count} parts of {name}, found {len(numbers)}: without {lost}"
+            )
     return chosen
 
 

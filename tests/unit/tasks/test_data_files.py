@@ -111,8 +111,14 @@ def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_f
     (tmp_path / "hub" / "data").mkdir(parents=True)
     for split, part in (("train", table), ("test", table.slice(0, 1))):
         parquet.write_table(part, tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    write_jsonl(tmp_path / "hub" / "data" / ".ipynb_checkpoints" / "train-checkpoint.jsonl", ROWS)
     assert len(read_math_rows(tmp_path / "hub")) == 2
     assert len(read_math_rows(tmp_path / "hub", "test")) == 1
+    parts = [write_jsonl(tmp_path / "parts" / f"train-0000{part}-of-00003.jsonl", ROWS) for part in (1, 2, 3)]
+    assert len(read_math_rows(tmp_path / "parts")) == len(ROWS), "some count from 1"
+    parts[2].unlink()
+    with pytest.raises(TaskError, match="expected all 3 parts of train-.*-of-00003.jsonl, found 2: without 0"):
+        read_math_rows(tmp_path / "parts")
     (tmp_path / "saved" / "train").mkdir(parents=True)
     with ipc.new_stream(str(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
@@ -165,8 +171,9 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
         (tmp_path / "links" / name).symlink_to(target)
     assert paths_to_show(tmp_path / "links") == [tmp_path / "links", rows.resolve()] and paths_to_show(rows) == [rows]
     assert len(read_math_rows(folder, subset="main")) == 3
-    with pytest.raises(TaskError, match="expected the argument subset, one of main, worked"):
-        read_math_rows(folder)
+    for subset in ("", "test"):
+        with pytest.raises(TaskError, match=f"argument subset to be one of main, worked, got {subset or 'none'}"):
+            read_math_rows(folder, subset=subset)
     with pytest.raises(TaskError, match=r"org/other: expected a folder or one in the hub's cache"):
         local_data_set("org/other")
     with pytest.raises(TaskError, match="found nothing there"):
