@@ -65,7 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = check_rewards_of(options)
     except EchoError as error:
         return report_error(error)
-    return follow_rank_0(options) if is_follower else run_daemon(lambda: _daemon(options), folder)
+    try:
+        return follow_rank_0(options) if is_follower else run_daemon(lambda: _daemon(options), folder)
+    except RuntimeError as error:
+        from echo2.learner.training.ranks import lost_rank
+
+        return report_error(lost_rank(error))
 
 
 def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: int = 0) -> LearnerOptions:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, Unreachable
 from echo2.learner.options import LearnerOptions
 
 IDLE_TIMEOUT_S = 86_400.0  # if rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up
@@ -173,6 +174,16 @@ def check_replicas(replicas: int, count: int) -> None:
 
 def world_size() -> int:
     return _number("WORLD_SIZE", 1)
+
+
+def lost_rank(error: RuntimeError) -> Unreachable:
+    """What a collective raises once another rank has ended, as an error of ours. Raises any other as it is."""
+    if world_size() == 1 or not (isinstance(error, dist.DistError) or re.search("/gloo/|pair closure", str(error))):
+        raise error
+    return Unreachable(
+        f"rank {_number('RANK', 0)}: expected the learner's other ranks to take part, got: {error} torchrun names the rank that "
+        "ended first, whose own words stand above; the same command goes on from the newest checkpoint"
+    )
 
 
 def local_device(text: str) -> str:

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError, StateError, Unreachable
 from echo2.base.ids import Step, Version
+from echo2.cli import learner
 from echo2.learner import startup
 from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
@@ -293,6 +294,28 @@ def leader() -> Iterator[VersionCoder]:
     yield leader
     leader.stop()
     thread.join()
+
+
+def test_a_rank_that_has_ended_is_an_error_of_one_line_on_the_others(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _other = two_groups()
+
+    def follow(options: LearnerOptions) -> int:
+        first._set_default_timeout(timedelta(seconds=1))  # the other does not take part
+        first.allreduce(torch.zeros(1)).wait()
+        return 0
+
+    monkeypatch.setattr(learner, "follow_rank_0", follow)
+    monkeypatch.setenv("RANK", "1")
+    arguments = ["join", "@none", "--model.path", str(models[0])]
+    with pytest.raises(RuntimeError, match="gloo|pair closure"):  # a process alone has no other ranks
+        learner.main(arguments)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert learner.main(arguments) == Unreachable.exit_code
+    assert re.search(
+        "error: Unreachable: rank 1: expected .* other ranks .*(gloo|pair closure)", capsys.readouterr().err
+    )
 
 
 def delta_header() -> DeltaHeader:
