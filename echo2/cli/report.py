@@ -23,7 +23,7 @@ from echo2.base.units import counted, format_bytes, format_seconds
 from echo2.cli.process import wrapped
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
-SAMPLES_SHOWN = 3  # before and after fit on one screen
+SAMPLES_SHOWN, SAMPLE_CHARS = 3, 240  # before and after fit on one screen; `echo2 samples` has them whole
 SUMMARY, PAGE = "summary.json", "report.html"  # in the run's folder
 PLOTS = ("reward.png", "utilisation.png", "lag.png")
 PARTS = ("dom.js", "format.js", "rollouts.js")  # of the dashboard, in the order in which they need one another
@@ -62,7 +62,7 @@ def read_report(run_folder: Path) -> RunReport:
     facts = json.loads(path.read_text())
     lines = ["", *(wrapped(f"{label:<22} {text}", 23) for label, text in _entries(run_folder, facts))]
     samples = samples_of(run_folder)[1][:SAMPLES_SHOWN]
-    lines += [wrapped(f"  {line}", 6) for sample in samples for line in sample.lines()]
+    lines += [wrapped(f"  {line}", 6) for sample in samples for line in sample.lines(SAMPLE_CHARS)]
     lines += [wrapped(f"PROBLEM: {problem}", 9) for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
 
@@ -88,10 +88,15 @@ class HeldOutSample:
     after: str
     reward_after: float
 
-    def lines(self) -> tuple[str, str]:
-        expected = f", expected {self.answer!r}" if self.answer else ""
-        before, after = f"{self.before!r} ({self.reward_before:.2f})", f"{self.after!r} ({self.reward_after:.2f})"
-        return f"{self.prompt!r}{expected}", f"  before {before}, after {after}"
+    def lines(self, chars: int = 1 << 20) -> tuple[str, str]:
+        """The two lines; of each text `chars` characters, the first half and the last, where the answer is."""
+
+        def cut(text: str) -> str:
+            return repr(text if len(text) <= chars else f"{text[: chars // 2]} ... {text[-chars // 2 :]}")
+
+        expected = f", expected {cut(self.answer)}" if self.answer else ""
+        before, after = f"{cut(self.before)} ({self.reward_before:.2f})", f"{cut(self.after)} ({self.reward_after:.2f})"
+        return f"{cut(self.prompt)}{expected}", f"  before {before}, after {after}"
 
 
 def samples_of(run_folder: Path) -> tuple[str, list[HeldOutSample]]:

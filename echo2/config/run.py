@@ -422,6 +422,16 @@ class RunConfig(Section):
     worker: WorkerSection = WorkerSection()
 
     @model_validator(mode="after")
+    def _gateway_has_a_port(self) -> Self:
+        port, listen = self.learner.port, self.agent.listen
+        if port and listen.rpartition(":")[2] in (str(port), str(port + 1), str(port + 4)):
+            raise ValueError(
+                f"agent.listen: expected a port other than {port}, {port + 1} and {port + 4}, which learner.port {port} takes for "
+                f"ingest, broadcast and relay, got {listen}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _warm_start_fits(self) -> Self:
         if self.sft.step_count >= self.learner.steps:
             raise ValueError(

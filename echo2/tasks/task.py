@@ -145,6 +145,9 @@ class Observation:
     def __post_init__(self) -> None:
         if self.reward is None and not self.messages:
             raise TaskError("observation: expected messages while the episode goes on, got none")
+        for message in self.messages:
+            if not isinstance(message, ChatMessage):
+                raise TaskError(f"observation: expected messages as ChatMessage(role, content), got {message!r:.80}")
 
     @property
     def is_done(self) -> bool:

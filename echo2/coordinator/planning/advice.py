@@ -231,7 +231,7 @@ def _what_stops(run: RunNow) -> ToDo | None:
     if run.is_ending:
         return ToDo("Nothing to do: the last step is made, and the run is about to end.", "good")
     if run.is_budget_spent:
-        spent = f"${run.usd_budget:,.2f} are spent and all workers stand by"
+        spent = f"the budget of ${run.usd_budget:,.2f} is spent and all workers stand by"
         return ToDo(f"Raise the budget to go on (page, or `echo2 ctl`): {spent}.", "bad")
     if not run.alive:
         text = "Start a worker: none is connected, so the learner has nothing to train on."

@@ -124,6 +124,14 @@ def test_status_of_a_finished_run_shows_its_report(
     write_report(finished, status_of(4))
     assert main(["status", str(finished)]) == 0 and "0.25 -> 0.75" in capsys.readouterr().out
     assert main(["samples", str(finished)]) == 0 and "after '4' (1.00)" in capsys.readouterr().out
+    row = {"step": 0, "prompt": "long " * 2000, "completion": "so " * 999 + "four", "reward": 0.0}
+    (finished / "learner" / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    assert (
+        main(["status", str(finished)]) == 0
+        and len(shown := capsys.readouterr().out) < 4000
+        and "four' (0.00)" in shown
+    )
+    assert main(["samples", str(finished)]) == 0 and len(capsys.readouterr().out) > 10_000
     lock = RunLock(finished)
     lock.note("learner", os.getpid())  # it goes on for more steps, and has made none yet
     assert main(["status", str(finished)]) != 0 and "links/operator.link" in capsys.readouterr().err

@@ -110,6 +110,15 @@ def test_bad_value_is_refused_by_name(name: str, text: str, words: str) -> None:
         load_config((), None, {name: text})
 
 
+@pytest.mark.parametrize("above", [0, 1, 4])
+def test_the_gateways_port_is_none_of_the_learners(above: int) -> None:
+    overrides = {"learner.port": "7000", "agent.listen": f"127.0.0.1:{7000 + above}"}
+    with pytest.raises(
+        ConfigError, match=r"agent\.listen: expected a port other than 7000, 7001 and 7004, which learner\.port"
+    ):
+        load_config((), None, overrides)
+
+
 def test_a_file_whose_option_became_a_rule_loads_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[coordinator]\nport = 7\nrelay_port = 0\n[agent]\nrestarts = 0\n")

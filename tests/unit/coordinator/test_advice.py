@@ -70,7 +70,7 @@ SAYS = [
     (with_learner(equal_reward_steps=4, reward_mean=1.0),
      "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average)"),
     (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time"),
-    (replace(LIVE, is_budget_spent=True, usd_budget=100), "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent"),
+    (replace(LIVE, is_budget_spent=True, usd_budget=9), "Raise the budget to go on (page, or `echo2 ctl`): the budget of $9.00 is"),
     (replace(LIVE, spare=26, spare_usd_per_hour=44.69), "Drop 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%)."),
     (replace(LIVE, surplus=26, may_act=False), "Stand by 26 of 50 workers: $49.00 -> $7.36/h at the same utilisation (97%), once"),
     (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h)."),

@@ -29,7 +29,7 @@ from echo2.tasks.rewards import (
     make_scorer,
     unjudgeable_references,
 )
-from echo2.tasks.task import Reward, TaskSpec
+from echo2.tasks.task import Observation, Reward, TaskSpec
 from echo2.tasks.visible import own_files, own_modules
 from tests.patience import WAIT_S
 
@@ -177,6 +177,8 @@ def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> Non
             assert reward is not None and reward.value == 0.0
         late = pool.submit_step(0, [call, "I give up", "again"]).result(WAIT_S)
         assert late.failure is RewardFailure.RAISED and "no completion after its end" in late.message
+    with pytest.raises(TaskError, match=r"expected messages as ChatMessage\(role, content\), got \{'role'"):
+        Observation(({"role": "user", "content": "a usual mistake"},))  # type: ignore[arg-type]
 
 
 def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
