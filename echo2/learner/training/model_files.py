@@ -13,7 +13,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin")
 _FETCHED, _POINTER = (*_WEIGHTS, ".json", ".model"), b"version https://git-lfs."
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # others are numbers of a quantised model, or no weights
-_ORIGINAL = "expected weights of 16 or 32 bits, got {}: name the model that it was made from"
+_ORIGINAL = "expected weights of 16 or 32 bits, got {}: name the model that it was made from"  # of packed ones
 TOLD_MAX = 1000  # letters of an error: a dozen lines
 _HEADER_BYTES_MAX = 100_000_000  # as the format's own library has it
 
