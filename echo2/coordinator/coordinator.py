@@ -337,8 +337,8 @@ class _Ports:
         """Machines that joined at a port know no other: it stays the run's, unless the configuration has changed."""
         configured = str(getattr(self._hub.config.coordinator, name))
         port, _, configured_then = self._saved.get(name, "").partition(" for ")
-        is_kept = configured_then == configured and (configured == "0" or self._takes_free_ports)
-        return int(port if is_kept else configured)
+        is_kept = (configured_then or "0") == configured and (configured == "0" or self._takes_free_ports)
+        return int((is_kept and port) or configured)
 
     def bind(self, name: str, bind: Callable[[int], int]) -> int:
         """`bind(port)` binds it and returns the port."""

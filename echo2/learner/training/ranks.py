@@ -180,9 +180,10 @@ def lost_rank(error: RuntimeError) -> Unreachable:
     """What a collective raises once another rank has ended, as an error of ours. Raises any other as it is."""
     if world_size() == 1 or not (isinstance(error, dist.DistError) or re.search("/gloo/|pair closure", str(error))):
         raise error
+    text = f"expected the learner's other ranks to take part, got: {str(error).strip().rstrip('.')}"
     return Unreachable(
-        f"rank {_number('RANK', 0)}: expected the learner's other ranks to take part, got: {error} torchrun names the rank that "
-        "ended first, whose own words stand above; the same command goes on from the newest checkpoint"
+        f"rank {_number('RANK', 0)}: {text}; torchrun names the rank that ended first, whose own words stand above; the same "
+        "command goes on from the newest checkpoint"
     )
 
 

@@ -3,6 +3,8 @@
 import codecs
 import gzip
 import json
+import logging
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -103,7 +105,9 @@ def test_a_problem_that_comes_again_is_read_once(tmp_path: Path, caplog: pytest.
     assert "230 of 245 rows repeat an earlier prompt and are left out, 12 of them with another answer" in caplog.text
 
 
-def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(tmp_path: Path) -> None:
+def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import ipc, parquet
 
@@ -117,8 +121,9 @@ def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_f
     parts = [write_jsonl(tmp_path / "parts" / f"train-0000{part}-of-00003.jsonl", ROWS) for part in (1, 2, 3)]
     assert len(read_math_rows(tmp_path / "parts")) == len(ROWS), "some count from 1"
     parts[2].unlink()
-    with pytest.raises(TaskError, match="expected all 3 parts of train-.*-of-00003.jsonl, found 2: without 0"):
-        read_math_rows(tmp_path / "parts")
+    with caplog.at_level(logging.WARNING):
+        assert len(read_math_rows(tmp_path / "parts")) == len(ROWS)
+    assert re.search("parts: 2 of 3 parts of train-.*-of-00003.jsonl are there, without 0", caplog.text)
     (tmp_path / "saved" / "train").mkdir(parents=True)
     with ipc.new_stream(str(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
