@@ -34,6 +34,25 @@ async def test_operations_run_in_the_order_of_their_numbers_one_at_a_time_and_a_
     assert ran == [f"{number} {what}" for number in (1, 2, 3, 4) for what in ("begins", "ends")]
 
 
+async def test_an_operation_may_take_longer_than_a_missing_number_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operations, "MISSING_S", 0.01)
+    order, ran = InOrder(), list[str]()
+
+    async def work(number: int) -> None:
+        async with order.turn(number):
+            ran.append(f"{number} begins")
+            await asyncio.sleep(0.1)
+            ran.append(f"{number} ends")
+
+    await asyncio.gather(work(1), work(2))
+    assert order.missing == 0
+    await asyncio.gather(work(4), work(5))
+    assert order.missing == 3
+    assert ran == [f"{number} {what}" for number in (1, 2, 4, 5) for what in ("begins", "ends")]
+
+
 async def test_a_result_is_kept_for_a_second_poll_until_newer_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "RESULTS_MAX", 4)
     monkeypatch.setattr(operations, "READ_MAX", 2)
